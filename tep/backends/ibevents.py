@@ -7,8 +7,7 @@ import os
 import select
 
 from tep.backends.ffi.ibverbs import Library
-from tep.backends.ffi.ibverbs_device import AsyncEvent, Context
-from tep.backends.ffi.ibverbs_structs import CompChannel
+from tep.backends.ffi.ibverbs_structs import AsyncEvent, CompChannel, Context
 
 __all__ = ["Events"]
 

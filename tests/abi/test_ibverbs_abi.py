@@ -16,15 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from tep.backends.ffi import ibverbs, ibverbs_device, ibverbs_structs, ibverbs_wr
-from tep.backends.ffi.ibverbs_device import DEVICE_STRUCTS, Gid
-from tep.backends.ffi.ibverbs_structs import QUEUE_STRUCTS, GlobalRoute, QpAttr
-from tep.backends.ffi.ibverbs_wr import DTYPES, ENUMS, MEMBERS
+from tep.backends.ffi import ibverbs, ibverbs_structs
+from tep.backends.ffi.ibverbs_structs import (
+    DTYPES,
+    ENUMS,
+    MEMBERS,
+    STRUCTS,
+    Gid,
+    GlobalRoute,
+    QpAttr,
+)
 from tests.support.cross import printed, require_cross
 
 FACTS = Path(__file__).with_name("ibverbs.facts")
 HEADER = Path("/usr/include/infiniband/verbs.h")
-STRUCTS = {**DEVICE_STRUCTS, **QUEUE_STRUCTS}
 
 # Mirrored up to their mutex only, whose size differs between machines.
 PREFIXES = {"ibv_context", "ibv_qp"}
@@ -181,7 +186,7 @@ def test_a_gid_taken_for_bytes_is_noticed(compiled):
         return type(mirror.__name__, (ctypes.Structure,), {"_fields_": fields})
 
     route = planted(GlobalRoute, dgid=ByteGid)
-    address = planted(QUEUE_STRUCTS["ibv_ah_attr"], grh=route)
+    address = planted(STRUCTS["ibv_ah_attr"], grh=route)
     attr = planted(QpAttr, ah_attr=address, alt_ah_attr=address)
     wrong = {**STRUCTS, "ibv_global_route": route, "ibv_ah_attr": address, "ibv_qp_attr": attr}
     found = differences(compiled, mirrored(wrong))
@@ -189,7 +194,7 @@ def test_a_gid_taken_for_bytes_is_noticed(compiled):
     assert "size struct ibv_qp_attr: (144,) != (140,)" in found
 
 
-@pytest.mark.parametrize("module", [ibverbs_device, ibverbs_structs, ibverbs_wr, ibverbs])
+@pytest.mark.parametrize("module", [ibverbs_structs, ibverbs])
 def test_declarations_are_word_for_word(module):
     """Comments that drift from the header mislead whoever checks the code against them."""
     if not HEADER.exists():

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tep.backends.ffi import libfabric, libfabric_attrs, libfabric_data, libfabric_objects
-from tep.backends.ffi.libfabric_data import DTYPES
+from tep.backends.ffi import libfabric, libfabric_structs
+from tep.backends.ffi.libfabric_structs import DTYPES, MIRRORED
 from tests.support.cross import printed, require_cross
 
 FACTS = Path(__file__).with_name("libfabric_facts.json")
 INCLUDE = Path("/usr/include")
-MIRRORED = (*libfabric_objects.MIRRORED, *libfabric_attrs.MIRRORED, *libfabric_data.MIRRORED)
 HEADERS = ("fabric", "fi_domain", "fi_endpoint", "fi_cm", "fi_rma", "fi_eq", "fi_errno", "fi_ext")
 CONSTANTS = {
     name: value & 2**64 - 1
@@ -208,19 +207,19 @@ def test_the_descriptor_record_is_made_of_the_structures():
 
     fields = slots._RECORD.fields
     for name, struct, field, base in (
-        ("src", libfabric_data.iovec, "iov_base", 0),
-        ("src_len", libfabric_data.iovec, "iov_len", 0),
-        ("dst", libfabric_data.fi_rma_iov, "addr", 16),
-        ("dst_len", libfabric_data.fi_rma_iov, "len", 16),
-        ("rkey", libfabric_data.fi_rma_iov, "key", 16),
-        ("p_iov", libfabric_data.fi_msg_rma, "msg_iov", slots._MSG_AT),
-        ("p_desc", libfabric_data.fi_msg_rma, "desc", slots._MSG_AT),
-        ("iov_count", libfabric_data.fi_msg_rma, "iov_count", slots._MSG_AT),
-        ("peer", libfabric_data.fi_msg_rma, "addr", slots._MSG_AT),
-        ("p_rma", libfabric_data.fi_msg_rma, "rma_iov", slots._MSG_AT),
-        ("rma_count", libfabric_data.fi_msg_rma, "rma_iov_count", slots._MSG_AT),
-        ("context", libfabric_data.fi_msg_rma, "context", slots._MSG_AT),
-        ("data", libfabric_data.fi_msg_rma, "data", slots._MSG_AT),
+        ("src", libfabric_structs.iovec, "iov_base", 0),
+        ("src_len", libfabric_structs.iovec, "iov_len", 0),
+        ("dst", libfabric_structs.fi_rma_iov, "addr", 16),
+        ("dst_len", libfabric_structs.fi_rma_iov, "len", 16),
+        ("rkey", libfabric_structs.fi_rma_iov, "key", 16),
+        ("p_iov", libfabric_structs.fi_msg_rma, "msg_iov", slots._MSG_AT),
+        ("p_desc", libfabric_structs.fi_msg_rma, "desc", slots._MSG_AT),
+        ("iov_count", libfabric_structs.fi_msg_rma, "iov_count", slots._MSG_AT),
+        ("peer", libfabric_structs.fi_msg_rma, "addr", slots._MSG_AT),
+        ("p_rma", libfabric_structs.fi_msg_rma, "rma_iov", slots._MSG_AT),
+        ("rma_count", libfabric_structs.fi_msg_rma, "rma_iov_count", slots._MSG_AT),
+        ("context", libfabric_structs.fi_msg_rma, "context", slots._MSG_AT),
+        ("data", libfabric_structs.fi_msg_rma, "data", slots._MSG_AT),
     ):
         assert base + getattr(struct, field).offset == fields[name][1], name
 

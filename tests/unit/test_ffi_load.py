@@ -7,8 +7,16 @@ import ctypes.util
 import pytest
 
 from tep.backends.ffi import libfabric
-from tep.backends.ffi.check import check
-from tep.backends.ffi.load import Step, env_step, find, forget, path_step, system_step, wheel_step
+from tep.backends.ffi.load import (
+    Step,
+    check,
+    env_step,
+    find,
+    forget,
+    path_step,
+    system_step,
+    wheel_step,
+)
 from tep.base.errors import BackendUnavailable, FabricError
 
 LIBC = ctypes.util.find_library("c")

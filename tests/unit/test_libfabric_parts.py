@@ -18,7 +18,7 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libfabric_data import fi_mr_dmabuf, iovec
+from tep.backends.ffi.libfabric_structs import fi_mr_dmabuf, iovec
 from tep.backends.libfabric import discover, frames
 from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.efa import device as efa

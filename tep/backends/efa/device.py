@@ -29,9 +29,7 @@ from tep.backends.ffi.efa import (
     QpEx,
     WqAttr,
 )
-from tep.backends.ffi.ibverbs_device import Context, DeviceAttr
-from tep.backends.ffi.ibverbs_structs import AhAttr, Mr, Qp
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS, AhAttr, Context, DeviceAttr, Mr, Qp
 from tep.backends.ibevents import Events
 from tep.base.errors import BackendUnavailable, FabricError
 

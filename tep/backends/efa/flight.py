@@ -29,7 +29,7 @@ from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import HAS_IMM, KINDS
 from tep.backends.efa.rowwise import Entries, Numbers, RowWise, Span
 from tep.backends.efa.slots import STEP, Slots
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.efa.reads import READ, HardwareRegions
 from tep.backends.libfabric.objects import CqError

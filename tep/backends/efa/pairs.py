@@ -9,9 +9,7 @@ import ctypes
 from typing import Final, NamedTuple
 
 from tep.backends.ffi.efa import CqInitAttr, CqInitAttrEx, DeviceAttrDv, Efa, QpInitAttrDv
-from tep.backends.ffi.ibverbs_device import PortAttr
-from tep.backends.ffi.ibverbs_structs import QpAttr, QpInitAttrEx
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS, PortAttr, QpAttr, QpInitAttrEx
 
 __all__ = ["CAP_READ", "Sizes", "link_bps", "make_pair", "make_queue"]
 

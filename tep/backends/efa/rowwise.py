@@ -15,7 +15,7 @@ from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
 from tep.backends.efa.entries import COMPLETION_ENTRY, HAS_IMM, OP_READ, OP_WRITE
 from tep.backends.ffi.efa import CqEx, QpEx
-from tep.backends.ffi.ibverbs_wr import RECV_WR, SGE
+from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE
 
 __all__ = ["Entries", "Numbers", "RowWise", "Span"]
 

@@ -15,10 +15,9 @@ import platform
 from functools import cache
 from typing import Final
 
-from tep.backends.ffi.declare import prototypes
 from tep.backends.ffi.ibverbs import OPTIONAL, PROTOTYPES, Library, fail
 from tep.backends.ffi.ibverbs_structs import Qp
-from tep.backends.ffi.load import env_step, find, system_step
+from tep.backends.ffi.load import env_step, find, prototypes, system_step
 from tep.base.errors import BackendUnavailable
 
 __all__ = [

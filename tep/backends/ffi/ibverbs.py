@@ -16,11 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NoReturn, TypeVar, cast
 
-from tep.backends.ffi.check import check
-from tep.backends.ffi.declare import prototypes
-from tep.backends.ffi.ibverbs_device import Context, Device
-from tep.backends.ffi.ibverbs_structs import VerbsContext
-from tep.backends.ffi.load import Step, env_step, find, system_step
+from tep.backends.ffi.ibverbs_structs import Context, Device, VerbsContext
+from tep.backends.ffi.load import Step, check, env_step, find, prototypes, system_step
 
 __all__ = [
     "ABI_COMPAT_OFFSETS",

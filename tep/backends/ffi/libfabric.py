@@ -31,10 +31,18 @@ from ctypes import (
 from types import MappingProxyType
 from typing import Any, Final, cast
 
-from tep.backends.ffi.declare import calls_of
 from tep.backends.ffi.libc import libc
-from tep.backends.ffi.libfabric_attrs import fi_info
-from tep.backends.ffi.load import Found, Step, env_step, find, path_step, system_step, wheel_step
+from tep.backends.ffi.libfabric_structs import fi_info
+from tep.backends.ffi.load import (
+    Found,
+    Step,
+    calls_of,
+    env_step,
+    find,
+    path_step,
+    system_step,
+    wheel_step,
+)
 from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable
 

@@ -22,7 +22,7 @@ from tep.backends.base import (
     put_completion,
 )
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libfabric_data import CQ_DATA_ENTRY
+from tep.backends.ffi.libfabric_structs import CQ_DATA_ENTRY
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.rules import Rules

@@ -16,7 +16,7 @@ import numpy as np
 
 from tep.backends.base import DomainKey
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.check import check
+from tep.backends.ffi.load import check
 from tep.backends.libfabric.objects import Endpoint, Nic
 from tep.backends.libfabric.regions import Region, mr_attr
 from tep.memory.source import Memory, adapt

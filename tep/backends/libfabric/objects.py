@@ -18,10 +18,12 @@ from typing import Any, Final, NamedTuple
 
 from tep.backends import forks
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.check import check
-from tep.backends.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr, fi_eq_attr
-from tep.backends.ffi.libfabric_data import fi_cq_err_entry, fi_eq_err_entry
-from tep.backends.ffi.libfabric_objects import (
+from tep.backends.ffi.libfabric_structs import (
+    fi_av_attr,
+    fi_cq_attr,
+    fi_cq_err_entry,
+    fi_eq_attr,
+    fi_eq_err_entry,
     fi_ops,
     fid,
     fid_av,
@@ -32,6 +34,7 @@ from tep.backends.ffi.libfabric_objects import (
     fid_fabric,
     fid_mr,
 )
+from tep.backends.ffi.load import check
 
 __all__ = ["CqError", "Endpoint", "Nic", "Option"]
 

@@ -21,7 +21,7 @@ from tep.backends.base import Access, Column, DomainKey, Status
 from tep.backends.columns import most
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import libc
-from tep.backends.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
+from tep.backends.ffi.libfabric_structs import fi_mr_attr, fi_mr_dmabuf, iovec
 from tep.backends.libfabric.objects import Nic
 from tep.base.errors import FabricError
 from tep.memory.source import DmabufExport, Memory, exported

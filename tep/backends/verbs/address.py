@@ -25,7 +25,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.base.errors import BadDescriptor
 
 __all__ = [

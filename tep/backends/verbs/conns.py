@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tep.backends.ffi.ibverbs import ref
+from tep.backends.ffi.ibverbs_structs import ENUMS, Qp, QpAttr, QpInitAttr
 from tep.backends.ffi.ibverbs_structs import Ece as EceMirror
-from tep.backends.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
-from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs.depths import SPARE_WRS
 from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.backends.verbs.tags import MARKER, tag

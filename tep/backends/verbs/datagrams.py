@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tep.backends.ffi.ibverbs import fail
-from tep.backends.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
+from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, SEND_WR, SGE
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import create_ud, qp_number
 from tep.backends.verbs.depths import DATAGRAMS_IN, DATAGRAMS_OUT

@@ -15,9 +15,16 @@ from typing import Final
 
 from tep.backends.base import DomainCaps
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
-from tep.backends.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
-from tep.backends.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import (
+    ENUMS,
+    AhAttr,
+    DeviceAttr,
+    Gid,
+    GidEntry,
+    Mr,
+    PortAttr,
+    QpInitAttrEx,
+)
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
 from tep.backends.verbs.handshake import control_bytes
 from tep.backends.verbs.hints import NO_HINTS, Hints

@@ -30,7 +30,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.handing import hand_out
 from tep.backends.texts import closed, says
 from tep.backends.verbs.address import engine_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.verbs.address import gid_text, is_link_local, is_mapped
 
 __all__ = ["GidChoice", "GidSeen", "rank_gids"]

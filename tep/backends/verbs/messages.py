@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs_structs import Mr
-from tep.backends.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
+from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, SEND_WR, SGE, Mr
 from tep.backends.verbs.depths import MESSAGES_OUT
 from tep.backends.verbs.receives import create_srq
 from tep.backends.verbs.tags import MESSAGE_IN, MESSAGE_OUT, tag

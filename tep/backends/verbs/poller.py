@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import COMPLETION, Completions, Entry, Kind, Status, new_completions
-from tep.backends.ffi.ibverbs_wr import ENUMS, WC
+from tep.backends.ffi.ibverbs_structs import ENUMS, WC
 from tep.backends.verbs import tags
 from tep.backends.verbs.receives import IMM_ID
 from tep.backends.verbs.status import send_status, write_status

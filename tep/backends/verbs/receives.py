@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tep.backends.ffi.ibverbs_structs import SrqInitAttr
-from tep.backends.ffi.ibverbs_wr import RECV_WR
+from tep.backends.ffi.ibverbs_structs import RECV_WR, SrqInitAttr
 from tep.backends.verbs.tags import IMM, tag
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tep.backends.base import Access, DomainKey
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.memory.source import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tep.backends.base import Batch, Column, Kind, Row, WriteBatch
 from tep.backends.columns import part
 from tep.backends.ffi.ibverbs import ref
-from tep.backends.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
+from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR, SGE
 from tep.backends.verbs.tags import LOOSE, NUMBER_SHIFT, RUN, tag
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from tep.backends.base import Status
-from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.texts import meaning
 
 __all__ = ["STATUS_TEXT", "send_status", "write_status"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from tep.backends.base import Batch, Entry, Kind, ReadBatch, Status, WriteBatch
 from tep.backends.columns import row_of
 from tep.backends.ffi.ibverbs import Ref, ref
-from tep.backends.ffi.ibverbs_wr import ENUMS, SEND_WR
+from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR
 from tep.backends.verbs.conns import Conn, Run
 from tep.backends.verbs.limits import LOOSE_MAX, Limits
 from tep.backends.verbs.rings import FanRing, LooseRing, ReadRing, RunRing

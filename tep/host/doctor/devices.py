@@ -18,7 +18,7 @@ from typing import Final
 
 from tep.backends import libfabric
 from tep.backends.ffi import efa, ibverbs
-from tep.backends.ffi.ibverbs_device import DeviceAttr, PortAttr
+from tep.backends.ffi.ibverbs_structs import DeviceAttr, PortAttr
 from tep.base.errors import BackendUnavailable, FabricError
 from tep.base.units import GiB, KiB, MiB
 from tep.host.doctor.finding import Finding, bad, good, note, warn

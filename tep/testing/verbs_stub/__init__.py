@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tep.backends.ffi.ibverbs_device import Context
+from tep.backends.ffi.ibverbs_structs import Context
 from tep.host.folders import make_own
 
 __all__ = ["Knob", "Stub", "build"]
