@@ -1,11 +1,15 @@
-"""Starting one program on several hosts, by ssh, srun or as processes of this host.
+"""Starting the ranks of a job: as processes of this machine, by ssh, by srun.
 
-Each copy learns which rank it is as `tep.rendezvous` reads it: RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT and TEP_TOKEN. torchrun sets these itself; of srun's variables `place_here` makes them.
+Each rank learns its place as `tep.rendezvous` reads it: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+and TEP_TOKEN. torchrun sets these itself, Ray's ranks are given them, and `place_here` makes them
+of srun's variables. So a program that asks `place_here` runs the same, whoever has started it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import os
 import secrets
 import shlex
@@ -21,12 +25,13 @@ from typing import IO, Final
 from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.place import Place
 
-__all__ = ["METHODS", "launch", "own_address", "place_here"]
+__all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here"]
 
 METHODS: Final = ("local", "ssh", "srun")
 _PORTS: Final = 29_400, 1_000  # the first, and how many; by job, so that two jobs rarely meet
 _LOOK_S: Final = 0.1
 _END_S: Final = 5.0
+_QUOTED: Final = 2000  # characters of a log
 
 
 def place_here(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -90,6 +95,124 @@ def own_address(place: Place) -> str:
         ) from error
 
 
+class RankProcesses:
+    """The processes of one job, each with a log; needs a running loop.
+
+    Args:
+        place: of any rank; gives size, host, port and token.
+        folder: for the logs, rank-0.log and so on.
+    """
+
+    def __init__(self, place: Place, folder: str | os.PathLike[str]) -> None:
+        self._place = place
+        self._folder = Path(folder)
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+
+    async def start(self, rank: int, command: Sequence[str], host: str = "") -> None:
+        """Start a rank, for the first time or again: here, or by ssh in the same folder of a host.
+
+        Raises:
+            RendezvousError: the program cannot be started.
+        """
+        variables = dataclasses.replace(self._place, rank=rank).variables()
+        if host:
+            shell = ["ssh", "-o", "BatchMode=yes", host, "sh", "-s"]
+            await self._run(rank, shell, {}, _script(command, variables))
+        else:
+            await self._run(rank, command, variables)
+
+    async def start_by_srun(self, command: Sequence[str]) -> None:
+        """Start all ranks as one step of SLURM, one a host; they count as rank 0 here."""
+        size = str(self._place.size)
+        slurm = ["srun", "--nodes", size, "--ntasks", size, "--ntasks-per-node", "1"]
+        await self._run(0, [*slurm, *command], {"TEP_TOKEN": self._place.token})
+
+    async def _run(
+        self, rank: int, command: Sequence[str], variables: Mapping[str, str], text: str = ""
+    ) -> None:
+        with tempfile.TemporaryFile() as given, self.log(rank).open("ab") as output:
+            given.write(text.encode())
+            given.seek(0)
+            try:
+                self._processes[rank] = await asyncio.create_subprocess_exec(
+                    *command,
+                    env={**os.environ, **variables},
+                    stdin=given,
+                    stdout=output,
+                    stderr=output,
+                )
+            except OSError as error:
+                raise RendezvousError(
+                    f"launch: rank {rank}: {command[0]} cannot be started: {error}"
+                ) from error
+
+    def log(self, rank: int) -> Path:
+        """The file that takes what a rank prints."""
+        return self._folder / f"rank-{rank}.log"
+
+    def last_words(self, rank: int) -> str:
+        """The end of a rank's log."""
+        return self.log(rank).read_text(encoding="utf-8", errors="replace")[-_QUOTED:]
+
+    async def ended(self, rank: int) -> int:
+        """Wait until a rank has ended; return its status, negative for a signal."""
+        return await self._processes[rank].wait()
+
+    async def kill(self, rank: int) -> None:
+        """Kill a rank, as a machine that fails would; return when it has ended."""
+        process = self._processes[rank]
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                process.kill()
+        await process.wait()
+
+    async def watch(self, timeout_s: float, out: IO[str]) -> None:
+        """Wait until all have ended; write to `out` what rank 0 prints meanwhile.
+
+        Raises:
+            RendezvousError: a rank ended with an error; the message quotes its log.
+            WaitTimeout: not all have ended in time.
+        """
+        end_s = time.monotonic() + timeout_s
+        left = {asyncio.ensure_future(self.ended(rank)): rank for rank in self._processes}
+        try:
+            with self.log(0).open("r", encoding="utf-8", errors="replace") as printed:
+                while left:
+                    done, _ = await asyncio.wait(
+                        left, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    out.write(printed.read())
+                    out.flush()
+                    for rank, status in sorted((left.pop(one), one.result()) for one in done):
+                        if status:
+                            words = self.last_words(rank)
+                            raise RendezvousError(
+                                f"launch: rank {rank} ended with {status}:\n{words}"
+                            )
+                    if left and time.monotonic() > end_s:
+                        late = sorted(left.values())
+                        raise WaitTimeout(f"launch: ranks {late} have not ended in time")
+        finally:
+            for one in left:
+                one.cancel()
+
+    async def close(self, patience_s: float = _END_S, *, terminate: bool = False) -> None:
+        """Wait until all have ended; kill those that take longer.
+
+        Args:
+            patience_s: how long all may take, seconds.
+            terminate: whether they are asked to end.
+        """
+        running = {k: one for k, one in self._processes.items() if one.returncode is None}
+        for process in running.values() if terminate else ():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await asyncio.gather(*map(self.ended, running))
+        await asyncio.gather(*map(self.kill, running))
+
+
 def launch(
     method: str,
     hosts: Sequence[str],
@@ -119,89 +242,25 @@ def launch(
     if method not in METHODS or not hosts:
         raise UsageError(f"launch: method={method!r} hosts={list(hosts)}; {', '.join(METHODS)}")
     port = port or _PORTS[0] + secrets.randbelow(_PORTS[1])
-    token = secrets.token_hex(16)
-    base = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)}
-    with tempfile.TemporaryDirectory(prefix="tep-launch-") as folder:
-        if method == "srun":
-            slurm = ["srun", "--nodes", str(len(hosts)), "--ntasks", str(len(hosts))]
-            started = [
-                _start(
-                    [*slurm, "--ntasks-per-node", "1", *command], {"TEP_TOKEN": token}, folder, 0
-                )
-            ]
-        else:
-            started = []
-            for rank in range(len(hosts)):
-                mine = {**base, "RANK": str(rank), "TEP_TOKEN": token}
-                if method == "local":
-                    started.append(_start(command, mine, folder, rank))
-                else:
-                    shell = ["ssh", "-o", "BatchMode=yes", hosts[rank], "sh", "-s"]
-                    started.append(_start(shell, {}, folder, rank, _script(command, mine)))
-        _await(started, folder, time.monotonic() + timeout_s, out or sys.stdout)
+    place = Place(rank=0, size=len(hosts), host=hosts[0], port=port, token=secrets.token_hex(16))
+
+    async def run() -> None:
+        with tempfile.TemporaryDirectory(prefix="tep-launch-") as folder:
+            ranks = RankProcesses(place, folder)
+            try:
+                if method == "srun":
+                    await ranks.start_by_srun(command)
+                for rank, host in enumerate(hosts) if method != "srun" else ():
+                    await ranks.start(rank, command, host if method == "ssh" else "")
+                await ranks.watch(timeout_s, out or sys.stdout)
+            finally:
+                await ranks.close(terminate=True)
+
+    asyncio.run(run())
 
 
 def _script(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """What a remote shell reads on its input: a token on its command line could be read by all."""
+    """Write what a remote shell reads: all could read a token on its command line."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     lines += [f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)} < /dev/null"]
     return "\n".join(lines) + "\n"
-
-
-def _start(
-    command: Sequence[str], variables: Mapping[str, str], folder: str, rank: int, text: str = ""
-) -> subprocess.Popen[bytes]:
-    script = Path(folder, f"in-{rank}")
-    script.write_text(text)
-    script.chmod(0o600)
-    try:
-        with script.open("rb") as given, Path(folder, f"out-{rank}").open("wb") as output:
-            return subprocess.Popen(  # noqa: S603  # what the user asked for
-                command, env={**os.environ, **variables}, stdin=given, stdout=output, stderr=output
-            )
-    except OSError as error:
-        raise RendezvousError(
-            f"launch: rank {rank}: {command[0]} cannot be started: {error}"
-        ) from error
-
-
-def _await(
-    started: list[subprocess.Popen[bytes]], folder: str, deadline: float, out: IO[str]
-) -> None:
-    """Pass on what rank 0 prints until all have ended."""
-    try:
-        with Path(folder, "out-0").open("r", errors="replace") as printed:
-            while True:
-                ended = [process.poll() for process in started]
-                out.write(printed.read())
-                out.flush()
-                for rank, status in enumerate(ended):
-                    if status:
-                        tail = Path(folder, f"out-{rank}").read_text(errors="replace")[-2000:]
-                        raise RendezvousError(f"launch: rank {rank} ended with {status}:\n{tail}")
-                if None not in ended:
-                    return
-                if time.monotonic() > deadline:
-                    late = [rank for rank, status in enumerate(ended) if status is None]
-                    raise WaitTimeout(f"launch: ranks {late} have not ended in time")
-                _rest(started)
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.terminate()
-        for process in started:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _rest(started: list[subprocess.Popen[bytes]]) -> None:
-    """Wait a little, or until one that still runs has ended."""
-    running = [process for process in started if process.poll() is None]
-    if running:
-        try:
-            running[0].wait(_LOOK_S)
-        except subprocess.TimeoutExpired:
-            return

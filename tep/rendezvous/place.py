@@ -53,6 +53,17 @@ class Place:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    def variables(self) -> dict[str, str]:
+        """The environment variables that `from_env` reads, for whoever starts this rank."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            _PORT: str(self.port),
+            "TEP_TOKEN": self.token,
+        }
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.

@@ -53,13 +53,8 @@ def start_ranks(
     size: int, port: int, *arguments: object, fds: Iterable[int] = ()
 ) -> list[subprocess.Popen[str]]:
     """All ranks of a job; torchrun's variables say to each which it is."""
-    env = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TEP_TOKEN": "a secret of this test",
-    }
-    return [start_rank(*arguments, env=env | {"RANK": str(rank)}, fds=fds) for rank in range(size)]
+    places = (place(rank, size, port) for rank in range(size))
+    return [start_rank(*arguments, env=one.variables(), fds=fds) for one in places]
 
 
 def outcomes(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120.0) -> list[Ended]:

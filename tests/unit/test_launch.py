@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import sys
@@ -9,7 +10,8 @@ import sys
 import pytest
 
 from tep import RendezvousError, UsageError, WaitTimeout, rendezvous
-from tep.rendezvous.launch import launch, place_here
+from tep.rendezvous.launch import RankProcesses, launch, place_here
+from tests.support.ranks import place
 
 SAY = (
     "import sys; from tep.rendezvous.launch import place_here; "
@@ -108,6 +110,25 @@ def test_what_cannot_be_started_is_named(shells):
     for method, hosts in (("rsh", ["a"]), ("ssh", [])):
         with pytest.raises(UsageError, match="local, ssh, srun"):
             launch(method, hosts, ["true"])
+
+
+def test_a_rank_is_killed_and_started_again(shells, tmp_path):
+    """Whoever tests a failure kills one rank; the same rank must be able to come back."""
+    say = [sys.executable, "-c", SAY + "import time; sys.stdout.flush(); time.sleep(600)"]
+    job = place(0, 3, 1)
+
+    async def main():
+        ranks = RankProcesses(job, tmp_path)
+        try:
+            await ranks.start(2, say)
+            await ranks.kill(2)
+            killed = await ranks.ended(2)
+            await ranks.start(2, [sys.executable, "-c", SAY])
+            return killed, await ranks.ended(2), ranks.last_words(2).splitlines()[-1]
+        finally:
+            await ranks.close(terminate=True)
+
+    assert (-9, 0, "2 3 127.0.0.1") == asyncio.run(main())
 
 
 def test_places_by_torchrun_srun_and_alone(shells):

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tep import RendezvousError, UsageError, WaitTimeout
 from tep.integrations.ray.search import connect
+from tep.rendezvous import Place
 
 __all__ = ["run_ranks"]
 
@@ -93,16 +94,11 @@ def run_ranks(
                 f"{ray.cluster_resources().get('CPU', 0):g} CPUs, and a rank takes one"
             )
         host, port = ray.get(places[0])
-        shared = {
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "TEP_TOKEN": secrets.token_hex(16),
-        }
-        runs = {
-            actor.run.remote({**shared, "RANK": str(k)}, program, list(arguments)): k
-            for k, actor in enumerate(actors)
-        }
+        token, given = secrets.token_hex(16), list(arguments)
+        runs = {}
+        for k, actor in enumerate(actors):
+            place = Place(rank=k, size=size, host=host, port=port, token=token)
+            runs[actor.run.remote(place.variables(), program, given)] = k
         return _collect(ray, runs, timeout_s)
     finally:
         for actor in actors:
