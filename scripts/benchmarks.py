@@ -1,4 +1,4 @@
-"""What scripts/benchmarks runs: measure by the project's own commands, and write the page.
+"""Measure by the project's own commands, and write docs/benchmarks.md and its pages.
 
 No figure is typed: each table comes from a file of docs/data, which this program writes from what a
 command printed. What a benchmark measures is said by the command itself.
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,11 +22,11 @@ from typing import Any, Final
 
 from tep import UsageError, __version__
 
-__all__ = ["BENCHES", "main", "page"]
+__all__ = ["BENCHES", "main", "pages"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DATA: Final = ROOT / "docs" / "data"
-PAGE: Final = ROOT / "docs" / "benchmarks.md"
+DOCS: Final = ROOT / "docs"
+DATA: Final = DOCS / "data"
 _LIMIT_S: Final = 3600
 
 Row = dict[str, object]
@@ -122,6 +123,51 @@ def _peers(data: Any) -> list[Row]:
     return rows
 
 
+def _peers_short(data: Any) -> list[Row]:
+    """Of `tep bench peers`: one row for each engine, what it did as ratios to tep."""
+    rows: dict[str, Row] = {}
+    for one in data["rows"]:
+        if one["median"] is None:
+            continue
+        row = rows.setdefault(one["who"], {"who": one["who"]})
+        if one["who"] == "tep":
+            row[one["what"]] = f"{_number(one['median'])} {one['unit']}"
+        elif one["ratio"] is not None:
+            middle, least, most = map(_number, one["ratio"])
+            row[one["what"]] = f"{middle} ({least} to {most})"
+    return list(rows.values())
+
+
+def _engine_short(data: Any) -> list[Row]:
+    """Of `tep bench engine`: what two NICs cost."""
+    figures = [one for one in data["figures"] if "2 NICs" in one["what"] and one["aim"] is not None]
+    names = ("what", "median", "best", "aim")
+    return [{name: row[name] for name in names} for row in _figures({"figures": figures})]
+
+
+def _published_short(data: Any) -> list[Row]:
+    """Of `tep reproduce`: how far off the points of each table are."""
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    for one in data["points"]:
+        key = (one["table"], one["class"], "points" if one["unit"] == "%" else "%")
+        errors.setdefault(key, [])
+        if one["error"] is not None:
+            errors[key].append(abs(one["error"]))
+    return [
+        {
+            "table": table,
+            "class": kind,
+            "points": sum(
+                (one["table"], one["class"], one["unit"] == "%") == (table, kind, unit == "points")
+                for one in data["points"]
+            ),
+            "median error": f"{statistics.median(found):.1f} {unit}" if found else "",
+            "largest": f"{max(found):.1f} {unit}" if found else "",
+        }
+        for (table, kind, unit), found in errors.items()
+    ]
+
+
 def _table(data: Any) -> list[Row]:
     """Of programs that print one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
@@ -157,12 +203,14 @@ class Bench:
             else what it prints is taken.
         rows: makes a table of its JSON.
         about: what to know when reading it.
+        short: makes the table of the first page; None = it is not there.
     """
 
     title: str
     command: tuple[str, ...]
     rows: Callable[[Any], list[Row]]
     about: str
+    short: Callable[[Any], list[Row]] | None = None
 
 
 _PEERS: Final = (
@@ -185,6 +233,7 @@ BENCHES: Final[dict[str, Bench]] = {
         "CPU time over NICs that take everything at once, both ends of a transfer, page lists "
         "given as plain arrays. What these NICs take themselves is in every figure; the rows of "
         "null NICs alone say how much it is.",
+        _engine_short,
     ),
     "verbs-stub": Bench(
         "Over libibverbs",
@@ -214,6 +263,7 @@ BENCHES: Final[dict[str, Bench]] = {
         "of its own; least and most are over rounds. The ratio is to tep in the same round, above "
         "1 where the other is better. CPU is of both processes. ucxx sends messages, having no "
         "one-sided writes in Python.",
+        _peers_short,
     ),
     "sim": Bench(
         "The simulator's speed",
@@ -246,8 +296,9 @@ BENCHES: Final[dict[str, Bench]] = {
         _published,
         "`fitted`: numbers of the simulator were fitted to this point. `predicted`: they were not. "
         "`not modelled`: something that matters is missing. `left out`: the error without the "
-        "point. With pictures: [the report](published/report.md). Profiles say more: "
+        "point. With pictures: [the report](../published/report.md). Profiles say more: "
         "tep/sim/profiles/README.md, tep/apps/moe/profiles/README.md.",
+        _published_short,
     ),
     "newcomer": Bench(
         "A new user's path",
@@ -309,18 +360,14 @@ def _cpu() -> str:
 
 
 _HEAD: Final = """Written by `scripts/benchmarks` from `docs/data`; nothing here is typed by hand.
-`scripts/benchmarks NAME` measures anew. The load is that of the machine at the start and at the
-end: with more load than CPUs the figures are those of a busy machine."""
+`scripts/benchmarks NAME` measures anew. Read the ratios first: absolute figures of a shared machine
+are not repeated by the next run."""
 
 
-def page() -> str:
-    """The page that the files of docs/data make."""
-    lines = [
-        "# Benchmarks",
-        "",
-        _HEAD,
-    ]
-    missing = []
+def pages() -> dict[str, str]:
+    """The pages that the files of docs/data make, by path under docs: first the one of all."""
+    whole = {"benchmarks.md": f"# Benchmarks\n\n{_HEAD}\n"}
+    links, missing = ["", "## All tables", ""], []
     for name, bench in BENCHES.items():
         path = DATA / f"{name}.json"
         if not path.exists():
@@ -329,19 +376,18 @@ def page() -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         load = " and ".join(map(str, found["load"]))
         run = f"`{found['command']}`, {found['date']}, tep {found['tep']}"
-        lines += [
-            "",
-            f"## {bench.title}",
-            "",
-            bench.about,
-            "",
-            f"{run}, {found['machine']}, load {load}.",
-            "",
-            *_markdown(bench.rows(found["data"])),
-        ]
+        about = ["", bench.about, "", f"{run}, {found['machine']}, load {load}.", ""]
+        if bench.short is not None:
+            table = _markdown(bench.short(found["data"]))
+            first = [f"## {bench.title}", *about, *table, ""]
+            whole["benchmarks.md"] += "\n" + "\n".join(first).replace("](../", "](")
+        table = _markdown(bench.rows(found["data"]))
+        whole[f"benchmarks/{name}.md"] = "\n".join([f"# {bench.title}", *about, *table]) + "\n"
+        links.append(f"- [{bench.title}](benchmarks/{name}.md)")
     if missing:
-        lines += ["", "## Not measured for this page", "", f"{', '.join(missing)}."]
-    return "\n".join(lines) + "\n"
+        links += ["", f"Not measured yet: {', '.join(missing)}."]
+    whole["benchmarks.md"] += "\n".join(links) + "\n"
+    return whole
 
 
 def _markdown(rows: Sequence[Row]) -> list[str]:
@@ -354,11 +400,11 @@ def _markdown(rows: Sequence[Row]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what is named, and write or check the page."""
+    """Measure what is named, and write or check the pages."""
     parser = argparse.ArgumentParser(prog="scripts/benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help="what to measure anew; all: everything")
     parser.add_argument("--list", action="store_true", help="name each with its command")
-    parser.add_argument("--check", action="store_true", help="write nothing; is the page right?")
+    parser.add_argument("--check", action="store_true", help="write nothing; are the pages right?")
     given = parser.parse_args(argv)
     if given.list:
         for name, bench in BENCHES.items():
@@ -375,10 +421,16 @@ def main(argv: Sequence[str]) -> int:
         except UsageError as error:
             sys.stderr.write(f"benchmarks: {error}\n")
             return 1
-    text = page()
+    written = {DOCS / name: text for name, text in pages().items()}
+    stray = set((DOCS / "benchmarks").glob("*.md")) - written.keys()
     if given.check:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
+        right = all(p.exists() and p.read_text(encoding="utf-8") == t for p, t in written.items())
+        return int(bool(stray) or not right)
+    for path in stray:
+        path.unlink()
+    for path, text in written.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

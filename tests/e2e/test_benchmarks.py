@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what scripts/benchmarks makes of docs/data, and the tables can be read."""
+"""docs/benchmarks.md and its pages are made of docs/data, and the tables can be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def benchmarks():
     del sys.modules["benchmarks"]
 
 
-def test_the_page_is_what_the_data_make():
+def test_the_pages_are_what_the_data_make():
     """A figure that was typed by hand is nobody's."""
     assert 0 == subprocess.run([sys.executable, SCRIPT, "--check"], check=False).returncode
 
@@ -55,12 +55,14 @@ def test_a_measurement_is_run_and_shown(benchmarks, tmp_path, monkeypatch):
     failing = benchmarks.Bench("Not", ("python", "-c", "exit('no NIC')"), benchmarks._table, "y")
     monkeypatch.setattr(benchmarks, "BENCHES", {"mine": bench, "not": failing})
     monkeypatch.setattr(benchmarks, "DATA", tmp_path)
-    monkeypatch.setattr(benchmarks, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(benchmarks, "DOCS", tmp_path)
 
     assert 0 == benchmarks.main(["mine"])
-    text = (tmp_path / "page.md").read_text()
+    text = (tmp_path / "benchmarks" / "mine.md").read_text()
     assert "| a write | 1,234 ns | 1 | at most 60: **missed** | 2.00 x 90 (paper) |" in text
-    assert "Not measured for this page" in text
+    first = (tmp_path / "benchmarks.md").read_text()
+    assert "- [Mine](benchmarks/mine.md)" in first
+    assert "Not measured yet: `not` (Not)" in first
     assert 1 == benchmarks.main(["not"])
     assert not (tmp_path / "not.json").exists()
     assert 2 == benchmarks.main(["other"])

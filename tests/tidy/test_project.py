@@ -74,6 +74,26 @@ def test_scripts_run_from_anywhere() -> None:
         assert "dirname" in text(path), f"{path} does not find its own folder"
 
 
+def test_the_workflow_and_the_container_have_what_scripts_have() -> None:
+    """A list that is kept twice is right once."""
+    workflow = text(Path(".github/workflows/test.yml"))
+    setup = text(Path("scripts/setup"))
+    packages = re.search(r"apt_packages=\(([^)]+)\)", setup)
+    container = text(Path(".devcontainer/Dockerfile"))
+
+    assert packages is not None
+    assert set() == set(packages[1].split()) - set(container.replace("\\", " ").split())
+    assert ["scripts/demo", "scripts/test"] == re.findall(r"- run: (.+)", workflow)
+    assert tep_python() == re.search(r'python: \["([^"]+)"', workflow)[1]
+
+
+def tep_python() -> str:
+    """The oldest Python that pyproject.toml allows."""
+    found = re.search(r'requires-python = ">=([0-9.]+)"', text(Path("pyproject.toml")))
+    assert found is not None
+    return found[1]
+
+
 def test_ci_runs_what_everybody_runs() -> None:
     """A check that only CI knows is a check that nobody can reproduce."""
     code = [line for line in text(Path(".ci/run")).splitlines()[1:] if not line.startswith("#")]
