@@ -29,8 +29,6 @@ if TYPE_CHECKING:
         Revoke,
         Slow,
         Swizzle,
-    )
-    from tep.sim.faults_at import (
         clog,
         cut,
         drift,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     )
     from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
-    from tep.sim.paths import Network
+    from tep.sim.machines import Network
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
     from tep.sim.programs import Incarnation
@@ -93,45 +91,24 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "Chaos": "faults",
-    "ChaosFabric": "chaos",
-    "Clog": "faults_at",
-    "Cluster": "cluster",
-    "Cut": "faults_at",
-    "Drift": "faults_at",
-    "FabricEnv": "clock",
-    "Fault": "faults_at",
-    "Faults": "faults",
-    "FlowFabric": "flow",
-    "Incarnation": "programs",
-    "KillNic": "faults_at",
-    "Mute": "faults_at",
-    "Network": "paths",
-    "Pause": "faults_at",
-    "Profile": "profile",
-    "Restart": "faults_at",
-    "Revoke": "faults_at",
-    "SimDriver": "driver",
-    "SimNode": "driver",
-    "Slow": "faults_at",
-    "Swizzle": "faults_at",
-    "TimingFabric": "timing",
-    "RowLog": "row_log",
-    "clog": "faults_at",
-    "current_env": "loop",
-    "cut": "faults_at",
-    "drift": "faults_at",
-    "kill_nic": "faults_at",
-    "load_profile": "profile",
-    "mute": "faults_at",
-    "pause": "faults_at",
-    "profiles": "profile",
-    "restart": "faults_at",
-    "revoke": "faults_at",
-    "run": "loop",
-    "slow": "faults_at",
-    "swizzle": "faults_at",
+    "chaos": ("ChaosFabric",),
+    "clock": ("FabricEnv",),
+    "cluster": ("Cluster",),
+    "driver": ("SimDriver", "SimNode"),
+    "faults": (
+        *("Chaos", "Clog", "Cut", "Drift", "Fault", "Faults", "KillNic", "Mute", "Pause"),
+        *("Restart", "Revoke", "Slow", "Swizzle", "clog", "cut", "drift", "kill_nic", "mute"),
+        *("pause", "restart", "revoke", "slow", "swizzle"),
+    ),
+    "flow": ("FlowFabric",),
+    "loop": ("current_env", "run"),
+    "machines": ("Network",),
+    "profile": ("Profile", "load_profile", "profiles"),
+    "programs": ("Incarnation",),
+    "row_log": ("RowLog",),
+    "timing": ("TimingFabric",),
 }
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 _NAMES = {"profiles": "profile_names"}
 
 _log = logging.getLogger("tep.sim")
@@ -143,7 +120,7 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
 
     def __getattr__(name: str) -> object:
         """Import a public name from its room, once; afterwards it is an ordinary attribute."""
-        room = _ROOMS.get(name)
+        room = _ROOM_OF.get(name)
         if room is None:
             raise AttributeError(f"module 'tep.sim' has no attribute {name!r}")
         module = importlib.import_module(f"tep.sim.{room}")

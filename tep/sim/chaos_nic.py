@@ -16,10 +16,9 @@ from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.base.errors import UsageError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_NS
-from tep.sim.chaos_link import Link
-from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
+from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Link, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
-from tep.sim.faults_at import KillNic
+from tep.sim.faults import KillNic
 from tep.sim.row_log import What
 
 __all__ = ["ChaosNic"]

@@ -15,7 +15,7 @@ from tep.base.hashing import below
 from tep.base.units import PS_PER_NS
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, NicState, Peer
 from tep.sim.chaos_port import ChaosPort
-from tep.sim.faults_at import KillNic
+from tep.sim.faults import KillNic
 
 __all__ = ["ACK_PS", "ChaosReceiver"]
 

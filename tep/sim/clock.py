@@ -28,7 +28,7 @@ from simpy.events import NORMAL, Event, EventPriority
 from tep.base.checks import unpicklable
 from tep.base.errors import UsageError
 from tep.base.hashing import draws, stream_key
-from tep.sim.streams import Stream
+from tep.sim.draws import Stream
 
 __all__ = [
     "FOREVER_PS",

@@ -21,16 +21,15 @@ from tep.engine.verbs import TRACE_EVENTS_MAX
 from tep.observe.trace import Trace
 from tep.observe.tracing import record
 from tep.sim.chaos import ChaosFabric
-from tep.sim.chaos_datagrams import Datagrams
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
 from tep.sim.faults import Chaos, Clog, Fault, Faults, KillNic, Restart, Revoke
 from tep.sim.loop import SimLoop, current_env, run
-from tep.sim.programs import Incarnation, Main, Program
+from tep.sim.programs import Datagrams, Incarnation, Main, Program
 from tep.sim.row_log import RowLog
 
 if TYPE_CHECKING:
-    from tep.sim.paths import Network
+    from tep.sim.machines import Network
     from tep.sim.profile import Profile
 
     _Profiles = Profile | str | Sequence[Profile | str]

@@ -1,22 +1,40 @@
-"""All choices of a chaos fabric: each has a label, and is a hash of the seed, or tame.
+"""All that the simulator draws: the numbers of its streams, and the draws of a chaos fabric.
 
-A label is (stream, entity, index). `Chaos.kept` lists the labels whose draws a run keeps; all
-others come out tame: no pause, no delay, no short post, one fragment a row. So a run can be reduced
-to the few draws that matter, and each of them is an event that can be named.
+Rule: a stream's number is never given to another purpose, or seeds on record mean other runs.
+A draw has a label (stream, entity, index), and is a hash of the seed, or tame. `Chaos.kept` lists
+the labels whose draws a run keeps; all others come out tame: no pause, no delay, no short post, one
+fragment a row. So a run can be reduced to the few draws that matter, and each of them has a name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from itertools import count
 from typing import Final
 
 from tep.base.hashing import draw, stream_key
-from tep.sim.streams import Stream
 
-__all__ = ["Draw", "Draws", "Label", "Recorder", "describe"]
+__all__ = ["Draw", "Draws", "Label", "Recorder", "Stream", "describe"]
+
+
+class Stream(IntEnum):
+    """What a draw is for; numbers 100 and up are the knobs of `Chaos.draw`."""
+
+    TIES = 1  # order of events at one instant
+    STEP = 2  # when a kicked engine steps
+    POST = 3  # how many rows a post takes
+    ROW = 4  # cuts and acknowledgement of one row
+    FRAGMENT = 5  # delay of one fragment
+    MESSAGE = 6
+    ERROR = 7  # when a failure is reported
+    TIMING = 8  # jitter of the timing fabric
+    FAULTS = 9
+    SCENARIO = 10
+    KNOBS = 100  # one stream a knob: KNOBS + the knob's number
+
 
 Label = tuple[int, int, int]
 Draw = Callable[..., int]

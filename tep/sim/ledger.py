@@ -13,12 +13,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.sim.queues import Ints, Which, has_all, has_any
+from tep.sim.queues import NEVER_PS, Ints, Which, has_all, has_any
 
-__all__ = ["NEVER_PS", "Agenda", "Batches", "Hold", "Ledger"]
-
-NEVER_PS: Final = 1 << 62
-"""Later than any event that an int64 column can hold."""
+__all__ = ["Agenda", "Batches", "Hold", "Ledger"]
 
 _ROWS_MIN: Final = 4096
 _NONE: Final = np.empty(0, np.int64)

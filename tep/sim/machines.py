@@ -1,26 +1,43 @@
 """The machines of one timing fabric: what each takes, and what two unlike ones take together.
 
-No clock and no queue. A fabric has one transport: SRD and RC never meet on a wire. Within it nodes
-may be of different machines. Rule 1: what a NIC or a worker does takes what its own machine says.
-Rule 2: of what both ends of a pair have a part in (the way there, the way back) each end gives half
-of its machine's number. Nothing published tells the ends apart. Rule 3: a receiver is held for as
-long as its own NIC would take to send the same.
+Also the network that they stand in, as a record, and by how much rows land later than their bytes
+took: jitter, tails of sprayed paths, losses. No clock and no queue. A fabric has one transport: SRD
+and RC never meet on a wire. Within it nodes may be of different machines.
+
+Rule 1: what a NIC or a worker does takes what its own machine says. Rule 2: where both ends of a
+pair have a part (the way there, the way back), each end gives half of its machine's number. Nothing
+published tells the ends apart. Rule 3: a receiver is held for as long as its own NIC would take to
+send the same. Rule 4: every draw is a hash of (seed, row), so that one more row shifts no other's.
+Rule 5: where rows are ordered, none lands before one that was posted to the same NIC before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.base.errors import UsageError
-from tep.sim.late import Late
-from tep.sim.paths import NETWORK, Network, network_of
+from tep.base.hashing import below_array, draw_array, stream_key
+from tep.sim.draws import Stream
 from tep.sim.profile import FIELDS, Profile, load_profile
 from tep.sim.queues import Ints, Rate
 
-__all__ = ["Machine", "Machines", "Pairs", "ack_ps", "latency_ps"]
+__all__ = [
+    "NETWORK",
+    "InOrder",
+    "Late",
+    "Machine",
+    "Machines",
+    "Network",
+    "Pairs",
+    "ack_ps",
+    "latency_ps",
+    "network_of",
+]
 
 _TRANSPORT = ("ordered", "imm_eats_recv")
 _CONGESTION = ("credit_bytes", "ecn_bytes", "ecn_every_ps", "ecn_recover_ps", "ecn_grow_bps")
@@ -254,3 +271,127 @@ def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str
     if name in _CONGESTION:
         what = "both ends of a pair take part in it"
     return f"profiles {mine} and {its} differ in {FIELDS[name].path} ({value}, {other}), but {what}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What stands between the NICs; as it is by default, nothing does.
+
+    Attributes:
+        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
+        rails: leaves are rails instead: NIC k of every node is on rail k.
+        uplink_bps: of each leaf to the spine, and from the spine to it; 0: as much as is wanted.
+        spine_ps: what the spine adds to the latency.
+        circuit_up_ps, circuit_down_ps: an optical spine: leaf i has a circuit of uplink_bps to leaf
+            i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
+            circuit_down_ps. 0: packets are switched.
+        leaves: how many there are; needed for circuits.
+        extra_ps: (node, node) -> what the way from one to the other adds to the latency.
+    """
+
+    leaf_nodes: int = 0
+    rails: bool = False
+    uplink_bps: int = 0
+    spine_ps: int = 0
+    circuit_up_ps: int = 0
+    circuit_down_ps: int = 0
+    leaves: int = 0
+    extra_ps: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        numbers = (self.leaf_nodes, self.uplink_bps, self.spine_ps, self.leaves)
+        if min(*numbers, self.circuit_up_ps, self.circuit_down_ps, *self.extra_ps.values()) < 0:
+            raise UsageError(f"{self}: a number below 0")
+        if self.rails and self.leaf_nodes:
+            raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
+        if self.circuit_up_ps and (self.leaves < 2 or not self.uplink_bps):
+            raise UsageError(
+                f"{self}: circuits need two leaves or more, and uplink_bps, their rate"
+            )
+
+
+NETWORK: Final = tuple(one.name for one in fields(Network) if one.name != "extra_ps")
+"""What a profile says of its network, in fields of the same names."""
+
+
+def network_of(profile: Profile) -> Network | None:
+    """The network that a profile says it stands in; None: one perfect switch, and no bus to share.
+
+    Raises:
+        UsageError: its numbers contradict each other.
+    """
+    network = Network(**{name: getattr(profile, name) for name in NETWORK})
+    return None if network == Network() and not profile.bus_bps else network
+
+
+_PACKET_BYTES: Final = 4096
+_PPM: Final = 1e-6
+
+
+class Late:
+    """The delays of the rows that the NICs of one machine send.
+
+    Args:
+        profile: of the machine.
+        seed: of the draws.
+    """
+
+    def __init__(self, profile: Profile, seed: int) -> None:
+        self._profile = profile
+        self._key = stream_key(seed, Stream.TIMING)
+        self._wire = Rate(profile.wire_bps)
+
+    def extra_ps(self, numbers: Ints, nbytes: Ints) -> Ints | int:
+        """How much later each row lands.
+
+        A lost packet costs its row the time until it is missed, and the bytes from there on once
+        more; where the packet stands is drawn. Of several losses in a row one is counted.
+        """
+        profile = self._profile
+        extra: Ints | int = 0
+        if profile.jitter_ps:
+            extra = below_array(self._bits(numbers, 0), profile.jitter_ps)
+        if profile.tail_ppm:
+            share = profile.tail_ppm * _PPM
+            drawn = self._fractions(numbers, 1)
+            late = -profile.tail_ps * np.log(np.minimum(drawn, share) / share)
+            extra = extra + late.astype(np.int64)
+        if profile.loss_ppm:
+            packets = np.maximum(1, -(-nbytes // _PACKET_BYTES))
+            hit = self._fractions(numbers, 2) < 1 - (1 - profile.loss_ppm * _PPM) ** packets
+            again = (nbytes * self._fractions(numbers, 3)).astype(np.int64)
+            extra = extra + np.where(hit, profile.retry_ps + self._wire.ps(again), 0)
+        return extra
+
+    def _bits(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return draw_array(self._key, index, numbers.view(np.uint64))
+
+    def _fractions(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Even between 0 and 1, 0 left out."""
+        return (self._bits(numbers, index).astype(np.float64) + 1) / 2.0**64
+
+
+class InOrder:
+    """The latest landing of each pair, where rows are ordered: a late one holds up others."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], int] = {}
+
+    def settle(self, source: Ints, target: Ints, numbers: Ints, landed: Ints) -> Ints:
+        """Landings where none overtakes: rows of one pair of NICs in the order of their numbers."""
+        order = np.lexsort((numbers, target, source))
+        pairs = list(zip(source[order].tolist(), target[order].tolist(), strict=True))
+        found = landed.copy()
+        before, last = None, 0
+        for place, pair in zip(order.tolist(), pairs, strict=True):
+            last = max(int(landed[place]), last if pair == before else self._last.get(pair, 0))
+            found[place], before = last, pair
+        return found
+
+    def keep(self, source: Ints, target: Ints, landed: Ints) -> None:
+        """These rows have landed."""
+        for pair, time_ps in zip(
+            zip(source.tolist(), target.tolist(), strict=True), landed.tolist(), strict=True
+        ):
+            self._last[pair] = max(self._last.get(pair, 0), time_ps)

@@ -1,11 +1,14 @@
 """The receiving end of a NIC of the timing fabric: keys, bytes, immediates, message buffers.
 
 What lands here is known by its time already; this room only carries it out when somebody looks.
+Last, the columns as records of a row log, where somebody asked for one.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -16,10 +19,10 @@ from tep.backends.hostcopy import copy_rows
 from tep.sim.ledger import Hold
 from tep.sim.machines import ack_ps
 from tep.sim.queues import Ints, has_all, has_any, is_alike
-from tep.sim.timing_faces import Fabric, Nic, Region
-from tep.sim.timing_rows import trace_landed, trace_rows
+from tep.sim.row_log import Record, What
+from tep.sim.wakes import Fabric, Nic, Region
 
-__all__ = ["Inlet"]
+__all__ = ["Inlet", "trace_ends", "trace_landed", "trace_posts", "trace_rows"]
 
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
@@ -306,3 +309,76 @@ def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:
         ordered = column[order]
         change |= ordered[1:] != ordered[:-1]
     return list(np.split(order, np.flatnonzero(change) + 1))
+
+
+# ---------------------------------------------------------------------- row log
+
+
+def trace_rows(nic: Nic, what: What, times: Ints | int, numbers: Ints, peer: str) -> None:
+    """Record rows of one batch at a NIC that go to, or are from, one peer."""
+    ledger, row_log = nic.fabric.ledger, nic.fabric.row_log
+    assert row_log is not None, "checked by the caller"
+    rows = numbers - ledger.base
+    row_log.add_rows(
+        len(rows),
+        times,
+        what,
+        nic.node.name,
+        nic.index,
+        peer=peer,
+        row=numbers,
+        ctx=int(ledger.ctx[rows[0]]),
+        nbytes=ledger.nbytes[rows],
+        value=ledger.status[rows].astype(np.int64),
+    )
+
+
+def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
+    """Record rows that a NIC has just accepted."""
+    fabric = nic.fabric
+    ledger, row_log = fabric.ledger, fabric.row_log
+    assert row_log is not None, "checked by the caller"
+    region = nic.sources.get(int(ledger.lkey[where.start]))
+    for target in np.unique(ledger.target[where]).tolist():
+        rows = np.flatnonzero(ledger.target[where] == target) + where.start
+        row_log.add_rows(
+            len(rows),
+            fabric.env.now,
+            "post",
+            nic.node.name,
+            nic.index,
+            peer=fabric.name_of(target),
+            row=rows + ledger.base,
+            ctx=ctx,
+            # A row without a source has no offset.
+            offset=0 if region is None else ledger.src[rows] - np.uint64(region.ptr),
+            nbytes=ledger.nbytes[rows],
+        )
+
+
+def trace_ends(nic: Nic, times: Ints, numbers: Ints) -> None:
+    """Record the ends of rows and messages at their sender."""
+    ledger = nic.fabric.ledger
+    for index, number in enumerate(numbers.tolist()):
+        row = number - ledger.base
+        failed = ledger.status[row] != _OK
+        what: What = "sent" if ledger.message[row] else "fail" if failed else "done"
+        peer = nic.fabric.name_of(int(ledger.target[row]))
+        trace_rows(nic, what, int(times[index]), numbers[index : index + 1], peer)
+
+
+def trace_landed(nic: Nic, targets: Mapping[int, Region], times: Ints, rows: Ints) -> None:
+    """Record placements and immediates of rows that landed well at a NIC."""
+    ledger, row_log = nic.fabric.ledger, nic.fabric.row_log
+    assert row_log is not None, "checked by the caller"
+    for time_ps, row in zip(times.tolist(), rows.tolist()):
+        target = targets[int(ledger.rkey[row])]
+        nbytes, offset = int(ledger.nbytes[row]), int(ledger.dst[row]) - target.ptr
+        crc = 0
+        if target.host is not None:
+            crc = zlib.crc32(target.host.view[offset : offset + nbytes].data)
+        peer = nic.fabric.name_of(int(ledger.source[row]))
+        where = (nic.node.name, nic.index, peer, row + ledger.base, int(ledger.ctx[row]))
+        row_log.add(Record(time_ps, "place", *where, offset, nbytes, crc))
+        if ledger.imm[row] >= 0:
+            row_log.add(Record(time_ps, "imm", *where, 0, nbytes, int(ledger.imm[row])))

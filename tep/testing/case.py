@@ -15,8 +15,8 @@ from tep.base.checks import check_int, check_seconds, shown
 from tep.base.errors import UsageError
 from tep.base.hashing import below, draw, stream_key
 from tep.base.units import PS_PER_US
+from tep.sim.draws import Stream
 from tep.sim.faults import Chaos, Fault, Faults
-from tep.sim.streams import Stream
 
 __all__ = ["HEAL_US", "Case", "names_of", "shape_text"]
 

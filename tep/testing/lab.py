@@ -23,10 +23,10 @@ from tep.core.region import MrHandle
 from tep.engine import TransferEngine
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
+from tep.sim.draws import Stream
 from tep.sim.driver import SimDriver
-from tep.sim.faults_at import Drift
+from tep.sim.faults import Drift
 from tep.sim.row_log import RowLog
-from tep.sim.streams import Stream
 from tep.testing.scenario import Scenario
 from tep.testing.sizes import in_pieces
 from tep.testing.specs import (

@@ -17,8 +17,8 @@ from tep.base.checks import check_int, shown
 from tep.base.errors import BadRequest
 from tep.base.hashing import stream_key
 from tep.base.units import PS_PER_NS
+from tep.sim.draws import Stream
 from tep.sim.faults import Chaos, Fault, Restart
-from tep.sim.streams import Stream
 from tep.testing.drawing import (
     APART,
     PAGE_SIZES,

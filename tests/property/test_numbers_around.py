@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,8 +19,7 @@ import tep
 import tep.testing
 from tep.drivers.threads import InlineDriver, ThreadDriver
 from tep.drivers.turning import TurnDriver
-from tep.sim import faults_at
-from tep.sim.faults import Chaos
+from tep.sim.faults import Chaos, Fault
 from tep.testing import Case, Scenario, TransferSpec, Violation, hunt, run
 from tests.property.test_numbers import ODD, check
 
@@ -66,8 +65,7 @@ def test_length_of_shared_memory() -> None:
 
 FAULTS = [
     (fault, field.name)
-    for fault in vars(faults_at).values()
-    if isinstance(fault, type) and dataclasses.is_dataclass(fault)
+    for fault in get_args(Fault)
     for field in dataclasses.fields(fault)
     if field.name not in TEXTS
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tep.base.hashing import below, below_array, draw, draw_array, hash64, stream_key
-from tep.sim.streams import Stream
+from tep.sim.draws import Stream
 
 _EDGES = (0, 1, 2, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
 

@@ -18,8 +18,7 @@ from tep.core.path import PathEvent, PathState
 from tep.drivers.threads import ThreadDriver
 from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.sim.faults import Chaos
-from tep.sim.faults_at import clog, pause
+from tep.sim.faults import Chaos, clog, pause
 from tests.support.couple import (
     BEAT,
     LOST,

@@ -6,7 +6,7 @@ import pytest
 
 from tep.base.errors import BadDescriptor, FabricError, StaleEpoch
 from tep.control.membership import PeerState
-from tep.sim.faults_at import clog
+from tep.sim.faults import clog
 from tests.support.couple import BEAT, LOST, kinds, pair, pass_time, regions_of, write
 
 

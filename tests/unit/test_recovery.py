@@ -16,8 +16,7 @@ from tep.core.pending import Pending
 from tep.core.sums import Arrivals
 from tep.core.transfer import Transfer
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos
-from tep.sim.faults_at import mute, slow
+from tep.sim.faults import Chaos, mute, slow
 from tep.testing.explore import Choices
 from tests.support.ends import Ends, finish_all
 from tests.support.orders import Fabric

@@ -20,8 +20,7 @@ from tep.core.transfer import Removal, Transfer
 from tep.engine import TransferEngine
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos
-from tep.sim.faults_at import clog
+from tep.sim.faults import Chaos, clog
 from tests.support.couple import (
     BEAT,
     LOST,

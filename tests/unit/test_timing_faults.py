@@ -14,7 +14,7 @@ from tep.base.api import EngineOptions
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_MS
 from tep.sim.cluster import Cluster
-from tep.sim.faults_at import Clog, KillNic
+from tep.sim.faults import Clog, KillNic
 from tep.sim.profile import Profile, load_profile
 from tests.support.effort import effort
 from tests.unit.timing_seam import US

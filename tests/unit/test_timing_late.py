@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_US
-from tep.sim.late import Late
+from tep.sim.machines import Late
 from tep.sim.profile import load_profile
 from tests.unit.test_timing import POSTS, scatter
 from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings

@@ -15,7 +15,7 @@ from tep.backends.base import Kind
 from tep.base.errors import UsageError
 from tep.sim import Cluster, FlowFabric, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
-from tep.sim.paths import Network
+from tep.sim.machines import Network
 from tests.unit.test_timing import POSTS
 from tests.unit.test_timing_pacing import CREDITS, MARKED, slow_pacing
 from tests.unit.test_timing_paths import CIRCUITS, SPINES, landings

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tep.base.errors import UsageError
-from tep.sim.paths import Network
+from tep.sim.machines import Network
 from tep.sim.queues import Rate
 from tests.unit.test_timing import POSTS
 from tests.unit.test_timing_paths import landings

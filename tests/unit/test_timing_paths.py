@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_US
 from tep.sim.cluster import Cluster
-from tep.sim.paths import Network
+from tep.sim.machines import Network
 from tests.unit.test_timing import POSTS, scatter
 from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.sim.ledger import NEVER_PS, Agenda, Batches, Hold, Ledger
-from tep.sim.queues import Rate, cut_quanta, fifo, fifo_grouped, round_robin
-from tep.sim.sendqueue import SendQueue, Units
+from tep.sim.queues import Rate, SendQueue, Units, cut_quanta, fifo, fifo_grouped, round_robin
 
 TIMES = st.integers(0, 300)
 ITEMS = st.lists(st.tuples(TIMES, st.integers(0, 40), st.integers(0, 6)), min_size=1, max_size=60)

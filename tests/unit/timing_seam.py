@@ -15,7 +15,7 @@ from tep.backends.base import Access, Kind, WriteBatch, new_completions
 from tep.memory.source import adapt
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
-from tep.sim.paths import Network
+from tep.sim.machines import Network
 from tep.sim.profile import Profile, load_profile
 from tep.sim.row_log import RowLog
 from tep.sim.timing import TimingFabric
