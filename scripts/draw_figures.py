@@ -168,7 +168,7 @@ def worlds(ax: Axes) -> None:
     boxes = (
         (0.2, "chaos fabric\nevery order and fault", ORANGE),
         (3.45, "timing fabric\npublished machines", ORANGE),
-        (6.7, "real NICs, tcp, shm\nlibfabric, verbs, local", GREEN),
+        (6.7, "real NICs, tcp, one host\nlibfabric, verbs, local", GREEN),
     )  # fmt: skip
     for x, text, color in boxes:
         _box(ax, (x, 0.6), (3.0, 0.9), text, color)

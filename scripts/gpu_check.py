@@ -72,7 +72,6 @@ _WAIT_S = 20.0
 _STAGED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("local", {}),
     ("libfabric", {"provider": "tcp"}),
-    ("libfabric", {"provider": "shm"}),
 )
 _PUBLISHED = {"avg": 9.8, "min": 6.1, "p50": 9.3, "p90": 11.1, "p99": 20.4, "p999": 41.7}
 """Microseconds from a GPU's store to a Python callback: arXiv 2510.27656, Table 4."""

@@ -78,7 +78,7 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
         ),
         "libfabric": BackendSpec(
             module="tep.backends.libfabric",
-            summary="libfabric: AWS EFA; tcp and shared memory on any Linux machine",
+            summary="libfabric: AWS EFA; tcp on any Linux machine",
             cure=f"{install('libfabric')}, or TEP_LIBFABRIC=/path/to/libfabric.so.1",
         ),
         "efa": BackendSpec(

@@ -40,7 +40,7 @@ from tep.drivers.threads import Machine
 __all__ = ["EFA_FIGURES", "FIGURES", "efa_figures", "libfabric_figures", "serve"]
 
 SOURCE: Final = Path(tep.__file__).parents[1] / "tests" / "bench" / "libfabric" / "yardstick.c"
-FIGURES: Final = 14
+FIGURES: Final = 7
 """How many figures libfabric_figures() yields."""
 
 EFA_FIGURES: Final = 4
@@ -63,37 +63,29 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         program = _build(Path(folder, "yardstick"))
         compare = partial(_compare, pairs=max(1, rounds // _RUNS), source=_what_c_is(program))
-        for provider, size, most in (
-            ("tcp", 4 * KiB, 1.25),
-            ("tcp", 64 * KiB, 1.05),
-            ("tcp", MiB, 1.05),
-            ("shm", 4 * KiB, 2.5),
-            ("shm", 64 * KiB, 1.3),
-            ("shm", MiB, 1.3),
-        ):
+        for size, most in ((4 * KiB, 1.25), (64 * KiB, 1.05), (MiB, 1.05)):
             rows = max(128, min(4096, 64 * MiB // size))
             window = max(4, min(1024, 4 * MiB // size))
             yield compare(
-                f"{provider} {_spell(size)}: CPU a write, both ends",
-                partial(_Pair, provider, size, rows),
-                partial(_C, program, "cpu", provider, size, rows, window),
+                f"tcp {_spell(size)}: CPU a write, both ends",
+                partial(_Pair, "tcp", size, rows),
+                partial(_C, program, "cpu", "tcp", size, rows, window),
                 aim=partial(operator.mul, most),
             )
-        for provider in ("tcp", "shm"):
-            yield compare(
-                f"{provider} 8 B: half a round trip, wall time",
-                partial(_Two, provider, 8, _PINGS, pings=True),
-                partial(_C, program, "lat", provider, 8, _PINGS, 1),
-                aim=partial(operator.mul, 2.5) if provider == "tcp" else partial(operator.add, 12),
-            )
-            yield compare(
-                f"{provider} 4,096 x 64 KiB: two processes, wall time",
-                partial(_Two, provider, 64 * KiB, 4096),
-                partial(_C, program, "rate", provider, 64 * KiB, 4096, 64),
-                gbytes=4096 * 64 * KiB / 1e9,
-                aim=partial(operator.mul, 0.95),
-            )
-            yield from _delays(program, provider, rounds)
+        yield compare(
+            "tcp 8 B: half a round trip, wall time",
+            partial(_Two, "tcp", 8, _PINGS, pings=True),
+            partial(_C, program, "lat", "tcp", 8, _PINGS, 1),
+            aim=partial(operator.mul, 2.5),
+        )
+        yield compare(
+            "tcp 4,096 x 64 KiB: two processes, wall time",
+            partial(_Two, "tcp", 64 * KiB, 4096),
+            partial(_C, program, "rate", "tcp", 64 * KiB, 4096, 64),
+            gbytes=4096 * 64 * KiB / 1e9,
+            aim=partial(operator.mul, 0.95),
+        )
+        yield from _delays(program, "tcp", rounds)
 
 
 def efa_figures(rounds: int = 15) -> Iterator[Figure]:

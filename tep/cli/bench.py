@@ -170,7 +170,7 @@ def verbs_stub(rounds: Rounds = 40, json: Json = False) -> None:
 
 @app.command("libfabric")
 def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
-    """The whole engine over libfabric's tcp and shm, beside a C loop on the same settings."""
+    """The whole engine over libfabric's tcp, beside a C loop on the same settings."""
     from tep.bench.libfabric import FIGURES, libfabric_figures
 
     try:

@@ -59,11 +59,9 @@ class Pair:
 _TWO_TCP: Final[Mapping[str, Any]] = MappingProxyType(
     {"provider": "tcp", "nics": ("127.0.0.1", "127.0.0.2")}
 )
-_ONE_SHM: Final[Mapping[str, Any]] = MappingProxyType({"provider": "shm", "nics": 1})
 
 PAIRS: Final = (
     Pair("libfabric tcp", "libfabric", _TWO_TCP, _TWO_TCP),
-    Pair("libfabric shm", "libfabric", _ONE_SHM, _ONE_SHM),
     Pair("local", "local", {"nics": 2}, {"nics": 2}),
 )
 """The runs, in order; one whose backend is not here is left out, and why is said."""

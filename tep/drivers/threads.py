@@ -1,7 +1,7 @@
 """The drivers: what owns time and turns the engine. The home of threads, but for `sight`.
 
 The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
-callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
+callbacks outside the step. Here are the thread driver (hardware, tcp, local) and the inline driver
 (benchmarks, tests); turning.py lets callers turn beside the thread, and the simulated one lives in
 `tep.sim.driver`.
 """

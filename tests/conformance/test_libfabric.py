@@ -1,4 +1,4 @@
-"""The contract on real libfabric: tcp over loopback addresses, shared memory, rxm; one process."""
+"""The contract on real libfabric: tcp over loopback addresses, rxm; one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
 from tep.backends.ffi.libfabric import FI_EAVAIL
-from tep.backends.libfabric.software.process import sweep_shm
 from tep.base.errors import FabricError
 from tep.base.units import MiB
 from tep.testing.contract import Ability, DomainContract, World
@@ -37,9 +36,7 @@ class FabricWorld(World):
     def __init__(self, provider, **options):
         self.provider = provider
         self.options = {"peer_timeout_s": TIMEOUT_S, **options}
-        self.abilities = frozenset({Ability.FORK, Ability.FAIL_NIC})
-        if provider.startswith("tcp"):
-            self.abilities |= {Ability.KILL, Ability.RESTART}
+        self.abilities = frozenset({Ability.FORK, Ability.FAIL_NIC, Ability.KILL, Ability.RESTART})
         self.nodes = []
 
     def node(self, nics=1):
@@ -99,17 +96,6 @@ class TestTcpNarrow(DomainContract):
             yield world
 
 
-class TestShm(DomainContract):
-    """Shared memory between processes; here within one, which is the harder case."""
-
-    @pytest.fixture
-    def world(self):
-        require("shm")
-        with FabricWorld("shm") as world:
-            yield world
-        sweep_shm()
-
-
 @pytest.mark.slow
 class TestRxm(DomainContract):
     """Reliable datagrams layered over tcp connections."""
@@ -122,13 +108,11 @@ class TestRxm(DomainContract):
             yield world
 
 
-def fabric_engines(provider):
+def fabric_engines():
     """Engines of two NICs with a worker thread each."""
 
     def opened(name=None):
-        found = libfabric.open_domains(
-            provider=provider, nics=2, name=name, peer_timeout_s=TIMEOUT_S
-        )
+        found = libfabric.open_domains(nics=2, name=name, peer_timeout_s=TIMEOUT_S)
         driver = tep.ThreadDriver(found.name)
         return tep.TransferEngine(found.domains, driver=driver, name=found.name, epoch=found.epoch)
 
@@ -138,21 +122,20 @@ def fabric_engines(provider):
 class TestEngines(EngineContract):
     """The engine's share, as people use it: threads, two NICs."""
 
-    @pytest.fixture(params=["tcp", "shm"])
-    def engines(self, request):
-        require(request.param)
-        with fabric_engines(request.param) as engines:
+    @pytest.fixture
+    def engines(self):
+        require("tcp")
+        with fabric_engines() as engines:
             yield engines
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-@pytest.mark.parametrize("provider", ["shm", "tcp"])
-def test_a_process_that_was_held_up_does_not_bury_its_peers(provider, turns, monkeypatch):
+def test_a_process_that_was_held_up_does_not_bury_its_peers(turns, monkeypatch):
     """What they answered in the meantime waits in the queue; the deadline alone says gone."""
-    require(provider)
+    require("tcp")
     true, late_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: true() + late_s)
-    with FabricWorld(provider) as world:
+    with FabricWorld("tcp") as world:
         net = Net(world)
         a, b = net.pair()
         batch = a.batch(b, imm=1)  # connects: a greeting is on its way
@@ -166,21 +149,11 @@ def test_a_process_that_was_held_up_does_not_bury_its_peers(provider, turns, mon
         assert {1: 1} == b.imms()
 
 
-def test_a_peer_that_is_busy_elsewhere_for_long_is_back_pressure(monkeypatch):
-    """On a crowded machine it came late by more than the timeout, and rows failed UNREACHABLE."""
-    require("shm")
-    true = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: 100 * true())
-    with FabricWorld("shm") as world:
-        TestShm().test_c08_a_burst_beyond_any_receive_queue_arrives(world)
-
-
 @pytest.mark.xfail(strict=True, reason="libfabric does not stop a row that is being received")
-@pytest.mark.parametrize("provider", ["tcp"])  # shm copies a row in one call, where CMA is allowed
-def test_c16_nothing_of_a_long_row_is_written_after_deregister(provider):
+def test_c16_nothing_of_a_long_row_is_written_after_deregister():
     """Memory that went back to its owner in the middle of a row changes under it."""
-    require(provider)
-    with FabricWorld(provider) as world:
+    require("tcp")
+    with FabricWorld("tcp") as world:
         net = Net(world)
         a, b = net.pair(nbytes=32 * MiB)
         net.write(a.batch(b, nbytes=64), a)
@@ -275,8 +248,7 @@ def fail_recv(domain):
 
 
 @pytest.mark.parametrize("fail", [fail_read, fail_readerr, fail_recv])
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
-def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail):
+def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(fail):
     """An exception out of poll() would end the engine, with the NICs that live, as a bug in tep.
 
     Rows in flight, a row that waits for a greeting, a message and a control message: each ends
@@ -284,8 +256,8 @@ def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail
     the NIC says DOWN; later ones at once. The memory is held until close, since libfabric may still
     touch it, and closing does not fail although libfabric says so.
     """
-    require(provider)
-    with FabricWorld(provider) as world:
+    require("tcp")
+    with FabricWorld("tcp") as world:
         net = Net(world)
         a, b = net.pair()
         c, late = net.side(), net.side()
@@ -331,11 +303,10 @@ def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail
         assert 0 == domain.poll(new_completions(8))
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
-def test_c23_an_engine_goes_on_with_its_other_nics(provider):
+def test_c23_an_engine_goes_on_with_its_other_nics():
     """The NIC that is lost takes its rows along, and says why; the next write goes another way."""
-    require(provider)
-    with fabric_engines(provider) as engines:
+    require("tcp")
+    with fabric_engines() as engines:
         a, b = engines.engine(), engines.engine()
         region, _ = a.reg_mr(np.ones(64 * 64, np.uint8))
         target = np.zeros(64 * 64, np.uint8)
@@ -385,11 +356,11 @@ class SlowTime:
         return [Status(seen.status) for seen in self.side.seen[before:]]
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def silent(request, monkeypatch):
+@pytest.fixture
+def silent(monkeypatch):
     """(net, a, b, clock): `b` is not polled, and so answers nobody."""
-    require(request.param)
-    with FabricWorld(request.param, peer_timeout_s=LONG_S) as world:
+    require("tcp")
+    with FabricWorld("tcp", peer_timeout_s=LONG_S) as world:
         net = Net(world)
         a, b = net.pair()
         net.forget(a)

@@ -152,12 +152,10 @@ def test_the_script_over_a_simulated_machine(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "provider", ["sim", "local", "tcp", pytest.param("shm", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("provider", ["sim", "local", "tcp"])
 def test_the_verification_script_runs_where_there_is_no_nic(provider):
     """A script that nobody can try before the instance is paid for is wrong on the instance."""
-    if provider in {"tcp", "shm"}:
+    if provider == "tcp":
         require(provider)
     script = ROOT / "scripts/verify_efa.py"
     ended = subprocess.run(

@@ -12,7 +12,6 @@ import time
 
 import pytest
 
-from tep.backends.libfabric.software.process import sweep_shm
 from tep.base.units import KiB
 from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require
@@ -95,10 +94,9 @@ class Three:
     def end(self) -> None:
         for child in self.all:
             child.end()
-        sweep_shm()
 
 
-@pytest.fixture(params=["tcp", "shm", "local", pytest.param("tcp;ofi_rxm", marks=pytest.mark.long)])
+@pytest.fixture(params=["tcp", "local", pytest.param("tcp;ofi_rxm", marks=pytest.mark.long)])
 def three(request):
     """Three processes with open engines."""
     if request.param != "local":

@@ -51,7 +51,7 @@ def passes(*arguments):
     assert " passed" in done.stdout
 
 
-SHM_AND_TCP = "(TestShm or (TestTcp and not Narrow))"
+TCP = "(TestTcp and not Narrow)"
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_the_contract_holds_on_the_other_release(other, clauses):
 
     In every run the clauses where they do; in the long one all of them.
     """
-    passes("tests/conformance/test_libfabric.py", "-k", f"{SHM_AND_TCP} and ({clauses})")
+    passes("tests/conformance/test_libfabric.py", "-k", f"{TCP} and ({clauses})")
 
 
 @pytest.mark.slow
 def test_signals_and_dead_peers_on_the_other_release(other):
-    """Debian's build takes six signals over as soon as it is loaded, and shm's errors differ."""
+    """Debian's build takes six signals over as soon as it is loaded, and errors differ."""
     passes(
         "tests/e2e/test_libfabric_pitfalls.py",
         "tests/e2e/test_libfabric_two_processes.py",
         "-k",
-        "ctrl_c or killed_process_left or (killed_peer and shm)",
+        "ctrl_c or handlers or killed_peer",
     )

@@ -46,7 +46,7 @@ def _libfabric() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp"])
 def test_outputs_equal_the_dense_layer(provider) -> None:
     """What holds on a simulated clock may break on threads, sockets and real completion queues."""
     said = far(provider)
@@ -55,7 +55,7 @@ def test_outputs_equal_the_dense_layer(provider) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("provider", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("provider", ["tcp"])
 def test_shared_memory_carries_what_stays_in_the_node(provider) -> None:
     """Two nodes of two ranks: half of the payload never sees the engine, and flags order it."""
     near = run_processes(f"libfabric:{provider}", node_size=2)

@@ -14,7 +14,7 @@ from tests.support.here import require
 
 pytestmark = pytest.mark.slow  # processes
 
-PROVIDERS = ["local", "tcp", "shm"]
+PROVIDERS = ["local", "tcp"]
 PAGE, PAGES, SEED = 4096, 2048, 11
 IMM = 77
 

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from tep.backends.libfabric.software.process import sweep_shm
 from tests.support.children import NICS, Child, wait_until
 from tests.support.here import require
 
@@ -43,7 +42,6 @@ class Nodes:
             if child.process.poll() is None:
                 child.signal(signal.SIGCONT)
             child.end()
-        sweep_shm()
 
 
 @pytest.fixture
@@ -84,9 +82,7 @@ def write(source: Child, target: Child) -> tuple[str, str]:
     return source.do("wait", tag="w"), target.do("wait", tag=f"imm{WRITE['imm']}")
 
 
-@pytest.mark.parametrize(
-    "nodes", ["tcp", "local", pytest.param("shm", marks=pytest.mark.long)], indirect=True
-)
+@pytest.mark.parametrize("nodes", ["tcp", "local"], indirect=True)
 def test_watched_peers_that_are_stopped_killed_and_started_again(nodes):
     """Whoever waits for the dead must hear it in time, and nobody be buried alive."""
     a, b, c = map(nodes.start, "abc")

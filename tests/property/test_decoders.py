@@ -113,7 +113,6 @@ DESC = MrDesc(ADDR, 3, 4096, "cpu", True, (1, 2**63 + 5), (0, 2**47))
 CONFIG = MoeConfig(num_experts=8, topk=2, hidden=128, max_tokens=16, world=1)
 NIC = libfabric_address.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
-SHM = NIC("shm", 77, "shm", b"fi_shm://123:0:4\0").to_bytes()
 EFA = NIC("efa", 77, "rdmap0", b"\xfe\x80" + bytes(30)).to_bytes()
 LOCAL = local_address.Address(0, 1, 2, 3, local_address.host_digest(), b"k" * 16).to_bytes()
 VERBS = verbs_address.Address(
@@ -177,8 +176,8 @@ CASES: dict[str, list[Case]] = {
         Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
     ],
     "tep/backends/libfabric/address.py::parse": [
-        Case(functools.partial(libfabric_address.parse, provider=provider), [TCP, SHM, EFA])
-        for provider in ("tcp", "shm", "efa")
+        Case(functools.partial(libfabric_address.parse, provider=provider), [TCP, EFA])
+        for provider in ("tcp", "efa")
     ],
     "tep/backends/libfabric/frames.py::decode": [
         Case(lambda data: libfabric_frames.decode(memoryview(data)), structs(libfabric_frames))

@@ -1,13 +1,10 @@
-"""Rooms of the libfabric backend that need no NIC: addresses, frames, slots, EFA, processes."""
+"""Rooms of the libfabric backend that need no NIC: addresses, frames, slots, EFA."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import socket
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -25,8 +22,6 @@ from tep.backends.libfabric.efa import device as efa
 from tep.backends.libfabric.regions import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, Rules
 from tep.backends.libfabric.slots import Slots, Ticket
-from tep.backends.libfabric.software import neighbours
-from tep.backends.libfabric.software.process import Process
 from tep.base.errors import BackendUnavailable, BadDescriptor
 from tep.memory.source import adapt
 from tests.support.here import need_libfabric
@@ -76,11 +71,11 @@ def test_what_would_poison_the_address_vector_is_refused(raw, why):
 
 
 def test_providers_do_not_mix():
-    """A tcp endpoint given a name of shared memory would look for it for ever."""
-    data = NicAddress("shm", 7, "shm0", b"fi_shm://1:0:0\0").to_bytes()
-    with pytest.raises(BadDescriptor, match="'shm', this one by 'tcp'"):
+    """A tcp endpoint given an address of EFA would look for it for ever."""
+    data = NicAddress("efa", 7, "rdmap0s6", bytes(range(32))).to_bytes()
+    with pytest.raises(BadDescriptor, match="'efa', this one by 'tcp'"):
         parse(data, "tcp")
-    assert 1 == int(parse(data, "shm").raw[9:10])
+    assert bytes(range(32)) == parse(data, "efa").raw
 
 
 @given(st.binary(max_size=300))
@@ -414,44 +409,3 @@ def test_a_nic_that_carries_too_short_immediates_is_refused():
             efa.check_version("rdmap0s6", (1, 20))
     finally:
         lib.freeinfo(info)
-
-
-# ---------------------------------------------------------------- processes
-
-
-def test_a_process_that_ended_is_gone_even_before_it_is_waited_for():
-    """A killed child stays listed as a zombie: its pid alone would say that it lives."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watched = Process(child.pid)
-    alive = watched.ended()
-    child.kill()
-    while not watched.ended():
-        os.sched_yield()
-    child.wait()
-    child.stdin.close()
-    watched.close()
-    watched.close()
-
-    assert not alive
-    assert Process(child.pid).ended()
-
-
-def test_neighbours_stay_mapped_while_somebody_may_write_to_them():
-    """Within one process a write to a closed shared-memory endpoint is a segmentation fault."""
-    unmapped = []
-    for raw in (b"a", b"b", b"c"):
-        neighbours.arrive(raw)
-    assert neighbours.meet(b"a", b"b")
-    assert neighbours.meet(b"a", b"c")
-    neighbours.retire(b"b", lambda: unmapped.append("b"))
-
-    assert [] == unmapped, "a still knows b"
-    assert b"b" not in neighbours.OPEN
-    assert not neighbours.meet(b"c", b"b")
-    neighbours.forget(b"b", b"a")
-    assert ["b"] == unmapped
-    for raw, other in ((b"a", b"b"), (b"a", b"c"), (b"c", b"a")):
-        neighbours.forget(raw, other)
-    neighbours.retire(b"a", lambda: unmapped.append("a"))
-    neighbours.retire(b"c", lambda: unmapped.append("c"))
-    assert ["b", "a", "c"] == unmapped

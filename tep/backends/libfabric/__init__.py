@@ -1,4 +1,4 @@
-"""The libfabric backend: AWS EFA, and tcp or shared memory on any Linux machine; opened here.
+"""The libfabric backend: AWS EFA, and tcp on any Linux machine; opened here.
 
 `open_domains` finds the library and the NICs; the rest of this folder drives them.
 """
@@ -25,8 +25,8 @@ from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
+from tep.backends.libfabric.signals import keep_signals
 from tep.backends.libfabric.software.domain import SoftwareDomain
-from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.backends.libfabric.software.reads import READS_MAX
 from tep.backends.libfabric.software.sockets import default_addresses
 from tep.backends.opening import all_or_none, check_timeout, identity
@@ -68,10 +68,10 @@ def open_domains(
     """Open the NICs of one engine.
 
     Args:
-        provider: "tcp", "tcp;ofi_rxm", "shm", "efa" or "efa-direct"; nothing else is tried.
+        provider: "tcp", "tcp;ofi_rxm", "efa" or "efa-direct"; nothing else is tried.
         nics: for tcp addresses ("10.0.0.7", "127.0.0.2:4000", "[fd00::7]:4000"), interfaces
             ("eth0") or networks ("10.0.0.0/8"); devices' names for EFA; or how many. None: one for
-            shm and tcp, see default_addresses(), all devices for EFA.
+            tcp, see default_addresses(), all devices for EFA.
         name: for reports, and the identity of a restart; None = host, pid and a number.
         epoch: this incarnation's number; None = the time in nanoseconds.
         peer_timeout_s: how long a peer may be silent before rows to it fail.
@@ -95,7 +95,8 @@ def open_domains(
     """
     rules = RULES.get(provider)
     if rules is None:
-        raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}")
+        use = '; between processes of one host use the backend "local"' if provider == "shm" else ""
+        raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}{use}")
     check_timeout("libfabric", peer_timeout_s)
     if (cuda or same_host_shm) and isinstance(rules, SoftwareRules):
         raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
@@ -111,13 +112,7 @@ def open_domains(
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
     lib = load()
-    rules = how.rules
-    if isinstance(rules, SoftwareRules) and rules.by_pid:
-        rules = replace(rules, asks_first=lib.version < (2, 0))
-        how = how._replace(rules=rules)
-        sweep_shm()
-        unlink_own_shm_at_exit()
-    offers = find_offers(lib, rules, nics, cuda=how.cuda)
+    offers = find_offers(lib, how.rules, nics, cuda=how.cuda)
     try:
         return all_or_none(_open_next(lib, offers, epoch, how) for _ in range(len(offers)))
     finally:
@@ -212,9 +207,7 @@ def _environment(
 ) -> tuple[Sequence[str] | int | None, str]:
     """Return the NICs that the environment names where `nics` does not, and that in words."""
     if isinstance(rules, SoftwareRules):
-        if rules.by_ip and (nics is None or isinstance(nics, int)):
-            return default_addresses(nics)
-        return nics, ""
+        return default_addresses(nics) if nics is None or isinstance(nics, int) else (nics, "")
     found = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -232,7 +225,7 @@ def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
     else:
         parts.append(
             "a row is done once it is at the target"
-            if how.delivery_complete or rules.by_pid
+            if how.delivery_complete
             else "a row is done once it has left (delivery_complete=False): it may still be lost"
         )
         parts.append(

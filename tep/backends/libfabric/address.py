@@ -34,9 +34,6 @@ __all__ = [
     "engine_of",
     "is_loopback",
     "parse",
-    "shm_alias",
-    "shm_name",
-    "shm_pid",
 ]
 
 _HEAD: Final = struct.Struct("<4sQBBB")
@@ -119,29 +116,9 @@ def is_loopback(raw: bytes) -> bool:
     return raw[8:24] == bytes(15) + b"\1"
 
 
-def shm_name(raw: bytes) -> str:
-    """Read the file's name in /dev/shm that a shared-memory address stands for."""
-    return raw.removeprefix(b"fi_shm://").rstrip(b"\0").decode()
-
-
 def efa_place(raw: bytes) -> bytes:
     """The GID and the number of the queue pair in an EFA address: endpoints get numbers again."""
     return raw[:18]
-
-
-def shm_alias(raw: bytes) -> bytes:
-    """Spell a shared-memory address so that libfabric does not see it is of this process.
-
-    From 2.5 on, shm does not map an endpoint of its own process a second time, and then forgets to
-    write down where it is: the second direction of two such endpoints reads from address 0
-    (smr_map_to_region, smr_av.c). The slash makes the name another one, and the file the same.
-    """
-    return raw.replace(b"://", b":///", 1)
-
-
-def shm_pid(raw: bytes) -> int:
-    """Read the process id that a shared-memory address names."""
-    return int(raw.removeprefix(b"fi_shm://").split(b":")[0])
 
 
 def _check_socket(raw: bytes) -> str:
@@ -159,15 +136,6 @@ def _check_socket(raw: bytes) -> str:
     return ""
 
 
-def _check_shm(raw: bytes) -> str:
-    """Complain unless this is fi_shm://PID:UID:N, ended by a zero."""
-    head, *rest = raw.removesuffix(b"\0").removeprefix(b"fi_shm://").split(b":")
-    parts = [head, *rest]
-    if len(raw) > 64 or len(parts) != 3 or not all(part.isdigit() for part in parts):
-        return "not of the form fi_shm://PID:UID:NUMBER"
-    return ""
-
-
 def _check_efa(raw: bytes) -> str:
     """Complain unless this is GID, queue pair number, connection id: 32 bytes."""
     if len(raw) != 32:
@@ -179,7 +147,6 @@ _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
     {
         "tcp": _check_socket,
         "tcp;ofi_rxm": _check_socket,
-        "shm": _check_shm,
         "efa": _check_efa,
         "efa-direct": _check_efa,
         "srd": _check_efa,  # of the backend `efa`
@@ -190,5 +157,4 @@ _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
 def _spell(raw: bytes) -> str:
     if len(raw) == 16 and raw[:2] == b"\x02\0":
         return f"{socket.inet_ntoa(raw[4:8])}:{int.from_bytes(raw[2:4], 'big')}"
-    text = raw.rstrip(b"\0")
-    return text.decode() if text.isascii() and text.decode().isprintable() else raw.hex()
+    return raw.hex()

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.rules import Rules, SoftwareRules
-from tep.backends.libfabric.software.process import shm_free
 from tep.backends.libfabric.software.sockets import addresses, default_addresses, node_and_service
 from tep.base.errors import BackendUnavailable, UsageError
 
@@ -48,8 +47,8 @@ def find_offers(
     Args:
         lib: the library.
         rules: of the provider.
-        nics: names: see addresses() where the provider has IP addresses, else devices'
-            names; or how many; or None for one (all that there are on EFA).
+        nics: names: see addresses() for tcp, else devices' names; or how many; or None for one
+            (all that there are on EFA).
         cuda: whether CUDA memory will be registered.
 
     Raises:
@@ -59,12 +58,9 @@ def find_offers(
     check_nics(nics)
     if not isinstance(rules, SoftwareRules):
         return _devices(lib, rules, nics, cuda=cuda)
-    if rules.by_ip:
-        if nics is None or isinstance(nics, int):
-            nics = default_addresses(nics).names
-        return [_one(lib, rules, name) for name in addresses(nics)]
-    names = [f"shm{k}" for k in range(nics or 1)] if nics is None or isinstance(nics, int) else nics
-    return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
+    if nics is None or isinstance(nics, int):
+        nics = default_addresses(nics).names
+    return [_one(lib, rules, name) for name in addresses(nics)]
 
 
 def check_nics(nics: Sequence[str] | int | None) -> None:
@@ -173,8 +169,6 @@ def _ask(
         )
     filtered = os.environ.get("FI_PROVIDER")
     note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
-    if isinstance(rules, SoftwareRules) and rules.by_pid:
-        note += f"; it needs some 30 MiB in /dev/shm, {shm_free() >> 20} MiB are left"
     raise BackendUnavailable(
         f"{lib.describe()} offers no provider {rules.provider!r}"
         f"{f' at {node}' if node else ''}{note}; FI_LOG_LEVEL=warn makes libfabric say why",

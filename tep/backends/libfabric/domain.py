@@ -2,7 +2,7 @@
 
 The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (greetings), mailbox
 (frames), messages. Here they are joined, and deadlines are kept. What is special about EFA is in
-efa/, about tcp and shared memory in software/; each has its domain, which fills in the methods
+efa/, about tcp in software/; each has its domain, which fills in the methods
 under "what a room decides".
 """
 
@@ -453,7 +453,7 @@ class FabricDomain(Generic[PeerT]):
         if status == Status.PROVIDER and self._rows.refusal:
             own = says(f"a post was refused: {self._nic.strerror(self._rows.refusal)}", own)
         if status == Status.UNREACHABLE:
-            own = self._peers.complaint or self._peers.refusal or own
+            own = self._peers.refusal or own
         return says(_USUALLY.get(status, ""), own)
 
     def set_waker(self, waker: Callable[[], None]) -> None:

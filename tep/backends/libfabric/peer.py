@@ -55,7 +55,6 @@ class Peer:
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
         pause_until_s: no frame is sent before: one failed just now, and the next may fail at once.
-        watched: before each post the address vector is asked whether it is still there.
     """
 
     __slots__ = (
@@ -77,7 +76,6 @@ class Peer:
         "state",
         "status",
         "stuck_s",
-        "watched",
     )
 
     def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
@@ -97,7 +95,6 @@ class Peer:
         self.outbox: deque[bytes] = deque()
         self.sends = 0
         self.stuck_s = self.pause_until_s = 0.0
-        self.watched = False
 
     @property
     def out(self) -> int:

@@ -57,7 +57,6 @@ class Peers(Generic[PeerT]):
     Attributes:
         all: by PeerId.
         me: our address, as bytes.
-        complaint: why the last new peer could not be met; "" = it was.
         refusal: why the last endpoint could not be opened; "" = it was.
         answered: some peer has answered this NIC, ever.
     """
@@ -76,7 +75,7 @@ class Peers(Generic[PeerT]):
         on_over: Callable[[PeerT], None],
     ) -> None:
         self.all: list[PeerT] = []
-        self.complaint = self.refusal = ""
+        self.refusal = ""
         self.answered = False
         self._nic = nic
         self._mailbox = mailbox
@@ -105,9 +104,7 @@ class Peers(Generic[PeerT]):
             if self._nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
             else:
-                self.complaint = self._book.meet(found)
-                if self.complaint:
-                    found.state = State.GONE
+                self._book.meet(found)
             self.all.append(found)
             self._by_data[data] = found
             self._supersede(found)
@@ -203,8 +200,6 @@ class Peers(Generic[PeerT]):
             peer.state, peer.status, peer.since_s = State.LEAVING, Status.UNREACHABLE, now_s
         elif peer is not None:
             self._end(peer, State.GONE, Status.UNREACHABLE)
-            # Also one that had closed before we met: this was its last frame.
-            self._book.let_go(peer)
         return peer
 
     def see_off(self, peer: PeerT, now_s: float) -> None:
@@ -218,11 +213,6 @@ class Peers(Generic[PeerT]):
         peer.since_s = now_s
 
     # --- looking after
-
-    def look_next_door(self, peer: PeerT) -> None:
-        """End a peer of which the address vector knows that it has left; before a post."""
-        if self._book.has_left(peer):
-            self._end(peer, State.GONE, Status.UNREACHABLE)
 
     def flush(self, peer: PeerT, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
@@ -258,20 +248,10 @@ class Peers(Generic[PeerT]):
         if peer.over:
             return
         stuck = bool(peer.outbox) and bool(peer.stuck_s) and now_s - peer.stuck_s > self._timeout_s
-        if self._book.has_left(peer):
-            self._end(peer, State.GONE, Status.UNREACHABLE, now_s)
-        elif stuck and not peer.open:
+        silent = now_s - peer.since_s >= self._timeout_s
+        overdue = oldest_due_s is not None and oldest_due_s < now_s
+        if (stuck and not peer.open) or (silent and (peer.unanswered or overdue)):
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
-        elif now_s - peer.since_s < self._timeout_s:
-            return
-        elif peer.unanswered:
-            self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
-        elif oldest_due_s is not None and oldest_due_s < now_s:
-            self._look_at_overdue(peer, now_s)
-
-    def _look_at_overdue(self, peer: PeerT, now_s: float) -> None:
-        """A peer that is READY has returned no row for too long."""
-        self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
 
     def _end(self, peer: PeerT, state: State, status: Status, now_s: float = 0.0) -> None:
         if peer.state is State.GONE:
@@ -303,11 +283,10 @@ class Peers(Generic[PeerT]):
             peer.outbox.clear()
 
     def close(self) -> None:
-        """Close the peers' endpoints, let go of neighbours; nothing is sent any more."""
+        """Close the peers' endpoints; nothing is sent any more."""
         self._closed = True
         for peer in self.all:
             self.cut(peer)
-            self._book.close(peer)
 
     def farewell(self) -> list[PeerT]:
         """Queue a Bye to everybody who listens; return them."""

@@ -100,8 +100,6 @@ class Rows(Generic[PeerT]):
             return 0
         if type(batch.peer) is int and type(batch.rkey) is int:
             peer = self._peers.all[batch.peer]
-            if peer.watched:
-                self._peers.look_next_door(peer)
             if peer.state is _READY and not peer.held:
                 region = self._regions.by_lkey.get(batch.lkey)
                 if region is not None and batch.n == 1:
@@ -249,8 +247,6 @@ class Rows(Generic[PeerT]):
     def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
         """Post, hold or fail one row; False = no room now."""
         peer = self._peers.all[row.peer]
-        if peer.watched:
-            self._peers.look_next_door(peer)
         if peer.state is State.SILENT and peer not in self._fresh:
             self._peers.greet(peer, time.monotonic())
         status = self._verdict(peer, row)
@@ -281,14 +277,6 @@ class Rows(Generic[PeerT]):
             return Status.UNREACHABLE  # who posts it has not heard of those before it
         return Status.OK
 
-    def _refused(self, peer: PeerT) -> bool | None:
-        """A peer takes nothing; False = it is busy, None = hold the row.
-
-        Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
-        """
-        self._peers.doubt(peer, time.monotonic())
-        return None
-
     def _granted(self, peer: PeerT, rkey: int) -> bool:  # noqa: ARG002  # see software/
         """Whether rows under a key may be posted; False = asked for, and not known yet."""
         return True
@@ -316,7 +304,9 @@ class Rows(Generic[PeerT]):
             return True
         if peer.open:
             return False
-        return self._refused(peer)
+        # Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
+        self._peers.doubt(peer, time.monotonic())
+        return None
 
     def _call(
         self,

@@ -73,22 +73,15 @@ class Rules:
 class SoftwareRules(Rules):
     """How a provider is driven that is software.
 
-    All of them say nothing useful of a bad key (shm even says success), so that the target is asked
-    for a region's bounds before the first row to it: its lease.
+    They say nothing useful of a bad key, so that the target is asked for a region's bounds before
+    the first row to it: its lease. Their NICs are named by IP addresses.
 
     Attributes:
-        by_ip: its NICs are named by IP addresses.
         endpoint_per_peer: post to each peer through an endpoint of its own, so that a dead one can
             be cut off, and its errors flush nobody else's rows.
-        by_pid: addresses name processes of this host, which can be asked whether they live.
-        asks_first: a peer's process is asked before each post whether it lives: releases of shm
-            before 2.0 say OK on rows that they leave in the queue of one that is gone.
     """
 
-    by_ip: bool = False
     endpoint_per_peer: bool = False
-    by_pid: bool = False
-    asks_first: bool = False
     copies_from: int = 32 * KiB
     releases_from: int = 32 * KiB
     window_bytes: int = 4 * MiB
@@ -122,7 +115,6 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 releases_from=0,  # each is a system call of 5 us: 512 held it for 2.5 ms
                 turn_bytes=MiB,  # 64 KiB rows cost a tenth less CPU than with a window at a time
                 turn_rows=512,  # with 128 a write of 4 KiB costs a tenth more
-                by_ip=True,
                 delivery_complete=True,
                 endpoint_per_peer=True,
             ),
@@ -133,10 +125,8 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 turn_rows=512,
                 tx_entries=256,  # its own choice costs 17 MB and 0.1 s a connection
                 rx_entries=256,
-                by_ip=True,
                 delivery_complete=True,
             ),
-            SoftwareRules(provider="shm", names=("shm",), by_pid=True),
             _EFA,
             replace(
                 _EFA,

@@ -32,8 +32,8 @@ __all__ = ["I64", "Slots", "Ticket"]
 
 CHUNK_ROWS: Final = 512
 """Rows posted in one go: enough to make the fixed costs of a post and of what brings it back small
-a row. On shm 4 KiB cost a tenth less CPU than with 256, 64 B a sixth; 1,024 gain little more, and
-hold the interpreter's lock for twice as long, 0.3 ms as it is.
+a row. On a provider that copies, rows of 4 KiB cost a tenth less CPU than with 256, of 64 B a
+sixth; 1,024 gain little more, and hold the interpreter's lock for twice as long, 0.3 ms as it is.
 """
 
 _SLOT_BYTES: Final = 64

@@ -51,7 +51,7 @@ def ways() -> Iterator[tuple[str, Way | str]]:
             yield name, (name, {})
             continue
         facts = getattr(module, "facts")()  # noqa: B009  # not every backend has it
-        for provider in ("tcp", "shm", "efa", "efa-direct"):
+        for provider in ("tcp", "efa", "efa-direct"):
             what = f"libfabric {provider}"
             offered = "efa" if provider.startswith("efa") else provider
             if offered in facts["providers"]:

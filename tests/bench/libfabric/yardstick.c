@@ -5,7 +5,7 @@
  *   yardstick rate PROVIDER SIZE ROWS WINDOW DC   two processes; wall time of all rows
  *   yardstick lat  PROVIDER SIZE ROWS WINDOW DC   two processes; half round trips
  *
- * PROVIDER is tcp, shm, efa or efa-direct. DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
+ * PROVIDER is tcp, efa or efa-direct. DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
  * in microseconds (cpu: a write; rate: all; lat: the median); so a caller can interleave runs. */
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -87,7 +87,7 @@ static void open_end(struct end *e, const char *provider, int dc)
 		hints->tx_attr->size = direct ? 1024 + 64 : 512;
 		hints->rx_attr->size = direct ? RECEIVES : 1024;
 	}
-	const char *node = !efa && strcmp(provider, "shm") ? "127.0.0.1" : NULL;
+	const char *node = efa ? NULL : "127.0.0.1";
 	must(fi_getinfo(fi_version(), node, NULL, node ? FI_SOURCE : 0, hints, &info), "fi_getinfo");
 	while (efa && info && direct != !strcmp(info->fabric_attr->name, "efa-direct"))
 		info = info->next;
@@ -126,18 +126,9 @@ static void receive(struct end *e, struct fi_context2 *context)
 	must(fi_recv(e->ep, at, FRAME, fi_mr_desc(e->frames_mr), FI_ADDR_UNSPEC, context), "fi_recv");
 }
 
-/* Insert the peer's address; on shm with one more slash, as tep does. Two endpoints of one process
- * would else pass their rows through buffers that stay in the cache, which two processes never do:
- * there the target copies each row by one process_vm_readv. */
 static void meet(struct end *e)
 {
-	char name[sizeof e->theirs.name + 2], *raw = e->theirs.name;
-
-	if (!strncmp(raw, "fi_shm://", 9)) {
-		snprintf(name, sizeof name, "fi_shm:///%s", raw + 9);
-		raw = name;
-	}
-	if (fi_av_insert(e->av, raw, 1, &e->peer, 0, NULL) != 1)
+	if (fi_av_insert(e->av, e->theirs.name, 1, &e->peer, 0, NULL) != 1)
 		exit(1);
 	if (!direct)
 		return;

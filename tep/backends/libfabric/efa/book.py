@@ -27,11 +27,10 @@ class EfaBook(Book[Peer]):
         self._at: dict[bytes, dict[bytes, Peer]] = {}  # whom libfabric knows, by queue pair
         self.departed: list[Peer] = []
 
-    def meet(self, peer: Peer) -> str:
+    def meet(self, peer: Peer) -> None:
         super().meet(peer)
         raw = peer.address.raw
         self._at.setdefault(efa_place(raw), {})[raw] = peer
-        return ""
 
     def part(self, peer: Peer) -> None:
         self.departed.append(peer)

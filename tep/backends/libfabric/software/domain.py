@@ -1,8 +1,7 @@
-"""One NIC that is software behind the seam: tcp, tcp;ofi_rxm, shared memory.
+"""One NIC that is software behind the seam: tcp, tcp;ofi_rxm.
 
 Beside what every NIC does: it grants leases of its keys, and withdraws them; rows that failed wait
-until it is known why; on tcp a peer's own endpoint is closed with it; on shared memory processes
-are watched, and a closed NIC stays mapped until no neighbour knows it.
+until it is known why; on tcp a peer's own endpoint is closed with it.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from typing import Final
 
 from tep.backends.base import Completions, DomainKey, Kind, ReadBatch, Status
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import is_loopback, parse, shm_name
+from tep.backends.libfabric.address import is_loopback, parse
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.objects import CqError, Endpoint, Option
 from tep.backends.libfabric.rules import SoftwareRules
 from tep.backends.libfabric.slots import Ticket
-from tep.backends.libfabric.software import neighbours
-from tep.backends.libfabric.software.books import ShmBook
 from tep.backends.libfabric.software.peer import SoftwarePeer
 from tep.backends.libfabric.software.peers import SoftwarePeers
-from tep.backends.libfabric.software.process import rehearse_shm
 from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
-from tep.backends.libfabric.software.seats import close_seats
 from tep.backends.libfabric.software.strangers import Strangers
 from tep.backends.texts import says
 
@@ -36,17 +31,8 @@ _LOOPBACK: Final = (
     "a loopback address is reached on its own host only; for peers on other hosts open both ends "
     'with an interface or a network: nics=["eth0"], nics=["10.0.0.0/8"]'
 )
-_CENSUS_S: Final = 1.0
-"""How often peers' processes are asked whether they live while nothing is outstanding."""
-
 _STRANGERS_S: Final = 2.0
-"""How often tcp's strangers are looked at; libfabric's threads accept them while the engine sleeps.
-"""
-
-_ANEW: Final = (
-    "if it lives, it had no descriptor (ulimit -n) or memory left when this engine first called "
-    "it: libfabric's shm does not call again, open this engine anew"
-)
+"""How often strangers are looked at; libfabric's threads accept them while the engine sleeps."""
 
 
 class SoftwareDomain(FabricDomain[SoftwarePeer]):
@@ -57,28 +43,21 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
     _peers_kind = SoftwarePeers
     _rows: SoftwareRows
     _rows_kind = SoftwareRows
+    _has_chores = True
 
     def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[SoftwarePeer]]:
-        rules, nic = self._rules, self._nic
+        nic = self._nic
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
-        self._strangers: Strangers | None = None
-        self._has_chores = True
-        if not rules.by_pid:
-            main = nic.open_endpoint(options)
-            nic.release_port()
-            book = Book[SoftwarePeer](nic, main.name())
-            # sockaddr_in and sockaddr_in6 have the port there
-            self._strangers = Strangers(int.from_bytes(book.raw[2:4], "big"))
-            return main, book
-        rehearse_shm()
         main = nic.open_endpoint(options)
-        return main, ShmBook(nic, main.name(), asks_first=rules.asks_first)
+        nic.release_port()
+        book = Book[SoftwarePeer](nic, main.name())
+        # sockaddr_in and sockaddr_in6 have the port there
+        self._strangers = Strangers(int.from_bytes(book.raw[2:4], "big"))
+        return main, book
 
     def status_text(self, status: int) -> str:
         text = super().status_text(status)
-        if status == Status.UNREACHABLE and self._rules.by_pid:
-            return says(text, _ANEW)
-        if status == Status.UNREACHABLE and self._rules.by_ip and not self._peers.answered:
+        if status == Status.UNREACHABLE and not self._peers.answered:
             met = [peer.address for peer in self._peers.all]
             own = parse(self._peers.me, self._rules.provider)
             return says(text, _LOOPBACK if any(is_loopback(one.raw) for one in (own, *met)) else "")
@@ -159,7 +138,7 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
                 self._peers.doubt(peer, now_s)
                 self._stir(peer)
         super()._look_at_deadlines(now_s)
-        if self._strangers is not None and now_s >= self._next_chore_s:
+        if now_s >= self._next_chore_s:
             self._do_chores(now_s)
 
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
@@ -173,7 +152,7 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
 
     def forget(self, peer: int) -> None:
         if self._closed or self._nic.closed or not self._rules.endpoint_per_peer:
-            return  # of others, what a dead process leaves is found by itself
+            return  # all peers share one endpoint
         found = self._peers.all[peer]
         found.forget_s = time.monotonic() + self._timeout_s
         self._stir(found)
@@ -187,15 +166,11 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
             self._peers.let_go(peer, now_s)
 
     def _do_chores(self, now_s: float) -> None:
-        if self._strangers is not None:
-            self._next_chore_s = now_s + _STRANGERS_S
-            self._strangers.look()
-        else:
-            self._next_chore_s = now_s + _CENSUS_S
-            self._peers.bury_the_dead()
+        self._next_chore_s = now_s + _STRANGERS_S
+        self._strangers.look()
 
     def _chore_s(self) -> float:
-        return 0.0 if self._strangers is None else _STRANGERS_S
+        return _STRANGERS_S
 
     def _drop(self, peer: SoftwarePeer, status: Status, *, spare: bool, gone: bool = False) -> None:
         if self._rules.endpoint_per_peer:
@@ -216,19 +191,9 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
                 self._reads.end(peer, Status.FLUSHED, gone=gone)
         super()._end_all(status, gone=gone)
 
-    def _retire(self) -> None:
-        if self._rules.by_pid:
-            neighbours.leave(self._book.raw)
-            neighbours.retire(self._book.raw, self._shut)
-        else:
-            super()._retire()
-
     def _shut(self) -> None:
-        if self._rules.by_pid:
-            close_seats(shm_name(self._book.raw))
         if "_reads" in vars(self):
             self._main.close()
             self._reads.close()
-        if self._strangers is not None:
-            self._strangers.close()
+        self._strangers.close()
         super()._shut()

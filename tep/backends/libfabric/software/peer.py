@@ -1,10 +1,9 @@
-"""One peer's NIC on tcp or shared memory: what the software providers add to `Peer`."""
+"""One peer's NIC on tcp: what the software providers add to `Peer`."""
 
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.peer import Peer, State
@@ -12,23 +11,7 @@ from tep.backends.libfabric.peer import Peer, State
 if TYPE_CHECKING:
     from tep.backends.libfabric.software.reading import PeersReads
 
-__all__ = ["Probe", "SoftwarePeer", "Watched"]
-
-
-class Watched(Protocol):
-    """A process that can be asked whether it has ended."""
-
-    def ended(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Probe(Enum):
-    """Whether a peer that returns no rows has been asked if it polls, and has answered."""
-
-    NONE = auto()
-    ASKED = auto()
-    ANSWERED = auto()
+__all__ = ["SoftwarePeer"]
 
 
 class SoftwarePeer(Peer):
@@ -38,22 +21,16 @@ class SoftwarePeer(Peer):
         forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
         leases: (base, nbytes) of its keys; None = asked.
         lost: (ctx, row, rkey) that came back failed and wait until it is known whether it lives.
-        neighbour: it is of this process, and shares memory with us.
-        probe: how far we are in asking whether a peer that returns no rows polls at all.
-        process: its process, where that is another one of this host.
         reading: its reads, see reading.py; None = there never was one.
     """
 
-    __slots__ = ("forget_s", "leases", "lost", "neighbour", "probe", "process", "reading")
+    __slots__ = ("forget_s", "leases", "lost", "reading")
 
     def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
         super().__init__(index, data, address)
         self.forget_s = 0.0
         self.leases: dict[int, tuple[int, int] | None] = {}
         self.lost: deque[tuple[int, int, int]] = deque()
-        self.neighbour = False
-        self.probe = Probe.NONE
-        self.process: Watched | None = None
         self.reading: PeersReads | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Peers on tcp and shared memory: endpoints of their own, and processes that can be asked.
+"""Peers on tcp: endpoints of their own, and what they told us of their keys.
 
 Rule: this file and ../peers.py decide a peer's state, and nobody else.
 """
@@ -6,12 +6,11 @@ Rule: this file and ../peers.py decide a peer's state, and nobody else.
 from __future__ import annotations
 
 from tep.backends.base import Status
-from tep.backends.libfabric import frames
 from tep.backends.libfabric.objects import Endpoint
 from tep.backends.libfabric.peer import State
 from tep.backends.libfabric.peers import SILENCE_S, Peers
 from tep.backends.libfabric.rules import SoftwareRules
-from tep.backends.libfabric.software.peer import Probe, SoftwarePeer
+from tep.backends.libfabric.software.peer import SoftwarePeer
 
 __all__ = ["SoftwarePeers"]
 
@@ -21,11 +20,6 @@ class SoftwarePeers(Peers[SoftwarePeer]):
 
     _record = SoftwarePeer
     _rules: SoftwareRules
-
-    @property
-    def by_pid(self) -> bool:
-        """Whether peers' processes say if they live."""
-        return self._rules.by_pid
 
     def endpoint(self, peer: SoftwarePeer) -> Endpoint:
         if peer.endpoint is None:
@@ -60,40 +54,3 @@ class SoftwarePeers(Peers[SoftwarePeer]):
         elif not (peer.open or peer.outbox or peer.sends or peer.lost) or now_s > peer.forget_s:
             peer.forget_s = 0.0
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s - SILENCE_S)
-
-    def bury_the_dead(self) -> None:
-        """End the peers whose processes have ended, also those to whom nothing was outstanding.
-
-        Else a descriptor and a mapping of 13 MiB would stay for each until this NIC is closed.
-        """
-        for peer in self.all:
-            if peer.state is not State.GONE and peer.process is not None and peer.process.ended():
-                self._end(peer, State.GONE, Status.UNREACHABLE)
-
-    def take_welcome(self, frame: frames.Welcome, now_s: float) -> SoftwarePeer | None:
-        peer = super().take_welcome(frame, now_s)
-        if peer is not None and peer.probe is Probe.ASKED:
-            peer.probe = Probe.ANSWERED
-        return peer
-
-    def look(self, peer: SoftwarePeer, oldest_due_s: float | None, now_s: float) -> None:
-        if peer.heard:
-            peer.probe = Probe.NONE
-        super().look(peer, oldest_due_s, now_s)
-
-    def _look_at_overdue(self, peer: SoftwarePeer, now_s: float) -> None:
-        """A peer that is READY has returned no row for too long.
-
-        Where its process can be asked, one that lives and does not poll is back-pressure: its rows
-        cannot be recalled, and would land once it polls again. One that polls, and answers a frame
-        that was sent after the rows, should have returned them: they are lost.
-        """
-        if not self._rules.by_pid:
-            super()._look_at_overdue(peer, now_s)
-        elif peer.probe is Probe.ANSWERED:
-            peer.probe = Probe.NONE
-            self._end(peer, State.SILENT, Status.PROVIDER, now_s)
-        elif peer.probe is Probe.NONE:
-            peer.probe = Probe.ASKED
-            self.say(peer, frames.Hello(self.me, peer.address.epoch))
-            self.flush(peer, now_s)

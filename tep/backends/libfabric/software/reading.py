@@ -1,4 +1,4 @@
-"""Reads from one peer on tcp and shared memory, as records; reads.py carries them out."""
+"""Reads from one peer on tcp, as records; reads.py carries them out."""
 
 from __future__ import annotations
 

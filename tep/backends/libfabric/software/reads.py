@@ -1,4 +1,4 @@
-"""Reads on tcp and shared memory: into buffers of ours, and on from there at the owner's word.
+"""Reads on tcp: into buffers of ours, and on from there at the owner's word.
 
 These providers can neither take a read back nor say whether its key still held. So each piece of a
 row lands in a buffer of this NIC; then the owner is asked whether the key opens the range still. If
@@ -113,8 +113,6 @@ class SoftwareReads:
         for index, row in enumerate(batch.rows(start, stop), start):
             region = self._regions.by_lkey.get(row.lkey)
             peer = self._peers.all[row.peer]
-            if peer.watched:
-                self._peers.look_next_door(peer)
             if peer.state is State.SILENT:
                 self._peers.greet(peer, now_s)
             status = self._verdict(peer, row, region)

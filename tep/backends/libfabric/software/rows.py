@@ -1,4 +1,4 @@
-"""Rows on tcp and shared memory: posted under a lease of their key, and lost until it is known why.
+"""Rows on tcp: posted under a lease of their key, and lost until it is known why.
 
 A lease is the range that a key opens, as its owner says. Rule: no row goes without one. A provider
 that is software does not say what was wrong with a row that failed: it is lost until its peer has
@@ -63,11 +63,6 @@ class SoftwareRows(Rows[SoftwarePeer]):
             self._peers.say(peer, frames.Ask(self._peers.me, rkey))
             self._stir(peer)
         return peer.leases.get(rkey) is not None
-
-    def _refused(self, peer: SoftwarePeer) -> bool | None:
-        # Small rows on shared memory are done before the peer has taken them out of its queue. If
-        # that is full, it is busy: whether it lives, its process says, and the engine asks again.
-        return False if self._peers.by_pid else super()._refused(peer)
 
     # --- rows that came back failed
 
