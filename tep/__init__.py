@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     )
     from tep.base.wire import MrDesc, NetAddr
     from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
+    from tep.core.handles import Expectation, Message, Removal, Transfer
     from tep.core.plan import count_imms
-    from tep.core.region import MrHandle
+    from tep.core.regions import MrHandle
     from tep.core.stats import EngineStats, TransferStats
-    from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.cuda.arena import Arena, alloc
     from tep.drivers.threads import InlineDriver, ThreadDriver
     from tep.engine import PeerGroup, Prepared, TransferEngine
@@ -149,8 +149,8 @@ _ROOMS = {
     "tep.backends.base": ("Access",),
     "tep.cuda.arena": ("Arena", "alloc"),
     "tep.backends.local.memory": ("alloc_shared",),
-    "tep.core.region": ("MrHandle",),
-    "tep.core.transfer": (
+    "tep.core.regions": ("MrHandle",),
+    "tep.core.handles": (
         "Expectation",
         "Message",
         "Removal",

@@ -43,7 +43,7 @@ import tep
 from tep.backends.base import WriteBatch
 from tep.base.errors import BackendUnavailable
 from tep.bench import Figure
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tep.drivers.threads import Machine
 
 __all__ = ["COLUMN_FIGURES", "column_figures"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, cpu_ns
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tep.sim import Cluster
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario

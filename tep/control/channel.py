@@ -31,11 +31,10 @@ from tep.control.messages import (
     decode,
     encode,
 )
-from tep.core.burnt import Burnt
 from tep.core.group import DomainGroup
-from tep.core.path import Link, PeerRestarted
-from tep.core.sums import runs_of
-from tep.core.transfer import Transfer
+from tep.core.handles import Transfer
+from tep.core.imm import Burnt
+from tep.core.path import Link, PeerRestarted, runs_of
 
 __all__ = ["CONTROL_CTX", "Channel", "Drop", "Notices", "sooner"]
 

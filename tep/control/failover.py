@@ -38,10 +38,9 @@ from tep.control.messages import (
     values_max,
 )
 from tep.core.group import DomainGroup, not_made_good
-from tep.core.path import Fence, Link, Path, PathEvent, PathState
+from tep.core.handles import Removal, Transfer
+from tep.core.path import Arrivals, Fence, Link, Path, PathEvent, PathState, PathSums, Run, runs_of
 from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
-from tep.core.sums import Arrivals, PathSums, Run, runs_of
-from tep.core.transfer import Removal, Transfer
 
 __all__ = ["Failover", "Fencing", "Pruning", "Reopening", "why_unable"]
 

@@ -24,11 +24,10 @@ from tep.control.channel import Channel, Drop
 from tep.control.failover import Failover, Fencing, Reopening
 from tep.control.messages import Failed, Ping, Pong
 from tep.core.group import DomainGroup
-from tep.core.handle import Handle, State, closed_error
+from tep.core.handles import Expectation, Handle, Message, Removal, State, Transfer, closed_error
 from tep.core.imm import ImmTable
 from tep.core.path import Link, Path, PeerHeard
-from tep.core.region import Remote
-from tep.core.transfer import Expectation, Message, Removal, Transfer
+from tep.core.regions import Remote
 
 __all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 

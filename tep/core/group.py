@@ -20,7 +20,7 @@ from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
-from tep.core.journal import Journal
+from tep.core.handles import Pace, Transfer
 from tep.core.path import (
     Event,
     FarEnds,
@@ -51,9 +51,9 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
-from tep.core.region import Job, Remote, Targets, Template, Way, shifted
+from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
-from tep.core.transfer import Pace, Transfer
+from tep.core.stats import Journal
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "TURNS_MAX", "DomainGroup", "not_made_good"]
 

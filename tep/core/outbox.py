@@ -14,10 +14,9 @@ from typing import Final
 from tep.backends.base import Status
 from tep.base.errors import TepError
 from tep.core.group import DomainGroup
-from tep.core.handle import State
+from tep.core.handles import Message, State
 from tep.core.path import Link
 from tep.core.pending import message_error
-from tep.core.transfer import Message
 
 __all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
 

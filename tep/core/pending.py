@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError
+from tep.core.handles import Message, Queued, Transfer
 from tep.core.path import Link, Path
-from tep.core.region import Remote, Targets, Template, shifted
-from tep.core.transfer import Message, Queued, Transfer
+from tep.core.regions import Remote, Targets, Template, shifted
 
 __all__ = [
     "NO_IMM", "NO_ROWS", "Acks", "Loss", "LostRow", "Pending", "Retransmission", "as_slice",

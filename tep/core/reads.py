@@ -17,12 +17,12 @@ from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.base.api import EngineOptions
 from tep.base.errors import FabricError, TepError
 from tep.core.group import DomainGroup, not_made_good
+from tep.core.handles import Transfer
 from tep.core.path import Link, PeerRestarted
 from tep.core.pending import Pending, pick, row_error
 from tep.core.plan import lanes, plan_paged, plan_single
-from tep.core.region import Remote, shifted
+from tep.core.regions import Remote, shifted
 from tep.core.requests import ReadJob
-from tep.core.transfer import Transfer
 
 __all__ = ["Reads"]
 

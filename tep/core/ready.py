@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, WriteBatch
+from tep.core.handles import Transfer
 from tep.core.pending import Pending
-from tep.core.region import Job, Remote, Targets, shifted, summand
-from tep.core.transfer import Transfer
+from tep.core.regions import Job, Remote, Targets, shifted, summand
 
 __all__ = ["IN_TURN_ROWS", "Dealt", "Laid", "Part", "Ready"]
 

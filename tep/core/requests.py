@@ -21,12 +21,11 @@ from tep.base.api import Pages, Routing, ScatterDst
 from tep.base.checks import FOREIGN, check_int, check_kind, shown
 from tep.base.errors import BadRequest, BurntImm
 from tep.base.wire import MrDesc
-from tep.core.burnt import Burnt
-from tep.core.imm import check_imm
+from tep.core.imm import Burnt, check_imm
 from tep.core.path import Link
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
-from tep.core.region import Job, MrHandle, Places, Remote, Targets, check_source
+from tep.core.regions import Job, MrHandle, Places, Remote, Targets, check_source
 from tep.memory.dlpack import as_array
 
 __all__ = [

@@ -16,7 +16,7 @@ from tep.memory.source import Buffer, Memory, adapt, copied
 if TYPE_CHECKING:
     from tep.backends.base import Access
     from tep.base.wire import MrDesc
-    from tep.core.region import MrHandle
+    from tep.core.regions import MrHandle
     from tep.engine import TransferEngine
 
 __all__ = ["Arena", "Staged", "alloc"]

@@ -14,7 +14,7 @@ from tep.cuda.memory import flush, needs_flush
 from tep.memory.source import Memory
 
 if TYPE_CHECKING:
-    from tep.core.transfer import Expectation
+    from tep.core.handles import Expectation
     from tep.engine import TransferEngine
 
 __all__ = ["GpuFlag", "pinner"]

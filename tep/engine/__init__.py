@@ -3,7 +3,7 @@
 Names only.
 """
 
-from tep.core.peers import PeerGroup
+from tep.core.regions import PeerGroup
 from tep.engine.prepared import Prepared
 from tep.engine.verbs import TransferEngine
 

@@ -23,11 +23,10 @@ from tep.base.errors import BadRequest, BusyError, CallbackError, ClosedError, U
 from tep.base.waiting import note_escape, raise_escaped
 from tep.base.wire import NetAddr
 from tep.control.channel import sooner
-from tep.core.handle import Handle
+from tep.core.handles import Expectation, Handle, Removal, Transfer
 from tep.core.path import Link
-from tep.core.region import Job, MrHandle, Quarantine
+from tep.core.regions import Job, MrHandle, Quarantine
 from tep.core.requests import longest_row, refuse_burnt
-from tep.core.transfer import Expectation, Removal, Transfer
 from tep.drivers.threads import Driver
 from tep.engine import report
 from tep.engine.worker import Worker

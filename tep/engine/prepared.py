@@ -20,10 +20,10 @@ from tep.base.checks import check_int, shown, unpicklable
 from tep.base.errors import BadRequest
 from tep.base.units import IMM_MAX
 from tep.base.wire import MrDesc
+from tep.core.handles import Transfer, names_of
 from tep.core.imm import check_imm
-from tep.core.peers import PeerBook, PeerGroup
 from tep.core.ready import Laid, Ready
-from tep.core.region import Job, MrHandle, Remote, Targets, check_source
+from tep.core.regions import Job, MrHandle, PeerBook, PeerGroup, Remote, Targets, check_source
 from tep.core.requests import (
     ImmArg,
     Slices,
@@ -33,7 +33,6 @@ from tep.core.requests import (
     scatter_job,
     single_job,
 )
-from tep.core.transfer import Transfer, names_of
 from tep.engine.machine import Machine
 
 __all__ = ["Prepared", "prepared_barrier", "prepared_pages", "prepared_scatter", "prepared_single"]

@@ -12,12 +12,11 @@ from weakref import WeakSet
 from tep.base.errors import UsageError
 from tep.base.units import MiB
 from tep.base.wire import NetAddr
-from tep.core.handle import State
+from tep.core.handles import Expectation, State
 from tep.core.path import Link
 from tep.core.plan import lanes, plan_paged, plan_single
-from tep.core.region import MrHandle, Quarantine
+from tep.core.regions import MrHandle, Quarantine
 from tep.core.stats import EngineStats, Failover, NicBytes
-from tep.core.transfer import Expectation
 from tep.drivers.threads import Driver
 from tep.engine.worker import Worker
 

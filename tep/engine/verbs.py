@@ -28,10 +28,10 @@ from tep.base.checks import (
 from tep.base.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
 from tep.base.wire import MrDesc, NetAddr
 from tep.control.membership import PeerEvent, PeerWatch
+from tep.core.handles import Expectation, Message, Removal, Transfer
 from tep.core.imm import check_imm
 from tep.core.path import Link
-from tep.core.peers import PeerGroup
-from tep.core.region import MrHandle, Remote, check_source, register
+from tep.core.regions import MrHandle, PeerGroup, Remote, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
@@ -47,7 +47,6 @@ from tep.core.requests import (
     slices_of,
 )
 from tep.core.stats import EngineStats
-from tep.core.transfer import Expectation, Message, Removal, Transfer
 from tep.drivers.threads import Driver
 from tep.drivers.turning import driver_for
 from tep.engine.machine import Machine

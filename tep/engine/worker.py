@@ -36,18 +36,24 @@ from tep.control.channel import CONTROL_CTX, Channel, Notices
 from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
 from tep.core.group import DomainGroup
-from tep.core.handle import PENDING, Handle, State, closed_error
+from tep.core.handles import (
+    PENDING,
+    Expectation,
+    Handle,
+    Message,
+    Removal,
+    State,
+    Transfer,
+    closed_error,
+)
 from tep.core.imm import ImmTable
-from tep.core.journal import Journal
 from tep.core.outbox import Outbox
-from tep.core.path import Link, PathShut, PeerHeard, PeerNicDown, PeerRestarted
-from tep.core.peers import PeerBook
+from tep.core.path import Arrivals, Link, PathShut, PeerHeard, PeerNicDown, PeerRestarted
 from tep.core.reads import Reads
 from tep.core.ready import Ready
-from tep.core.region import deregistered
+from tep.core.regions import PeerBook, deregistered
 from tep.core.requests import refuse_burnt
-from tep.core.sums import Arrivals
-from tep.core.transfer import Expectation, Message, Removal, Transfer
+from tep.core.stats import Journal
 from tep.drivers.threads import Driver
 from tep.memory.watch import WatchPage
 

@@ -13,9 +13,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from tep.base.distribution import need
 from tep.base.errors import UsageError
-from tep.core.handle import Handle
+from tep.core.handles import Handle, Transfer
 from tep.core.stats import EngineStats
-from tep.core.transfer import Transfer
 from tep.engine import TransferEngine
 
 __all__ = ["METRICS", "Metric", "OpenTelemetry", "Prometheus"]

@@ -16,10 +16,9 @@ import pytest
 from tep.base.api import Barrier, Paged, Pages, Scatter, ScatterDst, Shape, Single
 from tep.base.errors import BusyError, ClosedError, FabricError, StaleEpoch, TepError
 from tep.base.wire import MrDesc, NetAddr
-from tep.core.handle import Handle
+from tep.core.handles import Handle, Transfer
 from tep.core.plan import count_imms
-from tep.core.region import MrHandle
-from tep.core.transfer import Transfer
+from tep.core.regions import MrHandle
 from tep.engine import TransferEngine
 
 __all__ = ["EngineContract", "Engines", "OpenEngines"]

@@ -11,7 +11,7 @@ from typing import Final
 from tep.base.errors import ClosedError, FabricError
 from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tep.sim.faults import Clog, Drift, Fault, Mute, Pause
 from tep.testing.lab import Host
 from tep.testing.specs import RECEIVERS, SENDER

@@ -19,7 +19,7 @@ from tep.base.api import EngineOptions
 from tep.base.errors import FabricError
 from tep.base.hashing import draw_array, stream_key
 from tep.base.wire import MrDesc
-from tep.core.region import MrHandle
+from tep.core.regions import MrHandle
 from tep.engine import TransferEngine
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv

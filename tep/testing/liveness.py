@@ -14,8 +14,7 @@ from typing import Final
 from tep.backends.base import Access
 from tep.base.api import Pages
 from tep.base.units import PS_PER_NS, PS_PER_S
-from tep.core.handle import State
-from tep.core.transfer import Transfer
+from tep.core.handles import State, Transfer
 from tep.sim.faults import Drift, Fault
 from tep.testing.lab import Host
 from tep.testing.specs import SENDER

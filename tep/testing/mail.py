@@ -10,8 +10,7 @@ from typing import Final
 
 from tep.base.errors import ClosedError
 from tep.base.units import PS_PER_NS
-from tep.core.handle import State
-from tep.core.transfer import Message
+from tep.core.handles import Message, State
 from tep.testing.lab import Host
 from tep.testing.specs import RECEIVERS
 from tep.testing.stage import Stage

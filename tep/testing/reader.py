@@ -16,8 +16,7 @@ import numpy as np
 from tep.backends.base import Batch
 from tep.base.api import Pages
 from tep.base.errors import ClosedError, StaleEpoch
-from tep.core.handle import State
-from tep.core.transfer import Transfer
+from tep.core.handles import State, Transfer
 from tep.sim.faults import Clog, Cut, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Span
 from tep.testing.specs import RECEIVERS, SENDER, ReadSpec

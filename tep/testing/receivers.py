@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tep.base.errors import FabricError
-from tep.core.transfer import Expectation, Removal
+from tep.core.handles import Expectation, Removal
 from tep.testing.lab import FREED, USED, Host, Piece
 from tep.testing.sender import join
 from tep.testing.specs import RECEIVERS, TransferSpec

@@ -251,7 +251,7 @@ def _draw_steady(dice: Dice, drawn: Scenario) -> Scenario:
     if spec.kind != "single":
         spec = replace(spec, pages=dice.pick(0, 104, PAGES))
     lost, doubled = dice.pick(0, 108, (0, 0, 0, 2)), dice.pick(0, 109, (0, 8))
-    pruned = (("core.sums.PRUNE_AT", 1),) if dice.below(0, 110, 2) else drawn.sizes
+    pruned = (("core.path.PRUNE_AT", 1),) if dice.below(0, 110, 2) else drawn.sizes
     return replace(
         drawn,
         nics=nics,

@@ -14,8 +14,7 @@ from tep.backends.base import Access, Status
 from tep.base.api import Pages, ScatterDst
 from tep.base.errors import BurntImm, BusyError, ClosedError, FabricError, StaleEpoch
 from tep.base.wire import NetAddr
-from tep.core.handle import State
-from tep.core.transfer import Transfer
+from tep.core.handles import State, Transfer
 from tep.engine import PeerGroup, Prepared
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host

@@ -32,10 +32,10 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.outbox.WINDOW_MAX": (8,),
     "core.pending._WIDE_MAX": (1,),
     "core.ready._CURSORS_MAX": (1,),
-    "core.sums.PRUNE_AT": (2, 5),
-    "core.sums._CELLS_MAX": (2,),
-    "core.sums._ROWS_MAX": (2,),
-    "core.transfer._TOOK_MAX": (1,),
+    "core.path.PRUNE_AT": (2, 5),
+    "core.path._CELLS_MAX": (2,),
+    "core.path._ROWS_MAX": (2,),
+    "core.handles._TOOK_MAX": (1,),
     "engine.worker._SCALAR_MAX": (1, 3),
     "sim.chaos_port.CONTROL_BYTES": (340,),  # few values fit a control message
 }

@@ -14,9 +14,8 @@ from typing import Final
 from tep.backends.base import Access, Batch, ReadBatch
 from tep.base.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.core import plan
-from tep.core.handle import State
+from tep.core.handles import Expectation, Removal, State, Transfer
 from tep.core.requests import DEFAULT
-from tep.core.transfer import Expectation, Removal, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault

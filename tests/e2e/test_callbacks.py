@@ -17,7 +17,7 @@ import tep
 from tep.backends.loopback import Hub, open_domains
 from tep.base.errors import BusyError, TepError, WaitTimeout
 from tep.base.waiting import escaped
-from tep.core.handle import State
+from tep.core.handles import State
 from tep.drivers.threads import Driver, InlineDriver, Machine, ThreadDriver
 from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine

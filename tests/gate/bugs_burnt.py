@@ -12,12 +12,10 @@ from tep.backends.base import Status
 from tep.control.channel import Notices
 from tep.control.failover import Failover, Fencing
 from tep.control.membership import Membership
-from tep.core.burnt import Burnt
 from tep.core.group import DomainGroup
-from tep.core.imm import ImmTable
-from tep.core.peers import PeerBook
+from tep.core.imm import Burnt, ImmTable
 from tep.core.pending import Acks
-from tep.core.region import Job
+from tep.core.regions import Job, PeerBook
 from tests.gate.registry import Bug, Change
 
 __all__ = ["BARRING", "BURNT", "DIRECTED", "ORDERS"]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from tep.backends.base import Status
 from tep.core.group import DomainGroup
-from tep.core.handle import Handle, State
-from tep.core.transfer import Transfer
+from tep.core.handles import Handle, State, Transfer
 from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 

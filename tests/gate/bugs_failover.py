@@ -13,12 +13,10 @@ from tep.control.channel import Channel
 from tep.control.failover import Failover, Fencing
 from tep.control.messages import Answer
 from tep.core.group import DomainGroup
-from tep.core.handle import Handle, State
+from tep.core.handles import Handle, State, Transfer
 from tep.core.imm import Counts
-from tep.core.path import Link
+from tep.core.path import Arrivals, Link, Sums
 from tep.core.pending import Acks
-from tep.core.sums import Arrivals, Sums
-from tep.core.transfer import Transfer
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tep.testing.scenario import Scenario

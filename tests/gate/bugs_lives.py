@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.control.membership import Membership, PeerChange, PeerState
-from tep.core.peers import PeerBook
+from tep.core.regions import PeerBook
 from tests.gate.registry import Bug, Change
 
 COMPANY: dict[str, Bug] = {}

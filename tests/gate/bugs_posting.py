@@ -9,10 +9,9 @@ from tep.backends.base import WriteBatch
 from tep.base.api import Routing
 from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
-from tep.core.peers import PeerBook, PeerGroup
+from tep.core.handles import Transfer
 from tep.core.plan import Plan
-from tep.core.region import Remote
-from tep.core.transfer import Transfer
+from tep.core.regions import PeerBook, PeerGroup, Remote
 from tep.engine import verbs
 from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug

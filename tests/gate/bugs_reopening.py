@@ -12,8 +12,7 @@ from tep.control.failover import Failover, Fencing, Pruning, Reopening
 from tep.control.membership import Membership
 from tep.control.messages import Answer
 from tep.core.group import DomainGroup
-from tep.core.path import FarEnds
-from tep.core.sums import Arrivals, PathSums, expand
+from tep.core.path import Arrivals, FarEnds, PathSums, expand
 from tep.sim.chaos_receiver import ChaosReceiver
 from tests.gate.registry import Bug, Change
 from tests.support.orders import Nic

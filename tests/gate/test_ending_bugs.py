@@ -17,9 +17,9 @@ from tep.base.errors import StaleEpoch
 from tep.control.channel import Channel
 from tep.control.failover import Fencing
 from tep.control.messages import Failed, FenceOff, encode
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tep.core.outbox import Outbox
-from tep.core.region import MrHandle
+from tep.core.regions import MrHandle
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tep.engine.machine import Machine
@@ -120,7 +120,7 @@ def no_bounds_of_nics() -> list[Change]:
 @found_by(gives_much_up)
 def no_bounds_of_burnt_immediates() -> list[Change]:
     """What peers give up is remembered, however much it is."""
-    return [("tep.core.burnt", "BURNT_MAX", 10**9)]
+    return [("tep.core.imm", "BURNT_MAX", 10**9)]
 
 
 @found_by(gives_much_up)

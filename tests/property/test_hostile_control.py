@@ -20,7 +20,7 @@ import tep
 from tep.backends.loopback import Hub
 from tep.base.api import Pages
 from tep.control.messages import ControlMessage, Failed, decode, encode
-from tep.core import burnt
+from tep.core import imm as imm_table
 from tests.support.effort import effort
 
 KINDS = typing.get_args(ControlMessage)
@@ -163,7 +163,7 @@ def test_a_hundred_thousand_hostile_messages_fill_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A table that grows with what peers say ends an engine as surely as an exception does."""
-    monkeypatch.setattr(burnt, "BURNT_MAX", 256)
+    monkeypatch.setattr(imm_table, "BURNT_MAX", 256)
     world = World()
     pool: list[bytes] = []
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tep.base.api import Pages, Routing
 from tep.base.errors import BurntImm, FabricError
-from tep.core.transfer import Expectation, Transfer
+from tep.core.handles import Expectation, Transfer
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric
 

@@ -19,8 +19,8 @@ from functools import partial
 import numpy as np
 
 from tep.base.api import Pages, Routing, ScatterDst
+from tep.core.handles import Transfer
 from tep.core.path import Link
-from tep.core.transfer import Transfer
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tep.backends.base import Access
 from tep.backends.loopback import Hub, open_domains
 from tep.base.api import EngineOptions
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
 

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 
 from tep.base.api import Pages
+from tep.core.handles import Expectation, Transfer
 from tep.core.path import Link
-from tep.core.transfer import Expectation, Transfer
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric, Nic
 

@@ -23,7 +23,7 @@ CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")
 
 OWN = {
     "tep/compat/nixl/api.py: one.wait": "a handle, whose driver clamps the time",
-    "tep/core/handle.py": "a handle gives its time to its driver, which clamps it",
+    "tep/core/handles.py": "a handle gives its time to its driver, which clamps it",
     "tep/drivers/threads.py: self.wait": "a driver's own wait, begun again after a signal",
     "tep/drivers/threads.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes more",
     "tep/integrations/ray/pulling.py": "a transfer gives its time to its driver, which clamps it",

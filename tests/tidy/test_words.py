@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import tep
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tests.tidy.sources import text
 
 NOT_OURS = {

@@ -10,7 +10,7 @@ import pytest
 import tep
 from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.base.errors import BurntImm, ClosedError, FabricError
-from tep.core import burnt
+from tep.core import imm as imm_table
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tests.support.couple import BEAT, LOST, pass_time, regions_of
@@ -316,7 +316,7 @@ def test_beyond_the_bound_the_largest_owner_forgets_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A record without bound fills the memory; one that forgets silently promises too much."""
-    monkeypatch.setattr(burnt, "BURNT_MAX", 10)
+    monkeypatch.setattr(imm_table, "BURNT_MAX", 10)
     with world() as w:
         w.cut_off(w.write(w.b, 6))
         w.cut_off(w.write(w.a, np.arange(100, 100 + PAGES, dtype=np.uint32)))
@@ -335,8 +335,8 @@ def test_of_a_record_the_largest_owner_loses_the_older_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One peer that fails ever new immediates must not make room by those of others."""
-    monkeypatch.setattr(burnt, "BURNT_MAX", 4)
-    record: burnt.Burnt[int, str] = burnt.Burnt()
+    monkeypatch.setattr(imm_table, "BURNT_MAX", 4)
+    record: imm_table.Burnt[int, str] = imm_table.Burnt()
     record.add("small", 1, "first")
     record.add("small", 1, "second")
     for imm in range(10, 14):

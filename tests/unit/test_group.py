@@ -11,7 +11,7 @@ from tep.backends.base import Status
 from tep.base.api import EngineOptions, Pages, Routing
 from tep.base.errors import Cancelled, FabricError
 from tep.base.units import KiB
-from tep.core.transfer import Pace
+from tep.core.handles import Pace
 from tests.support.ends import Ends, finish_all
 
 

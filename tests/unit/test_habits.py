@@ -23,7 +23,7 @@ import pytest
 import tep
 from tep import rendezvous
 from tep.base import errors
-from tep.core.region import Quarantine
+from tep.core.regions import Quarantine
 from tep.drivers.threads import InlineDriver
 from tep.host import topology
 from tep.host.nics import Found

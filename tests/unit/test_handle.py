@@ -22,7 +22,7 @@ from tep.base.errors import (
     WaitTimeout,
 )
 from tep.base.waiting import note_escape
-from tep.core.handle import Handle, State
+from tep.core.handles import Handle, State
 from tests.support.pairs import Pair, pair
 from tests.support.script import Scripted, memory, scripted
 

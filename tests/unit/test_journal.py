@@ -9,7 +9,7 @@ import pytest
 
 import tep
 from tep.base.units import KiB
-from tep.core.journal import Journal
+from tep.core.stats import Journal
 from tep.sim import Chaos, Cluster
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.core.handle import Handle
+from tep.core.handles import Handle
 from tests.support.opcodes import Opcodes
 from tests.support.pairs import Pair, pair
 

@@ -15,9 +15,9 @@ from tep.backends.loopback import Hub
 from tep.base.api import EngineOptions, Pages
 from tep.control.failover import Pruning
 from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs_max
-from tep.core import sums
+from tep.core import path as paths
+from tep.core.path import Arrivals, PathSums, Sums, expand, runs_of
 from tep.core.stats import Failover
-from tep.core.sums import Arrivals, PathSums, Sums, expand, runs_of
 
 PAGES = 512
 
@@ -81,8 +81,8 @@ class Lanes:
 def test_sums_stay_short_and_failover_exact(limit: int) -> None:
     """A server takes a new immediate for each request: it would run out of failover in a day."""
     with (
-        mock.patch.object(sums, "PRUNE_AT", limit),
-        mock.patch.object(sums, "_ROWS_MAX", 64),
+        mock.patch.object(paths, "PRUNE_AT", limit),
+        mock.patch.object(paths, "_ROWS_MAX", 64),
     ):
         lanes = Lanes()
         for _ in range(4):
@@ -121,7 +121,7 @@ def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
         link = next(iter(lanes.a._peers.links.values()))
         for path in link.paths():
             path.sums.sent._mark, path.sums.sent._limit = 1, 2 * PAGES
-        with mock.patch.object(sums, "_ROWS_MAX", 64):
+        with mock.patch.object(paths, "_ROWS_MAX", 64):
             lanes.go_on(20 * PAGES)
     assert lanes.a.stats().failover is Failover.PARTIAL
     assert "did not prune them (not today)" in lanes.a.explain()

@@ -12,9 +12,9 @@ import pytest
 from tep.backends.base import Status
 from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.base.errors import ClosedError, FabricError
+from tep.core.handles import Transfer
+from tep.core.path import Arrivals
 from tep.core.pending import Pending
-from tep.core.sums import Arrivals
-from tep.core.transfer import Transfer
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, mute, slow
 from tep.testing.explore import Choices

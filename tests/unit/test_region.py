@@ -11,7 +11,7 @@ import pytest
 from tep.backends.base import Access
 from tep.base.api import Pages
 from tep.base.errors import BadRequest, BusyError, ClosedError, StaleEpoch
-from tep.core.region import check_source
+from tep.core.regions import check_source
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -158,7 +158,7 @@ def test_descriptors_survive_bytes_and_equal_ones_share_a_link() -> None:
 
 def test_resolved_descriptors_do_not_fill_the_memory(monkeypatch) -> None:
     """A decoder that gets a fresh descriptor with every request runs for months."""
-    monkeypatch.setattr("tep.core.peers._RESOLVED_MAX", 10)
+    monkeypatch.setattr("tep.core.regions._RESOLVED_MAX", 10)
     own, peer = scripted(), scripted(name="b")
     _, desc = peer.engine.reg_mr(memory(64))
     for _ in range(35):

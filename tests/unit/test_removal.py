@@ -15,8 +15,8 @@ from tep.base.errors import BadRequest, ClosedError, FabricError, StaleEpoch
 from tep.base.wire import MrDesc
 from tep.control import failover
 from tep.control.membership import PeerChange
+from tep.core.handles import Removal, Transfer
 from tep.core.path import Link
-from tep.core.transfer import Removal, Transfer
 from tep.engine import TransferEngine
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster

@@ -11,7 +11,7 @@ from tep.base.api import Pages, Routing, ScatterDst, Single
 from tep.base.errors import BadRequest
 from tep.base.units import GiB, KiB, MiB
 from tep.core.plan import ROW_BYTES_MAX, count_imms, plan_single
-from tep.core.region import MrHandle, Remote, Targets
+from tep.core.regions import MrHandle, Remote, Targets
 from tep.core.requests import (
     DEFAULT,
     Job,

@@ -11,9 +11,9 @@ import pytest
 from tep.backends.base import WriteBatch
 from tep.base.errors import BadDescriptor
 from tep.control.messages import Answer, FenceOff, decode, encode, values_max
-from tep.core import sums
+from tep.core import path as path_module
+from tep.core.path import Arrivals, Sums
 from tep.core.pending import Acks, Pending
-from tep.core.sums import Arrivals, Sums
 from tests.support.ends import Ends
 
 
@@ -161,7 +161,7 @@ def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
     acks = Acks()
     some = np.array([7, 8, 7, 7], np.uint32)
     for imm, lost in ((7, 2), (7, None), (some, 2), (some, None)):
-        with mock.patch.object(sums, "PRUNE_AT", 1):
+        with mock.patch.object(path_module, "PRUNE_AT", 1):
             batch = WriteBatch(4, 0, 0, 0, 0, 0, 0, imm, 0)
             pending = Pending(mock.Mock(), 0, batch, remotes, [0] * 4)
             if lost is not None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.core.region import Quarantine
+from tep.core.regions import Quarantine
 from tests.support.effort import effort
 from tests.support.pairs import pair
 
