@@ -36,7 +36,6 @@ from tep.backends.libfabric import frames as libfabric_frames
 from tep.backends.local import address as local_address
 from tep.backends.local import channel as local_channel
 from tep.backends.loopback import open_domains as open_loopback
-from tep.backends.verbs import address as verbs_address
 from tep.backends.verbs import handshake as verbs_handshake
 from tep.base.wire import VERSION, MrDesc, NetAddr
 from tep.compat.nixl import wire as nixl_wire
@@ -115,7 +114,7 @@ NIC = libfabric_address.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
 EFA = NIC("efa", 77, "rdmap0", b"\xfe\x80" + bytes(30)).to_bytes()
 LOCAL = local_address.Address(0, 1, 2, 3, local_address.host_digest(), b"k" * 16).to_bytes()
-VERBS = verbs_address.Address(
+VERBS = verbs_handshake.Address(
     link=2, lid=1, gid=bytes(16), gid_type=1, ud_qpn=5, qkey=7, epoch=9, identity=11
 )
 GREETINGS = [
@@ -190,8 +189,8 @@ CASES: dict[str, list[Case]] = {
     "tep/backends/loopback_port.py::check_address": [
         Case(loopback_port.check_address, [loopback_address()])
     ],
-    "tep/backends/verbs/address.py::Address.decode": [
-        Case(verbs_address.Address.decode, [VERBS.encode()])
+    "tep/backends/verbs/handshake.py::Address.decode": [
+        Case(verbs_handshake.Address.decode, [VERBS.encode()])
     ],
     "tep/backends/verbs/handshake.py::Hello.decode": [
         Case(verbs_handshake.Hello.decode, GREETINGS)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tep.backends.verbs.address import Address
-from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+from tep.backends.verbs.handshake import Address, Hello, Kind, Negotiation, Phase
 from tep.base.errors import BadDescriptor
 
 PATIENCE_S = 4.0

@@ -91,7 +91,7 @@ def test_only_the_drivers_have_threads() -> None:
         "tep/drivers/threads.py",
         "tep/observe/sight.py",
         "tep/backends/local/crew.py",
-        "tep/backends/verbs/routes.py",
+        "tep/backends/verbs/messages.py",
         "tep/integrations/weights/member.py",
     }
     homes = ["threading", "_thread", "concurrent.futures"]

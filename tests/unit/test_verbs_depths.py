@@ -10,7 +10,7 @@ import pytest
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.verbs import open_domains
-from tep.backends.verbs.depths import (
+from tep.backends.verbs.device import (
     DATAGRAMS_IN,
     DATAGRAMS_OUT,
     MARKERS_MAX,

@@ -13,7 +13,7 @@ import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
-from tep.backends.verbs.sources import Sources
+from tep.backends.verbs.conns import Sources
 from tep.memory.source import adapt
 from tep.testing.verbs_stub import Knob
 

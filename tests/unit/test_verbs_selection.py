@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tep.backends.base import Access, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs import Library, load
 from tep.backends.ffi.ibverbs_structs import ENUMS
-from tep.backends.verbs import facts, open_domains, probe
+from tep.backends.verbs import facts, open_domains, probe, survey
 from tep.backends.verbs.device import Device
-from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.hostfiles import LiveFiles

@@ -12,8 +12,8 @@ import pytest
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.backends.verbs import open_domains
-from tep.backends.verbs.address import Address
-from tep.backends.verbs.routes import Routes
+from tep.backends.verbs.handshake import Address
+from tep.backends.verbs.messages import Routes
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.memory.source import adapt
 from tep.testing.verbs_stub import Knob

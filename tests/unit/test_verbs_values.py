@@ -7,11 +7,11 @@ import ipaddress
 import pytest
 
 from tep.backends.base import Status
-from tep.backends.verbs.address import ADDRESS_BYTES, Address, gid_text, identity_of
-from tep.backends.verbs.gids import GidSeen, rank_gids
+from tep.backends.verbs.conns import IMM, LOOSE, RUN, TAIL, number_of, tag
+from tep.backends.verbs.device import GidSeen, rank_gids
+from tep.backends.verbs.handshake import ADDRESS_BYTES, Address, gid_text, identity_of
+from tep.backends.verbs.receive import STATUS_TEXT, send_status, write_status
 from tep.backends.verbs.settings import Settings
-from tep.backends.verbs.status import STATUS_TEXT, send_status, write_status
-from tep.backends.verbs.tags import IMM, LOOSE, RUN, TAIL, number_of, tag
 from tep.base.errors import BadDescriptor, UsageError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tep.backends.ffi.ibverbs import load
-from tep.backends.verbs.selection import survey
+from tep.backends.verbs import survey
 from tep.backends.verbs.settings import Settings
 
 DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))

@@ -1,8 +1,18 @@
-"""Queue pairs: made, connected, failed, drained, destroyed.
+"""Queue pairs: made, connected, failed, drained, destroyed; and the ids of what is posted on them.
 
 Rule 1: only this file changes a queue pair's state. Rule 2: a failed queue pair is destroyed only
-after everything it held has come back. Of what was posted on it, its last request tells, the
-marker; of what it received, the device does.
+after everything it held has come back. Its last request, the marker, tells this of what was posted
+on it; the device tells it of what it received. Rule 3: a connection counts as drained once its
+markers are back, its queue pairs receive no more, and the completion queue was read to its end
+after that. Rule 4: a fence is said to hold only when all connections with its peer have drained.
+
+A work request's id says what its completion is about: kind, object, row. On an error a completion's
+opcode is undefined (Soft-RoCE reports a SEND for a failed write), so the id is all there is to go
+by, together with the queue pair's number.
+
+    bits 60..63  kind
+    bits 16..59  object: set of loose rows, slot, or connection; 0 for runs
+    bits  0..15  row within the run or set
 """
 
 from __future__ import annotations
@@ -11,21 +21,71 @@ import contextlib
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Entry, Kind, Status
 from tep.backends.ffi.ibverbs import ref
 from tep.backends.ffi.ibverbs_structs import ENUMS, Qp, QpAttr, QpInitAttr
 from tep.backends.ffi.ibverbs_structs import Ece as EceMirror
-from tep.backends.verbs.depths import SPARE_WRS
+from tep.backends.verbs.device import MARKERS_MAX, MESSAGES_OUT, SPARE_WRS, Depths, Device
 from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
-from tep.backends.verbs.tags import MARKER, tag
 from tep.base.errors import FabricError
 
-if TYPE_CHECKING:
-    from tep.backends.verbs.device import Device
+__all__ = [
+    "DATAGRAM_IN",
+    "DATAGRAM_OUT",
+    "IMM",
+    "KIND_SHIFT",
+    "LOOSE",
+    "MARKER",
+    "MESSAGE_IN",
+    "MESSAGE_OUT",
+    "NUMBER_MASK",
+    "NUMBER_SHIFT",
+    "ROW_MASK",
+    "RUN",
+    "TAIL",
+    "Conn",
+    "Draining",
+    "Queues",
+    "Run",
+    "Sources",
+    "create_ud",
+    "number_of",
+    "qp_number",
+    "tag",
+]
 
-__all__ = ["Conn", "Queues", "Run", "create_ud", "qp_number"]
+
+KIND_SHIFT: Final = 60
+NUMBER_SHIFT: Final = 16
+NUMBER_MASK: Final = (1 << 44) - 1
+ROW_MASK: Final = 0xFFFF
+
+RUN: Final = 1  # row of the oldest run on its queue pair
+TAIL: Final = 2  # stands behind rows of a run that asked for no completion of their own
+LOOSE: Final = 9  # row of a loose set; the object is the set
+MARKER: Final = 3  # last request of a failed queue pair; the object is the connection
+IMM: Final = 4  # receive without a buffer, used up by an immediate
+MESSAGE_OUT: Final = 5
+MESSAGE_IN: Final = 6
+DATAGRAM_OUT: Final = 7
+DATAGRAM_IN: Final = 8
+
+
+def tag(kind: int, number: int = 0) -> int:
+    """The id of row 0 of an object; add the row."""
+    return kind << KIND_SHIFT | number << NUMBER_SHIFT
+
+
+def number_of(wr_id: int) -> int:
+    """The object that an id names."""
+    return wr_id >> NUMBER_SHIFT & NUMBER_MASK
+
 
 _LAST_S: Final = 0.1
 """When a failed queue pair receives no more although the device has not said so, seconds. A device
@@ -60,18 +120,16 @@ class Queues(NamedTuple):
     """What the queue pairs of one NIC share.
 
     Attributes:
-        cq: completion queue of everything; it holds `depth` of them.
+        cq: completion queue of everything.
         imm_srq: shared receive queue for immediates; its receives have no buffers.
         msg_srq: shared receive queue for messages.
-        row_depth, msg_depth: requests a queue pair for rows, or for messages, can hold.
+        depths: of all of them.
     """
 
     cq: int
-    depth: int
     imm_srq: int
     msg_srq: int
-    row_depth: int
-    msg_depth: int
+    depths: Depths
 
 
 class Run:
@@ -134,12 +192,12 @@ class Conn:
         self._last_s = 0.0
         self._receiving: set[int] = set()
         self._made: list[int] = []
-        settings = device.settings
+        settings, depths = device.settings, queues.depths
         with contextlib.ExitStack() as undo:
             undo.callback(self.destroy)
-            self.msg_qp = self._make(queues.cq, queues.msg_srq, queues.msg_depth)
+            self.msg_qp = self._make(queues.cq, queues.msg_srq, MESSAGES_OUT)
             self.qps = [
-                self._make(queues.cq, queues.imm_srq, queues.row_depth)
+                self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads)
                 for _ in range(settings.qps_per_peer if rows else 0)
             ]
             for qp in self._made:
@@ -303,6 +361,40 @@ class Conn:
             self._device.free("ibv_destroy_qp", self._made.pop())
 
 
+class Sources:
+    """The queue pairs of one NIC, by number.
+
+    Attributes:
+        of: the PeerId at the far end of each.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+        self._columns: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]] | None = None
+
+    def add(self, numbers: Iterable[int], peer: int) -> None:
+        """Take note of a peer's queue pairs; numbers are used again."""
+        self.of.update(dict.fromkeys(numbers, peer))
+        self._columns = None
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Forget queue pairs of which all completions were read."""
+        for number in numbers:
+            del self.of[number]
+        self._columns = None
+
+    def of_many(self, numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """The same for a column."""
+        if self._columns is None:
+            known = sorted(self.of)
+            self._columns = (
+                np.array(known, np.uint32),
+                np.array([self.of[number] for number in known], np.uint64),
+            )
+        known_numbers, peers = self._columns
+        return peers[known_numbers.searchsorted(numbers)]
+
+
 def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     """Make a queue pair for datagrams, ready to send and receive."""
     lib = device.lib
@@ -332,3 +424,105 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
 def qp_number(qp: int) -> int:
     """A queue pair's number."""
     return int(Qp.from_address(qp).qp_num)
+
+
+_FENCED: Final = int(Kind.FENCED)
+
+
+class Draining:
+    """The failed connections of one NIC.
+
+    Args:
+        post_marker: puts a last request on a queue pair, see `Conn.mark`.
+        ready: where entries for poll() go.
+        depth: completions that the queue holds.
+        retire: what to do with a connection that has drained (True), or did not in time (False).
+
+    Attributes:
+        conns: by their own number.
+        fences: (peer, ctx) of those that do not hold yet.
+        blurred: peers, by number, of which it is not known what has landed here.
+    """
+
+    def __init__(
+        self,
+        post_marker: Callable[[int, int], bool],
+        ready: deque[Entry],
+        depth: int,
+        retire: Callable[[Conn, bool], object],
+    ) -> None:
+        self.conns: dict[int, Conn] = {}
+        self.blurred: set[int] = set()
+        self._post_marker = post_marker
+        self._ready = ready
+        self._depth = depth
+        self._retire = retire
+        self._rounds = 0  # how often the completion queue was read to its end
+        self._left = depth
+        self._due: dict[int, int] = {}  # the round in which a connection may go
+        self.fences: list[tuple[int, int]] = []  # (peer, ctx)
+        self._markers_left = MARKERS_MAX  # the completion queue has room for so many
+
+    def add(self, conn: Conn, now_s: float) -> None:
+        """Let a connection fail."""
+        conn.fail(now_s)
+        self.conns[conn.number] = conn
+        self._mark(conn)
+
+    def _mark(self, conn: Conn) -> None:
+        if self._markers_left:
+            self._markers_left -= conn.mark(self._post_marker, self._markers_left)
+
+    def take_marker(self, number: int) -> None:
+        """A failed queue pair has returned all that was posted on it."""
+        conn = self.conns.get(number)
+        if conn is not None:
+            conn.take_marker()
+            self._markers_left += 1
+
+    def take_last(self, qp: int) -> None:
+        """The device says that a failed queue pair has used its last receive."""
+        for conn in self.conns.values():
+            if conn.holds(qp):
+                conn.take_last(qp)
+
+    def fence(self, peer: int, ctx: int) -> None:
+        """Say FENCED once nothing of a peer is left; it has no connection for rows any more."""
+        self.fences.append((peer, ctx))
+
+    def is_fencing(self, peer: int) -> bool:
+        """Whether a fence against a peer has not ended."""
+        return any(fenced == peer for fenced, _ in self.fences)
+
+    def progress(self, now_s: float, n: int, *, whole: bool) -> None:
+        """Take note of a read of `n` completions, `whole` if that was all there were."""
+        self._left -= n
+        if whole or self._left <= 0:
+            self._rounds += 1
+            self._left = self._depth
+        for conn in list(self.conns.values()):
+            self._mark(conn)
+            drained = conn.is_drained(now_s)
+            if not drained and now_s < conn.deadline_s:
+                continue
+            # This round may have begun before the last completion came: read another.
+            if self._rounds >= self._due.setdefault(conn.number, self._rounds + 2):
+                del self.conns[conn.number], self._due[conn.number]
+                self._markers_left += conn.markers_out
+                self._retire(conn, drained)
+        if self.fences:
+            self._say_fenced()
+
+    def _say_fenced(self) -> None:
+        open_ = {conn.peer for conn in self.conns.values()}
+        for peer, ctx in self.fences[:]:
+            if peer not in open_:
+                self.fences.remove((peer, ctx))
+                status = int(Status.PROVIDER if peer in self.blurred else Status.OK)
+                self._ready.append((_FENCED, status, 1, 0, 0, ctx, 0))
+
+    def next_s(self, now_s: float) -> list[float]:
+        """When progress() has something to do though nothing came."""
+        if self._due or (self.fences and not self.conns):
+            return [now_s]
+        return [conn.next_s for conn in self.conns.values()]

@@ -1,7 +1,9 @@
-"""One RDMA device: found, chosen, opened; its port, its address table and its protection domain.
+"""One RDMA device: opened, its port, address and partition chosen, its queues as deep as it can.
 
 What is made on it (queues, regions, queue pairs) is held here until close, so that nothing is freed
 while something that needs it lives.
+
+Rule: the completion queue holds the sum of all that can be in it at once, so it cannot overflow.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 from socket import ntohs
-from typing import Final
+from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
@@ -24,14 +27,30 @@ from tep.backends.ffi.ibverbs_structs import (
     Mr,
     PortAttr,
     QpInitAttrEx,
+    SrqInitAttr,
 )
-from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
-from tep.backends.verbs.handshake import control_bytes
-from tep.backends.verbs.hints import NO_HINTS, Hints
-from tep.backends.verbs.settings import Settings
+from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
+from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
-__all__ = ["Device"]
+__all__ = [
+    "DATAGRAMS_IN",
+    "DATAGRAMS_OUT",
+    "MARKERS_MAX",
+    "MESSAGES_OUT",
+    "READS",
+    "ROWS",
+    "SPARE_WRS",
+    "Depths",
+    "Device",
+    "GidChoice",
+    "GidSeen",
+    "peer_bytes",
+    "plan_depths",
+    "queue_bytes",
+    "rank_gids",
+]
+
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _ETHERNET: Final = ENUMS["IBV_LINK_LAYER_ETHERNET"]
@@ -293,6 +312,14 @@ class Device:
         self.inline_max = min(self.settings.inline_bytes, int(attr.cap.max_inline_data))
         return found
 
+    def make_srq(self, depth: int) -> int:
+        """Make a shared receive queue."""
+        attr = SrqInitAttr()
+        attr.attr.max_wr, attr.attr.max_sge = depth, 1
+        return self.lib.make(
+            "ibv_create_srq", self.pd, ctypes.byref(attr), device=self.name, max_wr=depth
+        )
+
     def try_queue_pair(self, requests: int) -> None:
         """Make a queue pair for so many requests, and free it again.
 
@@ -411,3 +438,194 @@ class Device:
             f"{self.traffic_class}, service level {self.service_level}"
             f"{self._bond()}{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
         )
+
+
+SPARE_WRS: Final = 16
+"""Requests a queue pair can hold beyond the rows: markers and tails."""
+
+MARKERS_MAX: Final = 256
+"""Markers on their way at a time, of all failed queue pairs of a NIC; others wait their turn."""
+
+MESSAGES_OUT: Final = 64
+"""Messages on their way out at a time."""
+
+DATAGRAMS_IN: Final = 1024
+"""Datagrams that may wait for a poll: requests of as many peers that connect at the same time."""
+
+DATAGRAMS_OUT: Final = 256
+
+READS: Final = 128
+"""Rows of reads outstanding, where the user names no number."""
+
+_REQUESTS: Final = 2048  # the queue is as long as a power of two
+_PARTS: Final = 15  # one of so many in a shorter queue is for reads
+
+ROWS: Final = _REQUESTS - SPARE_WRS - READS
+"""Rows outstanding, where the user names no number."""
+
+_MESSAGES_IN: Final = 512
+_IMMS_MAX: Final = 32767
+
+
+class Depths(NamedTuple):
+    """Entries of each queue.
+
+    Attributes:
+        rows: rows outstanding; a queue pair for rows has the reads and SPARE_WRS requests more.
+        reads: rows of reads outstanding.
+        imms: receives that wait for immediates.
+        messages_in: receives that wait for messages.
+        cq: completions that the completion queue holds.
+    """
+
+    rows: int
+    reads: int
+    imms: int
+    messages_in: int
+    cq: int
+
+
+def plan_depths(device: Device) -> Depths:
+    """Choose the depths for one NIC.
+
+    A depth that the user names is kept or refused; one that is left open follows the device.
+
+    Raises:
+        UsageError: a depth that is named is more than the device can do; says how much it can.
+        FabricError: the device refuses even the shortest queue.
+    """
+    settings, attr = device.settings, device.attr
+    rows, reads = _find_rows(device)
+    messages_in = _within(
+        device, "msg_recvs_max", settings.msg_recvs_max, _MESSAGES_IN, int(attr.max_srq_wr)
+    )
+    # A row has one completion, and may have a tail behind it with one more.
+    rest = (
+        2 * (rows + reads) + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT + MARKERS_MAX
+    )
+    left = int(attr.max_cqe) - rest
+    if left < 1:
+        raise UsageError(
+            f"verbs: sq_depth={rows} msg_recvs_max={messages_in} need a completion queue of more "
+            f"than {rest}; {device.name} has {attr.max_cqe} at the most: set smaller ones"
+        )
+    most = min(int(attr.max_srq_wr), left)
+    imms = _within(device, "imm_recvs", settings.imm_recvs, _IMMS_MAX, most)
+    return Depths(rows, reads, imms, messages_in, rest + imms)
+
+
+def _within(device: Device, name: str, wanted: int | None, usual: int, most: int) -> int:
+    if wanted is None:
+        return min(usual, most)
+    if wanted > most:
+        raise UsageError(f"verbs: {name}={wanted}; 1 to {most} is possible on {device.name} here")
+    return wanted
+
+
+def _find_rows(device: Device) -> tuple[int, int]:
+    """Try how many rows and reads a queue pair takes: a device does not report limits in bytes."""
+    named, wanted = device.settings.sq_depth, device.settings.reads
+    if device.no_reads:
+        wanted = 0
+    most = int(device.attr.max_qp_wr)
+    if named is not None:
+        return named, _reads_beside(device, named, wanted, most)
+    total = min(_REQUESTS, most)
+    while True:
+        reads = min(READS, (total - SPARE_WRS) // _PARTS) if wanted is None else wanted
+        rows = total - SPARE_WRS - reads
+        if rows < 1:
+            raise UsageError(f"verbs: reads={wanted} is more than {device.name} has room for")
+        try:
+            device.try_queue_pair(total)
+        except FabricError:
+            if rows == 1:
+                raise
+            total = max(SPARE_WRS + 1 + (wanted or 0), total // 2)
+        else:
+            return rows, reads
+
+
+def _reads_beside(device: Device, rows: int, wanted: int | None, most: int) -> int:
+    """How many reads there is room for beside rows whose number the user has named."""
+    refusal = ""
+    for reads in (READS, 0) if wanted is None else (wanted,):
+        if rows + reads + SPARE_WRS > most:
+            continue
+        try:
+            device.try_queue_pair(rows + reads + SPARE_WRS)
+        except FabricError as error:
+            refusal = f" ({error})"
+        else:
+            return reads
+    raise UsageError(
+        f"verbs: sq_depth={rows} is more than {device.name} can do{refusal}; "
+        f"{_most_rows(device, min(rows, most - SPARE_WRS), wanted or 0)} is possible"
+    )
+
+
+def _most_rows(device: Device, most: int, reads: int) -> int:
+    """How many rows a device takes beside reads, looked for between 1 and `most`."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            device.try_queue_pair(middle + reads + SPARE_WRS)
+        except FabricError:
+            high = middle - 1
+        else:
+            low = middle
+    return low
+
+
+def peer_bytes(device: Device, rows: int, reads: int = READS) -> int:
+    """What the send queues for one peer take on ConnectX, at so many outstanding."""
+    requests = rows + reads + SPARE_WRS
+    row_queues = device.settings.qps_per_peer * queue_bytes(requests, device.wqe_bytes)
+    return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, device.wqe_bytes)
+
+
+def queue_bytes(requests: int, request_bytes: int) -> int:
+    """What a send queue takes: ConnectX rounds its bytes up to a power of two.
+
+    Source: mlx5_calc_sq_size of rdma-core 44; quoted.
+    """
+    return 1 << (requests * request_bytes - 1).bit_length()
+
+
+class GidSeen(NamedTuple):
+    """Entry number `entry` of the table; `gid_type` as the library numbers it."""
+
+    entry: int
+    gid: bytes
+    gid_type: int
+
+
+class GidChoice(NamedTuple):
+    """An entry with its place in the ranking; `rank` 0 is best."""
+
+    rank: int
+    seen: GidSeen
+    why: str
+
+    def __str__(self) -> str:
+        return f"GID {self.seen.entry} {gid_text(self.seen.gid)}: {self.why} (rank {self.rank})"
+
+
+def rank_gids(table: Sequence[GidSeen]) -> list[GidChoice]:
+    """Sort the entries of an Ethernet port, best first; equal ranks by index.
+
+    RoCE v2 with a routable IPv4 address is what every network of this kind carries; then routable
+    IPv6, then link-local ones, which stay within a subnet; RoCE v1 is never routed.
+    """
+    return sorted(map(_rank, table), key=lambda choice: (choice.rank, choice.seen.entry))
+
+
+def _rank(seen: GidSeen) -> GidChoice:
+    local = is_link_local(seen.gid)
+    family = "IPv4" if is_mapped(seen.gid) else "IPv6"
+    reach = "link-local" if local else "routable"
+    if seen.gid_type == _V2:
+        rank = 2 * local + (family == "IPv6")
+        return GidChoice(rank, seen, f"RoCE v2, {reach} {family}")
+    return GidChoice(4 + local, seen, f"RoCE v1, {reach} {family}; never routed")

@@ -1,13 +1,15 @@
 """VerbsDomain: one NIC behind the seam; every call of the engine enters here.
 
-Rows go to writes.py, messages to messages.py, peers and handshakes to peers.py; completions come
-from poller.py; memory is in regions.py; parts.py makes them all. Here are the way in, waking,
-and the end.
+Rows go to send.py, messages to messages.py, peers and handshakes to peers.py; completions come from
+receive.py. Here are the parts, made in order and freed in reverse; memory; waking; and the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
+import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,21 +32,22 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs_structs import ENUMS, Mr
+from tep.backends.ffi.libc import Timer
 from tep.backends.handing import hand_out
+from tep.backends.ibevents import Events
 from tep.backends.texts import closed, says
-from tep.backends.verbs.address import engine_of
-from tep.backends.verbs.conns import Conn
-from tep.backends.verbs.depths import peer_bytes
-from tep.backends.verbs.device import Device
-from tep.backends.verbs.limits import RKEY_MAX, Limits
-from tep.backends.verbs.parts import Parts
-from tep.backends.verbs.peer import ended_as
-from tep.backends.verbs.poller import POLL_MAX
-from tep.backends.verbs.status import STATUS_TEXT
-from tep.memory.source import DmabufExport, Memory
+from tep.backends.verbs.conns import Conn, Queues
+from tep.backends.verbs.device import Device, peer_bytes, plan_depths
+from tep.backends.verbs.handshake import Address, engine_of, identity_of
+from tep.backends.verbs.messages import Datagrams, Messages
+from tep.backends.verbs.peers import Peers, ended_as
+from tep.backends.verbs.receive import POLL_MAX, STATUS_TEXT, ImmReceives, Poller
+from tep.backends.verbs.send import RKEY_MAX
+from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = ["VerbsDomain"]
+
 
 Array = npt.NDArray[np.unsignedinteger]
 _LOG: Final = logging.getLogger("tep.verbs")
@@ -58,6 +61,10 @@ _BROKEN: Final = {
 }
 _LAST_WQE: Final = ENUMS["IBV_EVENT_QP_LAST_WQE_REACHED"]
 _QP_EVENTS: Final = range(ENUMS["IBV_EVENT_QP_FATAL"], 4)  # QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
+
+
+def _wake_nobody() -> None:
+    """Wake nobody: the waker until one is set."""
 
 
 class _State(Enum):
@@ -95,45 +102,110 @@ class VerbsDomain:
     ) -> None:
         self.device = device
         self.spares: tuple[Device, ...] = ()
+        self._export = export
+        self._mrs: dict[int, tuple[Mr, Memory]] = {}
+        self._on_devices: set[int] = set()  # local keys of memory that the CPU cannot read
         self._state = _State.OPEN
         self._reads = True  # whether completions may come: it is open, or dying
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
         self._polls = 0
-        parts = Parts(
-            device,
-            name=name,
-            nic=nic,
+        qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
+        with contextlib.ExitStack() as undo:
+            undo.callback(device.close)
+            undo.callback(self._deregister_all)
+            imms = self._make_queues(qkey, undo)
+            self._free = undo.pop_all().close
+        depths = self.depths
+        own = Address(
+            link=int(device.port.link_layer),
+            lid=int(device.port.lid),
+            gid=device.gid.seen.gid,
+            gid_type=device.gid.seen.gid_type,
+            ud_qpn=self._datagrams.number,
+            qkey=qkey,
             epoch=epoch,
-            export=export,
-            ready=self._ready,
-            link_lost=self._link_lost,
-            failed=self._queues_failed,
+            identity=identity_of(name, nic),
         )
-        self._free = parts.close
-        self.depths = parts.depths
-        self._credits = parts.depths.rows
-        self._read_credits = parts.depths.reads
-        self.address = parts.own.encode()
-        kinds = ("cpu", "cuda") if cuda else ("cpu",)
-        self.caps = device.caps(self.depths.rows, self.depths.reads, kinds)
+        self.address = own.encode()
+        self.caps = device.caps(depths.rows, depths.reads, ("cpu", "cuda") if cuda else ("cpu",))
         self._write_bytes_max = self.caps.max_write_bytes
-        self._limits = Limits(self._write_bytes_max)
-        self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
-        self._messages, self._datagrams = parts.messages, parts.datagrams
-        self._writer, self._poller, self._peers = parts.writer, parts.poller, parts.peers
-        self._posting, self._up = self._peers.posting, self._peers.up
+        self._credits, self._read_credits = depths.rows, depths.reads
+        queues = Queues(self._cq, imms.srq, self._messages.srq, depths)
+        self._peers = Peers(
+            device,
+            queues,
+            self._messages,
+            self._datagrams,
+            own,
+            self._ready,
+            self._on_devices,
+            self._link_lost,
+        )
+        self._writer, self._up = self._peers.writer, self._peers.writer.up
+        self._poller = Poller(device, self._cq, imms, self._peers, self._ready, self._queues_failed)
+        self._poll_cq, self._wc_ptr = device.data.poll_cq, self._poller.wc_ptr
         forks.hold(self)
+
+    def _make_queues(self, qkey: int, undo: contextlib.ExitStack) -> ImmReceives:
+        """Make what all peers share, in order; it is freed in reverse."""
+        device = self.device
+        self.depths = depths = plan_depths(device)
+        self._wakeup = _Wakeup(device)
+        undo.callback(self._wakeup.close)
+        self._cq = device.lib.make(
+            "ibv_create_cq", device.context, depths.cq, None, self._wakeup.channel, 0
+        )
+        undo.callback(device.free, "ibv_destroy_cq", self._cq)
+        undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
+        imms = ImmReceives(device, depths.imms)
+        undo.callback(device.free, "ibv_destroy_srq", imms.srq)
+        self._messages = Messages(device, depths.messages_in, self._ready)
+        undo.callback(self._messages.close)
+        undo.callback(device.free, "ibv_destroy_srq", self._messages.srq)
+        self._datagrams = Datagrams(device, self._cq, qkey)
+        undo.callback(self._datagrams.close)
+        return imms
 
     # --- memory and peers
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        return self._regions.add(memory, access)
+        device = self.device
+        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
+        if access.target:
+            flags |= ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+        if access.readable:
+            flags |= ENUMS["IBV_ACCESS_REMOTE_READ"]
+        if device.settings.relaxed_ordering:
+            flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
+        if memory.kind == "cuda" and self._export is not None:
+            with exported(self._export, memory) as (fd, offset):
+                mr = device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
+        else:
+            if memory.kind == "cuda":  # an export does it for the others
+                from tep.cuda.memory import set_sync_memops
+
+                set_sync_memops(memory)
+            mr = device.reg_mr(memory.ptr, memory.nbytes, flags)
+        # The memory stays mapped as long as the NIC knows it: a late write would else land in what
+        # the allocator put there next.
+        self._mrs[int(mr.lkey)] = (mr, memory)
+        if memory.kind != "cpu":
+            self._on_devices.add(int(mr.lkey))
+        return DomainKey(lkey=int(mr.lkey), rkey=int(mr.rkey), base=memory.ptr)
 
     def deregister(self, key: DomainKey) -> None:
-        self._regions.remove(key, closed=self._state is _State.CLOSED)
+        found = self._mrs.pop(key.lkey, None)
+        self._on_devices.discard(key.lkey)
+        if found is not None and self._state is not _State.CLOSED:
+            self.device.dereg_mr(found[0])
+
+    def _deregister_all(self) -> None:
+        for mr, _ in self._mrs.values():
+            self.device.dereg_mr(mr)
+        self._mrs.clear()
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
@@ -151,7 +223,7 @@ class VerbsDomain:
                 return 0
         peer, nbytes, rkey = batch.peer, batch.nbytes, batch.rkey
         if not isinstance(peer, int):
-            whole = self._posting.scatter(batch, start, stop, self._limits)
+            whole = self._writer.scatter(batch, start, stop)
             taken = stop - start if whole else self._post_slowly(batch, start, stop)
         elif (
             isinstance(nbytes, int)
@@ -160,7 +232,7 @@ class VerbsDomain:
             and nbytes <= self._write_bytes_max
             and rkey <= RKEY_MAX
         ):
-            taken = self._posting.post_up(conn, batch, start, stop)
+            taken = self._writer.post_up(conn, batch, start, stop)
         else:
             taken = self._post_slowly(batch, start, stop)
         self._credits = room - taken
@@ -171,31 +243,22 @@ class VerbsDomain:
         self._check_open()
         if self._state is not _State.OPEN:
             return self._fail(batch, start, stop, Status.NIC_DOWN)
-        stop = self._limits.possible_until(batch, start, stop)
+        limits, writer, peer = self._writer.limits, self._writer, batch.peer
+        stop = limits.possible_until(batch, start, stop)
         if stop == start:
-            return self._fail(batch, start, start + 1, self._limits.why_impossible(batch, start))
-        peer = batch.peer
-        if not isinstance(peer, int):
-            return self._scatter(batch, start, stop)
-        conn = self._up[peer]
-        if conn is not None:
-            return self._posting.post_up(conn, batch, start, stop)
-        found = self._peers.table[peer]
-        self._peers.hold(found, batch, start, stop)
-        return stop - start
-
-    def _scatter(self, batch: WriteBatch, start: int, stop: int) -> int:
-        """Post rows to a peer each, not all connected; all are taken, some to be kept a while."""
-        if self._posting.scatter(batch, start, stop, self._limits):
-            return stop - start
-        assert not isinstance(batch.peer, int)
-        for row, peer in enumerate(batch.peer[start:stop].tolist(), start):
+            return self._fail(batch, start, start + 1, limits.why_impossible(batch, start))
+        if isinstance(peer, int):
             conn = self._up[peer]
             if conn is not None:
-                self._posting.post_loose([conn], batch, row)
-            else:
-                found = self._peers.table[peer]
-                self._peers.hold(found, batch, row, row + 1)
+                return writer.post_up(conn, batch, start, stop)
+            self._peers.hold(peer, batch, start, stop)
+        elif not writer.scatter(batch, start, stop):
+            for row, one in enumerate(peer[start:stop].tolist(), start):
+                conn = self._up[one]
+                if conn is not None:
+                    writer.post_loose([conn], batch, row)
+                else:
+                    self._peers.hold(one, batch, row, row + 1)
         return stop - start
 
     def _fail(self, batch: Batch, start: int, stop: int, status: Status) -> int:
@@ -212,11 +275,11 @@ class VerbsDomain:
         self._read_credits -= end - start
         if self._state is not _State.OPEN:
             return self._fail(batch, start, end, Status.NIC_DOWN)
-        at = start
+        limits, at = self._writer.limits, start
         while at < end:
-            possible = self._limits.possible_until(batch, at, end)
+            possible = limits.possible_until(batch, at, end)
             if possible == at:
-                at += self._fail(batch, at, at + 1, self._limits.why_impossible(batch, at))
+                at += self._fail(batch, at, at + 1, limits.why_impossible(batch, at))
             while at < possible:
                 at = self._read_from_one(batch, at, possible)
         return end - start
@@ -228,24 +291,23 @@ class VerbsDomain:
             others = np.flatnonzero(peer[start:stop] != peer[start])
             stop = start + int(others[0]) if len(others) else stop
             peer = int(peer[start])
-        conn, to = self._up[peer], self._peers.table[peer]
+        conn = self._up[peer]
         if conn is None:
-            self._peers.hold(to, batch, start, stop)
+            self._peers.hold(peer, batch, start, stop)
         else:
             taken = self._writer.post_reads(conn, batch, start, stop)
             if start + taken < stop:
-                self._peers.keep(to, batch, start + taken, stop)
+                self._peers.keep(peer, batch, start + taken, stop)
         return stop
 
     # --- messages
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
-        if len(payload) > self.caps.max_msg_bytes:
-            self._ready.append((int(Kind.SENT), int(Status.LENGTH), 1, 0, 0, ctx, 0))
-            return True
-        if self._state is not _State.OPEN:
-            self._ready.append((int(Kind.SENT), int(Status.NIC_DOWN), 1, 0, 0, ctx, 0))
+        long = len(payload) > self.caps.max_msg_bytes
+        if long or self._state is not _State.OPEN:
+            status = Status.LENGTH if long else Status.NIC_DOWN
+            self._ready.append((int(Kind.SENT), int(status), 1, 0, 0, ctx, 0))
             return True
         slot = self._messages.reserve(payload, ctx)
         if slot is None:
@@ -303,13 +365,15 @@ class VerbsDomain:
             room = len(out) - filled
             n = 0
             if room:
-                n = self._poller.read(room)
-                if n:
+                n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
+                if n > 0:
                     filled = self._poller.take(n, out, filled)
+                elif n < 0:
+                    n = self._poller.fail(n)
                 self._polls += 1
                 if self._polls % _EVENTS_EVERY == 0:
                     self._look_at_events()
-            if self._peers.busy:
+            if any(self._peers.work):
                 self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
             if self._ready and filled < len(out):
                 filled = self._hand_out(out, filled)
@@ -363,7 +427,7 @@ class VerbsDomain:
         # What came before the request makes no event: look once more.
         n = self._poller.take_all()
         now_s = time.monotonic()
-        if self._peers.busy:
+        if any(self._peers.work):
             self._progress(now_s, n, whole=n < POLL_MAX)
         if n > 0 or self._ready or not self._reads or self._peers.has_steps:
             return False
@@ -479,5 +543,31 @@ class VerbsDomain:
         self._ready.clear()
 
 
-def _wake_nobody() -> None:
-    """Wake nobody: the waker until one is set."""
+class _Wakeup(Events):
+    """What becomes readable when a NIC has news.
+
+    Args:
+        device: where.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device.lib, device.context)
+        self._device = device
+        self._timer = Timer()
+        self.epoll.register(self._timer.fd, select.EPOLLIN)
+
+    def set_timer(self, pause_s: float | None) -> None:
+        """Become readable after `pause_s` seconds too; None = never."""
+        self._timer.set(pause_s)
+
+    def clear(self, cq: int) -> None:
+        """Take the completion events that are there off the channel."""
+        taken = self.take_completions()
+        if taken:
+            self._lib.do("ibv_ack_cq_events", cq, taken)
+
+    def close(self) -> None:
+        """Let go; the completion queue must be gone."""
+        self.epoll.close()
+        self._timer.close()
+        self._device.free("ibv_destroy_comp_channel", self.channel)

@@ -1,6 +1,8 @@
-"""How two NICs agree on queue pairs over datagrams that may be lost, doubled or late. Pure.
+"""The address of a NIC, and the way two NICs agree on queue pairs over datagrams; no I/O here.
 
-Here is the form of all datagrams, those of control messages too.
+A datagram may be lost, doubled or late. Its form stands here, for control messages too.
+
+Rule: bytes are hostile until `Address.decode` or `Hello.decode` has returned.
 
 Three messages: REQ "these are my queue pairs", REP "these are mine, and they are ready to receive
 from yours", ACK "mine too". Rule 1: a side sends on its queue pairs only once it knows that the
@@ -15,19 +17,34 @@ CHECK asks whether the connection of two attempts still stands at the peer, and 
 has none, or another, asks for a fresh one instead. Rule 4: who checks sends nothing on its queue
 pairs until the answer to that very question has come.
 
+An address is what a peer gives back to connect(). Integers are little-endian; the GID is as on the
+wire:
+
+    offset  size  field       content
+    0       4     magic       b"VERB"
+    4       1     version     1
+    5       1     link        1 = InfiniBand, 2 = Ethernet, as the library numbers link layers
+    6       2     lid         InfiniBand only, else 0
+    8       16    gid         of the port, the entry in use
+    24      1     gid_type    0 = InfiniBand, 1 = RoCE v1, 2 = RoCE v2
+    25      3     ud_qpn      queue pair that takes handshake datagrams
+    28      4     qkey        that it asks of them
+    32      8     epoch       of the engine's incarnation
+    40      8     identity    hash of engine name and NIC number: what outlives a restart
+
 A datagram (integers little-endian):
 
     offset  size  field     content
     0       4     magic     b"VHSK"
     4       1     version   3
-    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = CONTROL, 7 =
-    CONTROL_ACK,
-                            8 = CHECK, 9 = CHECKED
+    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = CONTROL,
+                            7 = CONTROL_ACK, 8 = CHECK, 9 = CHECKED
     6       1     mtu       the port's, as the library numbers them
     7       1     count     queue pairs listed
     8       4     attempt   the sender's
     12      4     echo      attempt of the receiver that this answers, or 0; number of the control
-    message 16      8     target    epoch of the incarnation that is meant
+                            message
+    16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
     72      8 n   (number, first packet sequence number) of each queue pair: messages, then rows;
                   REQ and REP end with how many reads each of these answers at a time (1 byte), and
@@ -38,19 +55,23 @@ A datagram (integers little-endian):
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Final, Protocol
 
-from tep.backends.verbs.address import ADDRESS_BYTES, Address
+from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.base.errors import BadDescriptor
 
 __all__ = [
+    "ADDRESS_BYTES",
     "DATAGRAM_BYTES_MAX",
     "NO_ECE",
     "Actions",
+    "Address",
     "Ece",
     "Hello",
     "Kind",
@@ -58,13 +79,148 @@ __all__ = [
     "Phase",
     "QpId",
     "control_bytes",
+    "engine_of",
+    "gid_text",
+    "identity_of",
+    "is_link_local",
+    "is_mapped",
 ]
+
+
+_LAYOUT: Final = struct.Struct("<4sBBH16sIIQQ")
+_ADDRESS_MAGIC: Final = b"VERB"
+_ADDRESS_VERSION: Final = 1
+ADDRESS_BYTES: Final = _LAYOUT.size
+
+_IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
+_ETHERNET: Final = ENUMS["IBV_LINK_LAYER_ETHERNET"]
+_GID_TYPES: Final = ("InfiniBand", "RoCE v1", "RoCE v2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a NIC is; the fields are those of the table above."""
+
+    link: int
+    lid: int
+    gid: bytes
+    gid_type: int
+    ud_qpn: int
+    qkey: int
+    epoch: int
+    identity: int
+
+    def encode(self) -> bytes:
+        """Write it down."""
+        return _LAYOUT.pack(
+            _ADDRESS_MAGIC,
+            _ADDRESS_VERSION,
+            self.link,
+            self.lid,
+            self.gid,
+            self.gid_type | self.ud_qpn << 8,
+            self.qkey,
+            self.epoch,
+            self.identity,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Address:
+        """Read it, strictly.
+
+        Raises:
+            BadDescriptor: these bytes cannot be such an address.
+        """
+        if len(data) != _LAYOUT.size or data[:4] != _ADDRESS_MAGIC:
+            raise BadDescriptor(
+                f"{bytes(data[:16])!r}... ({len(data)} bytes) is no address of a verbs NIC; is the "
+                "peer's engine on another backend?"
+            )
+        _, version, link, lid, gid, packed, qkey, epoch, identity = _LAYOUT.unpack(data)
+        if version != _ADDRESS_VERSION:
+            raise BadDescriptor(
+                f"verbs address: version {version}, this tep reads {_ADDRESS_VERSION}; "
+                "run the same release"
+            )
+        if link not in {_IB, _ETHERNET} or packed & 0xFF >= len(_GID_TYPES):
+            raise BadDescriptor(f"verbs address: link {link}, GID type {packed & 0xFF} cannot be")
+        return cls(
+            link=link,
+            lid=lid,
+            gid=gid,
+            gid_type=packed & 0xFF,
+            ud_qpn=packed >> 8,
+            qkey=qkey,
+            epoch=epoch,
+            identity=identity,
+        )
+
+    @property
+    def is_ib(self) -> bool:
+        """Whether packets find their way by LID."""
+        return self.link == _IB
+
+    def why_unreachable(self, peer: Address) -> str:
+        """Say why a peer can never be reached from here, or ""."""
+        if self.link != peer.link:
+            return "one end is InfiniBand, the other Ethernet"
+        if self.is_ib:
+            if self.gid[:8] == peer.gid[:8]:
+                return ""
+            return (
+                f"one end is in InfiniBand subnet {self.gid[:8].hex()}, the other in "
+                f"{peer.gid[:8].hex()}; where each rail is a subnet, name the NICs of all engines "
+                "in the same order (nics=[...])"
+            )
+        if self.gid_type != peer.gid_type:
+            return (
+                f"one end speaks {_GID_TYPES[self.gid_type]}, the other {_GID_TYPES[peer.gid_type]}"
+            )
+        if is_link_local(self.gid) != is_link_local(peer.gid):
+            return "a link-local address does not reach beyond its own subnet; set gid_index"
+        if is_mapped(self.gid) != is_mapped(peer.gid):
+            return "one end has an IPv4 address, the other IPv6; set gid_index"
+        return ""
+
+    def __str__(self) -> str:
+        where = f"LID {self.lid}" if self.is_ib else gid_text(self.gid)
+        return f"{where} ({_GID_TYPES[self.gid_type]}), UD QP {self.ud_qpn}"
+
+
+def engine_of(address: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
+    return address[32:40] if len(address) == ADDRESS_BYTES else address
+
+
+def identity_of(name: str, nic: int) -> int:
+    """Number the NIC `nic` of the engine `name`, 64 bits: the same in each incarnation."""
+    return int.from_bytes(
+        hashlib.blake2b(f"{name}/{nic}".encode(), digest_size=8).digest(), "little"
+    )
+
+
+def gid_text(gid: bytes) -> str:
+    """Spell a GID as the IP address it holds."""
+    found = ipaddress.IPv6Address(gid)
+    return str(found.ipv4_mapped or found)
+
+
+def is_mapped(gid: bytes) -> bool:
+    """Whether a GID holds an IPv4 address."""
+    return ipaddress.IPv6Address(gid).ipv4_mapped is not None
+
+
+def is_link_local(gid: bytes) -> bool:
+    """Whether a GID is of one subnet only: fe80::/10, or 169.254.0.0/16 within IPv6."""
+    found = ipaddress.IPv6Address(gid)
+    return (found.ipv4_mapped or found).is_link_local
+
 
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
 _QP: Final = struct.Struct("<II")
 _TAIL: Final = struct.Struct("<BIII")
-_MAGIC: Final = b"VHSK"
-_VERSION: Final = 3
+_HELLO_MAGIC: Final = b"VHSK"
+_HELLO_VERSION: Final = 3
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
 _PAUSES: Final = 16  # the longest pause is such a part of the patience, or the first one
@@ -126,8 +282,8 @@ class Hello:
     def encode(self) -> bytes:
         """Write it down."""
         head = _HEAD.pack(
-            _MAGIC,
-            _VERSION,
+            _HELLO_MAGIC,
+            _HELLO_VERSION,
             self.kind,
             self.mtu,
             len(self.qps),
@@ -146,10 +302,10 @@ class Hello:
         Raises:
             BadDescriptor: these bytes cannot be such a datagram.
         """
-        if len(data) < _HEAD_BYTES or data[:4] != _MAGIC:
+        if len(data) < _HEAD_BYTES or data[:4] != _HELLO_MAGIC:
             raise BadDescriptor(f"{len(data)} bytes that are no handshake of tep")
         _, version, kind, mtu, count, attempt, echo, target = _HEAD.unpack_from(data)
-        if version != _VERSION or kind not in Kind.__members__.values():
+        if version != _HELLO_VERSION or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
         payload, reads, ece = b"", 0, NO_ECE

@@ -4,35 +4,39 @@ Rule 1: rows and messages for a peer that is not connected are kept here, never 
 pairs that are not ready. Rule 2: what is kept ends, well or not: the handshake has a deadline.
 Rule 3: a call from the engine takes a few steps of handshakes and no more, however many peers
 connect: datagrams are taken off the NIC at once, and wait here in line.
+
+Control messages between engines go over the handshake's datagrams, so they need no connection: they
+pass where queue pairs have failed, or were fenced. Rule 4: one control message at a time is out to
+one peer, and is repeated until the peer has answered; so a control message that comes twice has the
+number of the one before. Rule 5: a peer that does not answer in time loses all control messages
+that wait for it, and the time is a part of a handshake's: engines ask four times before they give a
+peer up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Container, Iterator
+from typing import Final
 
-from tep.backends.base import Batch, Entry, Status
-from tep.backends.verbs.address import Address
-from tep.backends.verbs.conns import Conn, Queues
-from tep.backends.verbs.control import ControlMessages
-from tep.backends.verbs.draining import Draining
-from tep.backends.verbs.handshake import Hello, Kind, Phase
-from tep.backends.verbs.peer import Peer
-from tep.backends.verbs.posting import Posting
-from tep.backends.verbs.sources import Sources
+from tep.backends.base import Batch, Entry, ReadBatch, Status
+from tep.backends.base import Kind as Completed
+from tep.backends.handing import Unread
+from tep.backends.verbs.conns import Conn, Draining, Queues, Sources
+from tep.backends.verbs.device import Device
+from tep.backends.verbs.handshake import NO_ECE, Address, Ece, Hello, Kind, Negotiation, Phase, QpId
+from tep.backends.verbs.messages import Datagrams, Messages
+from tep.backends.verbs.send import Writer
+from tep.backends.verbs.settings import Settings
 from tep.base.errors import BadDescriptor, FabricError, UsageError
 
-if TYPE_CHECKING:
-    from tep.backends.verbs.datagrams import Datagrams
-    from tep.backends.verbs.device import Device
-    from tep.backends.verbs.messages import Messages
-    from tep.backends.verbs.writes import Writer
+__all__ = ["STEPS_MAX", "Peers", "ended_as"]
 
-__all__ = ["STEPS_MAX", "Peers"]
 
 STEPS_MAX: Final = 8
 """Steps of handshakes that are taken before the engine gets on with its rows. Each costs four to
@@ -46,10 +50,12 @@ class Peers:
 
     Attributes:
         own: this NIC's address.
-        up: by PeerId, the connection that rows can be posted on, or None.
+        writer: posts rows; its `up` has the connections in use.
+        table: by PeerId.
         conns: by number of a queue pair.
         sources: the same for immediates, also for a while after a connection is gone.
-        control messages: between engines.
+        controls: messages between engines.
+        work: all that progress() looks at; it need not be called while these are empty.
         draining: connections that failed.
         link_lost: whether our own port is at fault when nobody answers, and this NIC given up.
         trouble: what went wrong last while connecting.
@@ -59,29 +65,26 @@ class Peers:
         self,
         device: Device,
         queues: Queues,
-        writer: Writer,
         messages: Messages,
         datagrams: Datagrams,
         own: Address,
         ready: deque[Entry],
-        clock_s: Callable[[], float],
+        not_inline: Container[int],
         link_lost: Callable[[], bool],
     ) -> None:
         self.device = device
-        self.writer = writer
         self.messages = messages
         self.datagrams = datagrams
         self.own = own
         self.ready = ready
-        self.clock_s = clock_s
         self.attempts: Iterator[int] = itertools.count(1)
         self.table: list[Peer] = []
-        self.posting = Posting(writer, self._keep, one_qp=device.settings.qps_per_peer == 1)
-        self.up = self.posting.up
+        self.writer = Writer(device, queues.depths, not_inline, ready, self.keep)
+        self.up = self.writer.up
         self.conns: dict[int, Conn] = {}
         self.sources = Sources()
         self.controls = ControlMessages(device.settings, ready)
-        self.draining = Draining(writer, ready, queues.depth, self._retire)
+        self.draining = Draining(self.writer.post_marker, ready, queues.depths.cq, self._retire)
         self.link_lost = link_lost
         self.trouble = ""
         self._queues = queues
@@ -95,6 +98,15 @@ class Peers:
         self._tend_s = 0.0  # when the next of the unsettled is due
         seed = device.settings.spray_seed
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+        self.work = (
+            self._unsettled,
+            self._heard,
+            self._asking,
+            self.draining.conns,
+            self.draining.fences,
+            self.writer.tails,
+            self.controls.open,
+        )
 
     # --- peers
 
@@ -218,7 +230,7 @@ class Peers:
         """Tell a sender that it means an incarnation that is no more."""
         answer = Hello(
             kind=Kind.STALE,
-            sender=_with_epoch(self.own, hello.target),
+            sender=dataclasses.replace(self.own, epoch=hello.target),
             target=hello.sender.epoch,
             attempt=0,
             echo=hello.attempt,
@@ -227,17 +239,15 @@ class Peers:
 
     # --- what waits
 
-    def _keep(self, number: int, batch: Batch, row: int) -> None:
-        """Keep a row that found no room on its queue pair."""
-        self.keep(self.table[number], batch, row, row + 1)
-
-    def keep(self, peer: Peer, batch: Batch, start: int, stop: int) -> None:
-        """Keep rows that found no room on their queue pair."""
+    def keep(self, number: int, batch: Batch, start: int, stop: int) -> None:
+        """Keep rows that found no room on their peer's queue pair."""
+        peer = self.table[number]
         peer.rows.append((batch, start, stop))
         self._unsettle(peer)
 
-    def hold(self, peer: Peer, batch: Batch, start: int, stop: int) -> None:
+    def hold(self, number: int, batch: Batch, start: int, stop: int) -> None:
         """Keep rows until their peer is connected."""
+        peer = self.table[number]
         peer.rows.append((batch, start, stop))
         self.attend(peer)
 
@@ -263,13 +273,13 @@ class Peers:
             peer.conn = None
             self.pause(peer)
         if not conn.lost:
-            self.draining.add(conn, self.clock_s())
+            self.draining.add(conn, time.monotonic())
 
     def pause(self, peer: Peer) -> None:
         """Post nothing more on a peer's connection; what comes for it is kept."""
         peer.live = None
         self.up[peer.number] = None
-        self.posting.forget_sets()
+        self.writer.forget_sets()
 
     def fail(self, conn: Conn, status: int) -> None:
         """A completion says that a connection is broken."""
@@ -291,7 +301,8 @@ class Peers:
             self.sources.remove(numbers)
         else:  # what comes of it all the same still has a source, until its number is used again
             peer = self.table[conn.peer]
-            peer.blurred |= bool(conn.qps) and not self.device.dead
+            if conn.qps and not self.device.dead:
+                self.draining.blurred.add(peer.number)
             self.trouble = f"the queue pairs with {peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
             self.messages.fail_all(self.lost_status(conn), conn)
@@ -309,7 +320,7 @@ class Peers:
         if peer.conn is not None and peer.conn.qps:
             peer.negotiation.lose()
             self.drop(peer.conn)
-        self.draining.fence(peer, ctx)
+        self.draining.fence(peer.number, ctx)
 
     def unfence(self, source: bytes, now_s: float) -> None:
         """Let rows of a NIC land again; while its fence is being put up, wait for the end of that.
@@ -327,9 +338,9 @@ class Peers:
 
         For those may have fenced us, and let us in again, without our having heard of either.
         """
-        for peer in [peer for peer in self._lifting if not self.draining.is_fencing(peer)]:
+        for peer in [peer for peer in self._lifting if not self.draining.is_fencing(peer.number)]:
             del self._lifting[peer]
-            if peer.gone is not None or (peer.shut and peer.blurred):
+            if peer.gone is not None or (peer.shut and peer.number in self.draining.blurred):
                 continue
             lifted, peer.shut = peer.shut, False
             try:
@@ -349,8 +360,7 @@ class Peers:
 
     def blur(self, why: str) -> None:
         """Completions were lost: of no peer it is known what has landed here."""
-        for peer in self.table:
-            peer.blurred = True
+        self.draining.blurred.update(range(len(self.table)))
         self.trouble = f"completions were lost, what has landed is not known: {why}"
 
     def sink(self, status: Status) -> None:
@@ -376,18 +386,6 @@ class Peers:
         """Whether progress() has more to do at once."""
         return bool(self._heard or self._asking)
 
-    @property
-    def busy(self) -> bool:
-        """Whether progress() has to be called."""
-        return bool(
-            self._unsettled
-            or self._heard
-            or self._asking
-            or self.draining.busy
-            or self.writer.tails
-            or self.controls.open
-        )
-
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Repeat and give up what is due, post what waits, end what does not drain.
 
@@ -403,7 +401,7 @@ class Peers:
                 self._tend(peer, now_s)
         if self.controls.open:
             self.controls.progress(now_s)
-        if self.draining.busy:
+        if self.draining.conns or self.draining.fences:
             self.draining.progress(now_s, n, whole=whole)
         if self._lifting:
             self._lift(now_s)
@@ -477,18 +475,271 @@ class Peers:
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
             self.controls.fail(peer, status)
-        self.posting.forget_sets()
+        self.writer.forget_sets()
         self.up[:] = [None] * len(self.table)
 
 
-def _with_epoch(address: Address, epoch: int) -> Address:
-    return Address(
-        link=address.link,
-        lid=address.lid,
-        gid=address.gid,
-        gid_type=address.gid_type,
-        ud_qpn=address.ud_qpn,
-        qkey=address.qkey,
-        epoch=epoch,
-        identity=address.identity,
-    )
+class Peer:
+    """One incarnation of a remote NIC; what its negotiation makes it do.
+
+    Attributes:
+        number: its PeerId.
+        where: its address.
+        conn: the connection being made or in use.
+        live: the connection in use.
+        gone: once it is known that this incarnation never comes back: the status its rows get.
+        shut: we have fenced it.
+        refused: it has fenced us, as the last handshake said.
+    """
+
+    def __init__(self, owner: Peers, number: int, where: Address) -> None:
+        self.number = number
+        self.where = where
+        self.conn: Conn | None = None
+        self.live: Conn | None = None
+        self.gone: Status | None = None
+        self.shut = False
+        self.refused = False
+        self.rows: deque[tuple[Batch, int, int]] = deque()
+        self.messages: deque[int] = deque()
+        self._asked = 0  # so many of the rows have waited since before the last check()
+        self._owner = owner
+        settings = owner.device.settings
+        self.negotiation = Negotiation(
+            self, owner.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
+        )
+
+    # --- what the negotiation asks for
+
+    def begin(self) -> None:
+        if self.conn is not None:
+            self._owner.drop(self.conn)
+        self.conn = self._owner.new_conn(self)
+        self._asked = 0
+
+    def ready(self, hello: Hello) -> None:
+        assert self.conn is not None
+        self.conn.to_rtr(hello)
+        self.refused = len(hello.qps) == 1
+
+    def up(self) -> None:
+        assert self.conn is not None
+        self.conn.to_rts()
+        self.live = self.conn
+        if self.conn.qps:
+            self._owner.up[self.number] = self.conn
+        else:
+            self.fail_rows(Status.UNREACHABLE, self._asked)
+        self.flush()
+
+    def say(self, kind: Kind, attempt: int, echo: int, payload: bytes = b"") -> None:
+        owner = self._owner
+        ids: tuple[QpId, ...] = ()
+        ece: Ece = NO_ECE
+        if self.conn is not None and kind in {Kind.REQ, Kind.REP}:
+            ids, ece = self.conn.ids, self.conn.ece
+        hello = Hello(
+            kind=kind,
+            sender=owner.own,
+            target=self.where.epoch,
+            attempt=attempt,
+            echo=echo,
+            mtu=owner.device.port.active_mtu,
+            qps=ids,
+            reads=owner.device.reads_served if ids else 0,
+            ece=ece,
+            payload=payload,
+        )
+        owner.datagrams.send(self.where, hello.encode())
+
+    def give_up(self) -> None:
+        if self.negotiation.phase is Phase.IDLE and self.conn is not None:
+            self._owner.drop(self.conn)
+        self.fail_waiting(self._owner.why_silent())
+
+    # --- what waits
+
+    @property
+    def fenced(self) -> bool:
+        """Whether no rows pass between the two, either way."""
+        return self.shut or self.refused
+
+    def ask(self, now_s: float) -> None:
+        """See to it that a connection is being made, or that what waits fails."""
+        negotiation = self.negotiation
+        if self.shut:
+            self.fail_rows(Status.UNREACHABLE)
+        if self.gone is not None:
+            self.fail_waiting(self.gone)
+        elif negotiation.next_s is None and negotiation.phase is not Phase.UP:
+            negotiation.start(now_s)
+        elif negotiation.phase is Phase.UP and self.refused and self.rows:
+            self.check(now_s)
+
+    def check(self, now_s: float) -> None:
+        """Post nothing until the peer has said that its half of the connection still stands.
+
+        If it does, and is for messages only, then the peer has fenced us: of the rows that wait,
+        those end that have waited since before the question. It may have let us in since.
+        """
+        self._asked = len(self.rows)
+        self._owner.pause(self)
+        self.negotiation.check(now_s)
+
+    def flush(self) -> None:
+        """Post what waits, as far as the queues take it."""
+        conn = self.live
+        if conn is None:
+            return
+        rows, messages = self.rows, self.messages
+        while rows and conn.qps:
+            batch, start, stop = rows.popleft()
+            start += self._owner.writer.post_held(conn, batch, start, stop)
+            if start < stop:
+                rows.appendleft((batch, start, stop))
+                break
+        while messages and self._owner.messages.post(messages[0], conn):
+            messages.popleft()
+
+    def fail_rows(self, status: Status, nparts: int | None = None) -> None:
+        """End rows that wait; `nparts` = so many parts of batches only, the oldest."""
+        self._asked = 0
+        for _ in range(len(self.rows) if nparts is None else nparts):
+            batch, start, stop = self.rows.popleft()
+            kind, told = ended_as(batch, status)
+            for row in range(start, stop):
+                self._owner.ready.append((kind, told, 1, 0, row, batch.ctx, 0))
+
+    def fail_waiting(self, status: Status) -> None:
+        """End what waits."""
+        self.fail_rows(status)
+        while self.messages:
+            self._owner.messages.sent(self.messages.popleft(), int(status))
+
+
+def ended_as(batch: Batch, status: Status) -> tuple[int, int]:
+    """(kind, status) of rows that were never posted: such a read is over, whatever the NIC does."""
+    if isinstance(batch, ReadBatch):
+        status = Status.FLUSHED if status is Status.NIC_DOWN else status
+        return int(Completed.READ), int(status)
+    return int(Completed.WRITE), int(status)
+
+
+_CONTROLS_MAX: Final = 64
+_CONTROL_PARTS: Final = 4
+_CONTROL_PAUSES: Final = 8  # the longest pause is such a part of the time, or the first one
+
+
+class _Line:
+    """The control messages that wait for one peer; the first is out.
+
+    Attributes:
+        number: of the one that is out.
+        due_s: when it is repeated.
+        deadline_s: when the peer is given up.
+    """
+
+    __slots__ = ("deadline_s", "due_s", "number", "pause_s", "waiting")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.waiting: deque[tuple[bytes, int]] = deque()
+        self.due_s = self.deadline_s = self.pause_s = 0.0
+
+
+class ControlMessages:
+    """The control messages of one NIC.
+
+    Args:
+        settings: how long to wait for an answer, and between repetitions.
+        ready: where entries for poll() go.
+
+    Attributes:
+        open: lines with a control message that is out.
+        unread: what has come.
+    """
+
+    def __init__(self, settings: Settings, ready: deque[Entry]) -> None:
+        self.open: dict[Peer, _Line] = {}
+        self.unread = Unread(ready.append)
+        self._patience_s = settings.handshake_s / _CONTROL_PARTS
+        self._pause_s = settings.resend_s
+        self._pause_s_max = max(settings.resend_s, self._patience_s / _CONTROL_PAUSES)
+        self._ready = ready
+        self._lines: dict[Peer, _Line] = {}
+        self._count = 0
+        self._last: dict[Peer, int] = {}  # number of the control message that came last
+
+    def post(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
+        """Take a control message; False = too many wait."""
+        if self._count == _CONTROLS_MAX:
+            return False
+        self._count += 1
+        if peer.gone is not None:
+            self._end(ctx, peer.gone)
+            return True
+        line = self._lines.get(peer)
+        if line is None:
+            line = self._lines[peer] = _Line()
+        line.waiting.append((payload, ctx))
+        if len(line.waiting) == 1:
+            self._begin(peer, line, now_s)
+        return True
+
+    def _begin(self, peer: Peer, line: _Line, now_s: float) -> None:
+        """Send the first of a line."""
+        self.open[peer] = line
+        line.number += 1
+        line.pause_s = self._pause_s / 2
+        line.deadline_s = now_s + self._patience_s
+        self._say(peer, line, now_s)
+
+    def _say(self, peer: Peer, line: _Line, now_s: float) -> None:
+        line.pause_s = min(2 * line.pause_s, self._pause_s_max)
+        line.due_s = now_s + line.pause_s
+        peer.say(Kind.CONTROL, peer.negotiation.attempt, line.number, line.waiting[0][0])
+
+    def hear(self, peer: Peer, hello: Hello, now_s: float) -> None:
+        """Take a CONTROL, or the answer to one."""
+        if hello.kind is Kind.CONTROL:
+            if hello.echo > self._last.get(peer, 0):
+                self._last[peer] = hello.echo
+                self.unread.add(hello.payload, peer.where.encode())
+            peer.say(Kind.CONTROL_ACK, peer.negotiation.attempt, hello.echo)
+            return
+        line = self.open.get(peer)
+        if line is None or hello.echo != line.number:
+            return
+        _, ctx = line.waiting.popleft()
+        self._end(ctx, Status.OK)
+        if line.waiting:
+            self._begin(peer, line, now_s)
+        else:
+            del self.open[peer]
+
+    def progress(self, now_s: float) -> None:
+        """Repeat what was not answered, or give up."""
+        for peer, line in list(self.open.items()):
+            if now_s < line.due_s:
+                continue
+            # If we come late, it is this process that was held up, and not the peer.
+            line.deadline_s += now_s - line.due_s
+            if now_s >= line.deadline_s:
+                self.fail(peer, Status.UNREACHABLE)
+            else:
+                self._say(peer, line, now_s)
+
+    def next_s(self) -> list[float]:
+        """When progress() has something to do."""
+        return [line.due_s for line in self.open.values()]
+
+    def fail(self, peer: Peer, status: Status) -> None:
+        """End every control message that waits for a peer."""
+        line = self.open.pop(peer, None)
+        while line is not None and line.waiting:
+            _, ctx = line.waiting.popleft()
+            self._end(ctx, status)
+
+    def _end(self, ctx: int, status: Status) -> None:
+        self._count -= 1
+        self._ready.append((int(Completed.SENT), int(status), 1, 0, 0, ctx, 0))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tep.backends.ffi.ibverbs_structs import ENUMS
-from tep.backends.verbs.gids import GidSeen, rank_gids
+from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.host.doctor.finding import Finding, Level, bad, good, note, warn
 from tep.host.doctor.pcie import check_acs
 from tep.host.environment import read_number

@@ -1,38 +1,61 @@
-"""Completions: read off the queue, told apart, turned into the seam's entries.
+"""Completions: read off the queue, told apart, turned into the seam's entries; and immediates.
 
-They are told apart by the id of their work request and the number of their queue pair, never by
-their opcode, which is undefined when the status is bad. Here alone an immediate is turned from
+Completions are told apart by the id of their work request and the number of their queue pair, never
+by their opcode, which is undefined when the status is bad. Here alone an immediate is turned from
 network byte order into a number.
+
+Immediates use up receives without buffers. Rule: as many are put back as a poll found used, so that
+the queue's depth never drifts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import COMPLETION, Completions, Entry, Kind, Status, new_completions
-from tep.backends.ffi.ibverbs_structs import ENUMS, WC
-from tep.backends.verbs import tags
-from tep.backends.verbs.receives import IMM_ID
-from tep.backends.verbs.status import send_status, write_status
+from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, WC
+from tep.backends.texts import meaning
+from tep.backends.verbs.conns import (
+    DATAGRAM_IN,
+    DATAGRAM_OUT,
+    IMM,
+    KIND_SHIFT,
+    LOOSE,
+    MARKER,
+    MESSAGE_IN,
+    MESSAGE_OUT,
+    RUN,
+    TAIL,
+    Conn,
+    number_of,
+    tag,
+)
+from tep.backends.verbs.device import Device
+from tep.backends.verbs.peers import Peers
 
-if TYPE_CHECKING:
-    from tep.backends.verbs.conns import Conn
-    from tep.backends.verbs.datagrams import Datagrams
-    from tep.backends.verbs.device import Device
-    from tep.backends.verbs.messages import Messages
-    from tep.backends.verbs.peers import Peers
-    from tep.backends.verbs.receives import ImmReceives
-    from tep.backends.verbs.writes import Writer
+__all__ = [
+    "IMM_ID",
+    "POLL_MAX",
+    "STATUS_TEXT",
+    "ImmReceives",
+    "Poller",
+    "send_status",
+    "write_status",
+]
 
-__all__ = ["POLL_MAX", "Poller"]
+
+IMM_ID = tag(IMM)
+"""The id of every such receive: they are all alike."""
 
 POLL_MAX: Final = 512
 """Completions read at a time."""
@@ -40,8 +63,8 @@ POLL_MAX: Final = 512
 _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
 _UNREACHABLE: Final = int(Status.UNREACHABLE)
-_ROWS: Final = frozenset({tags.RUN, tags.TAIL, tags.LOOSE})
-_RUNS_END: Final = tags.tag(tags.RUN + 1)  # the ids of rows of runs are less
+_ROWS: Final = frozenset({RUN, TAIL, LOOSE})
+_RUNS_END: Final = tag(RUN + 1)  # the ids of rows of runs are less
 
 _HEAD: Final = np.dtype({"names": ["head"], "formats": ["V16"], "offsets": [0], "itemsize": 48})
 """Id, status and opcode of a completion."""
@@ -66,6 +89,7 @@ class Poller:
         failed: is called with the reason where the queue cannot be read.
 
     Attributes:
+        wc_ptr: where ibv_poll_cq puts up to POLL_MAX completions, for take().
         said: by the seam's status, what the provider said when it last met it.
     """
 
@@ -73,11 +97,7 @@ class Poller:
         self,
         device: Device,
         cq: int,
-        *,
         imms: ImmReceives,
-        writer: Writer,
-        messages: Messages,
-        datagrams: Datagrams,
         peers: Peers,
         ready: deque[Entry],
         failed: Callable[[str], None],
@@ -87,13 +107,12 @@ class Poller:
         self._device = device
         self._cq = cq
         self._imms = imms
-        self._writer = writer
-        self._messages = messages
-        self._datagrams = datagrams
         self._peers = peers
+        self._writer = peers.writer
+        self._messages = peers.messages
         self._ready = ready
         self._wc = np.zeros(POLL_MAX, WC)
-        self._wc_ptr = int(self._wc.ctypes.data)
+        self.wc_ptr = int(self._wc.ctypes.data)
         self._poll_cq = device.data.poll_cq
         # Views, made once. Bursts are compared as bytes: that costs a quarter of `(a == b).all()`.
         self._ids, self._statuses = self._wc["wr_id"], self._wc["status"]
@@ -106,17 +125,16 @@ class Poller:
         self._out = new_completions(0)  # the last that was filled
         self._out_whole, self._out_imms = self._out.view(_WHOLE), self._out["imm"]
 
-    def read(self, room: int) -> int:
-        """Read completions off the queue, `room` at the most; return how many."""
-        n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
-        if n < 0:
-            self._failed(f"its completion queue cannot be read (ibv_poll_cq returns {n})")
-            return 0
-        return n
+    def fail(self, n: int) -> int:
+        """Report that the queue could not be read; return how many completions were."""
+        self._failed(f"its completion queue cannot be read (ibv_poll_cq returns {n})")
+        return 0
 
     def take_all(self) -> int:
         """Read what is there and turn it into entries; return how many completions it was."""
-        n = self.read(POLL_MAX)
+        n = self._poll_cq(self._cq, POLL_MAX, self.wc_ptr)
+        if n < 0:
+            return self.fail(n)
         if n:
             self._take_each(self._few[:n].tolist())
         return n
@@ -136,7 +154,7 @@ class Poller:
         ids = self._ids[:n]
         if self._statuses[:n].any():
             self._take_each(self._few[:n].tolist())
-        elif int(ids.min()) >= tags.tag(tags.LOOSE):
+        elif int(ids.min()) >= tag(LOOSE):
             self._writer.complete_many_loose(ids.tolist())
         else:
             # Both directions at once: immediates by columns, the rest one by one.
@@ -185,7 +203,7 @@ class Poller:
                 used += 1
                 if status == 0:
                     ready.append((_IMM, _OK, 1, imm, 0, sources[qpn], 0))
-            elif wr_id >> tags.KIND_SHIFT in _ROWS:
+            elif wr_id >> KIND_SHIFT in _ROWS:
                 # Of rows of runs, most likely of one, the last that went well tells of all.
                 if (
                     at == len(rows)
@@ -211,7 +229,7 @@ class Poller:
                 self._note(found, status, vendor, conn)
                 if found == _UNREACHABLE:
                     found = int(self._peers.why_silent())
-        if wr_id >> tags.KIND_SHIFT == tags.LOOSE:
+        if wr_id >> KIND_SHIFT == LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
             self._writer.complete_run(conn, wr_id, found)
@@ -219,19 +237,19 @@ class Poller:
             self._peers.fail(conn, found)
 
     def _take_other(self, wr_id: int, status: int, nbytes: int, qpn: int, vendor: int) -> None:
-        kind, number = wr_id >> tags.KIND_SHIFT, tags.number_of(wr_id)
-        if kind == tags.DATAGRAM_IN:
+        kind, number = wr_id >> KIND_SHIFT, number_of(wr_id)
+        if kind == DATAGRAM_IN:
             if status == 0:
-                self._peers.hear(self._datagrams.payload(number, nbytes), time.monotonic())
-            self._datagrams.give_back(number)
-        elif kind == tags.DATAGRAM_OUT:
-            self._datagrams.sent(number)
-        elif kind == tags.MARKER:
+                self._peers.hear(self._peers.datagrams.payload(number, nbytes), time.monotonic())
+            self._peers.datagrams.give_back(number)
+        elif kind == DATAGRAM_OUT:
+            self._peers.datagrams.sent(number)
+        elif kind == MARKER:
             self._peers.draining.take_marker(number)
-        elif kind == tags.MESSAGE_OUT:
+        elif kind == MESSAGE_OUT:
             self._end_message(number, status, qpn, vendor)
         else:
-            assert kind == tags.MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
+            assert kind == MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
             if status == 0:
                 self._messages.received(number, nbytes, self._peers.sources.of[qpn])
                 return
@@ -261,3 +279,97 @@ class Poller:
             f"{text} (status {status}, vendor error {vendor:#x}) towards "
             f"{self._peers.table[conn.peer].where}"
         )
+
+
+class ImmReceives:
+    """The shared receive queue for immediates.
+
+    Args:
+        device: where.
+        depth: receives that wait at a time.
+    """
+
+    def __init__(self, device: Device, depth: int) -> None:
+        self.srq = device.make_srq(depth)
+        self._n = depth
+        self._wr = np.zeros(depth, RECV_WR)
+        self._ptr = int(self._wr.ctypes.data)
+        self._wr["wr_id"] = IMM_ID
+        # One chain, linked once: its last k requests are a chain of k.
+        nexts = self._ptr + np.arange(1, depth, dtype=np.uint64) * np.uint64(RECV_WR.itemsize)
+        self._wr["next"][:-1] = nexts
+        self._ends = self._ptr + depth * RECV_WR.itemsize
+        self._post = device.data.post_srq_recv
+        self._bad = ctypes.c_void_p()
+        self._bad_ptr = ctypes.addressof(self._bad)
+        self._owed = 0
+        self.put(depth)
+
+    def put(self, count: int) -> None:
+        """Put `count` receives back; what does not fit now follows with the next call."""
+        count += self._owed
+        self._owed = 0
+        while count:
+            part = min(count, self._n)
+            rc = self._post(self.srq, self._ends - part * RECV_WR.itemsize, self._bad_ptr)
+            if rc:
+                bad = self._bad.value or self._ends - part * RECV_WR.itemsize
+                self._owed = count - part + (self._ends - bad) // RECV_WR.itemsize
+                return
+            count -= part
+
+
+_WRITE: Final[Mapping[int, Status]] = MappingProxyType(
+    {
+        ENUMS["IBV_WC_SUCCESS"]: Status.OK,
+        ENUMS["IBV_WC_LOC_LEN_ERR"]: Status.LENGTH,
+        ENUMS["IBV_WC_LOC_QP_OP_ERR"]: Status.LOCAL_KEY,
+        ENUMS["IBV_WC_LOC_PROT_ERR"]: Status.LOCAL_KEY,
+        ENUMS["IBV_WC_LOC_ACCESS_ERR"]: Status.LOCAL_KEY,
+        ENUMS["IBV_WC_WR_FLUSH_ERR"]: Status.FLUSHED,
+        ENUMS["IBV_WC_REM_INV_REQ_ERR"]: Status.REMOTE_RANGE,
+        ENUMS["IBV_WC_REM_ACCESS_ERR"]: Status.REMOTE_KEY,
+        ENUMS["IBV_WC_RETRY_EXC_ERR"]: Status.UNREACHABLE,
+        ENUMS["IBV_WC_RESP_TIMEOUT_ERR"]: Status.UNREACHABLE,
+        ENUMS["IBV_WC_RNR_RETRY_EXC_ERR"]: Status.RNR,
+    }
+)
+
+
+def write_status(status: int) -> Status:
+    """Translate the status of a write's completion."""
+    return _WRITE.get(status, Status.PROVIDER)
+
+
+def send_status(status: int) -> Status:
+    """Translate the status of a message's completion: there, a refusal means too long."""
+    return Status.LENGTH if status in _TOO_LONG else write_status(status)
+
+
+_TOO_LONG: Final = frozenset(
+    {
+        ENUMS["IBV_WC_LOC_LEN_ERR"],
+        ENUMS["IBV_WC_REM_INV_REQ_ERR"],  # what the specification asks for
+        ENUMS["IBV_WC_REM_OP_ERR"],  # what Soft-RoCE says (measured)
+    }
+)
+
+
+STATUS_TEXT: Final = meaning(
+    FLUSHED="another row to this peer failed first and took the connection with it, or "
+    "the engine was closed; the backend connects anew by itself",
+    LOCAL_KEY="the memory here is not registered, or not for reads into it, or the row "
+    "reaches beyond it",
+    REMOTE_KEY="the peer refuses key or range: the region was deregistered, or peers "
+    "may not write (read) there, or the row reaches beyond it, or the key is another NIC's",
+    REMOTE_RANGE="the target's NIC calls the request invalid: too long for it?",
+    LENGTH="longer than this NIC's rows may be, or than the peer's buffer",
+    RNR="the peer had no receive posted for too long: its engine is not being turned",
+    UNREACHABLE="no answer within timeout and retries: the peer or its process is "
+    "gone, or packets get lost: compare MTU, GID and PFC settings of both ends; or a failover "
+    "has fenced rows between these two NICs off",
+    NIC_DOWN="the device reported a fatal error, or its port stayed down while another "
+    "NIC's was up; whether the row landed is unknown",
+    PROVIDER="",
+)
+"""What each status usually means."""

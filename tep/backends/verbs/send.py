@@ -1,0 +1,733 @@
+"""Rows on their way: requests in memory, posted as runs or loose, remembered until they are back.
+
+A run is a chain of rows to one queue pair, filled by columns. Loose rows stand alone, each for its
+own queue pair; a fan is loose rows to the same peers again and again. Scatters go to the same peers
+again and again: who they are is kept after the first, a fan is made for the second; both until some
+peer loses its connection. Reads are runs always, on the first queue pair of their peer.
+
+Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
+more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
+complete in order, so a completion speaks for the rows of its run before it that asked for none;
+after a failure every row has one of its own. Rule 4: a run's last row asks for a completion; where
+a provider took less of it, a tail does, before the queue pair gets another run. Rule 5: here alone
+an immediate is turned into network byte order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import repeat, starmap
+from operator import length_hint
+from socket import htonl
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status, WriteBatch
+from tep.backends.columns import most, part, row_of
+from tep.backends.ffi.ibverbs import Ref, ref
+from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR, SGE
+from tep.backends.verbs.conns import (
+    LOOSE,
+    NUMBER_MASK,
+    NUMBER_SHIFT,
+    ROW_MASK,
+    RUN,
+    TAIL,
+    Conn,
+    Run,
+    tag,
+)
+from tep.backends.verbs.device import Depths, Device
+
+__all__ = ["RKEY_MAX", "Limits", "Writer"]
+
+
+LOOSE_MAX: Final = 256
+"""Rows posted loose in one go."""
+
+RKEY_MAX: Final = 2**32 - 1
+
+_KNOWN_MAX: Final = 64
+_GROUPS_MAX: Final = 64  # groups of peers that scatters went to
+
+ROWS_FEW: Final = 6
+"""Up to here rows are packed and posted one by one; from there on columns cost less."""
+
+_RUN_MAX: Final = 2048
+_SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
+_OP_WRITE: Final = ENUMS["IBV_WR_RDMA_WRITE"]
+_OP_WRITE_IMM: Final = ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
+_OP_READ: Final = ENUMS["IBV_WR_RDMA_READ"]
+_SIGNALED: Final = ENUMS["IBV_SEND_SIGNALED"]
+_WR_BYTES: Final = SEND_WR.itemsize
+_SGE_BYTES: Final = SGE.itemsize
+
+Array = npt.NDArray[np.uint64]
+_FIRSTS_MAX: Final = 64  # lengths of runs whose views are kept
+
+# wr_id, next, sg_list, num_sge, opcode, send_flags, imm_data, remote_addr, rkey of ibv_send_wr.
+_PACK_WR: Final = struct.Struct("<QQQiIIIQI").pack_into
+_PACK_SGE: Final = struct.Struct("<QII").pack_into
+
+_INLINE: Final = _SIGNALED | ENUMS["IBV_SEND_INLINE"]
+_WRITE, _READ = int(Kind.WRITE), int(Kind.READ)
+_NIC_DOWN, _FLUSHED = int(Status.NIC_DOWN), int(Status.FLUSHED)
+_OK: Final = int(Status.OK)
+_PROVIDER: Final = int(Status.PROVIDER)
+_LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
+
+
+class _Loose:
+    """Rows of one batch, posted each by itself; they come back in any order.
+
+    Attributes:
+        conns: where each went.
+        done: which are back, one byte each.
+    """
+
+    __slots__ = ("conns", "ctx", "done", "left", "start")
+
+    def __init__(self, ctx: int, start: int, n: int, conns: Sequence[Conn]) -> None:
+        self.ctx = ctx
+        self.start = start
+        self.left = n
+        self.conns = conns
+        self.done = bytearray(n)
+
+
+class _Fan:
+    """The same peers again and again, a row to each: all that stays the same, made once.
+
+    Attributes:
+        conns: where row k goes.
+        ring: their requests.
+        calls: the arguments of each post.
+    """
+
+    __slots__ = ("calls", "conns", "ring")
+
+    def __init__(self, conns: Sequence[Conn], ring: _FanRing, bad: Ref) -> None:
+        self.conns = conns
+        self.ring = ring
+        self.calls = [(conn.ref, at, bad) for conn, at in zip(conns, ring.refs, strict=True)]
+
+
+class Writer:
+    """The rows of one NIC, on their way to queue pairs and back.
+
+    Args:
+        device: where.
+        depths: how many rows may be out.
+        not_inline: local keys of memory that the CPU cannot read, so that the provider cannot copy
+            short rows out of it.
+        ready: where entries for poll() go.
+        keep: takes rows that found no room on their queue pair: (peer, batch, start, stop).
+
+    Attributes:
+        up: by PeerId, the connection that rows can be posted on, or None.
+        limits: what rows must keep to.
+        tails: connections whose last run was taken in part, and waits for its tail.
+        refusal: what the last refused post was told.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        depths: Depths,
+        not_inline: Container[int],
+        ready: deque[Entry],
+        keep: Callable[[int, Batch, int, int], object],
+    ) -> None:
+        self.up: list[Conn | None] = []
+        self.limits = Limits(int(device.port.max_msg_sz))
+        self._keep = keep
+        self._one_qp = device.settings.qps_per_peer == 1
+        self._groups: dict[bytes, list[Conn]] = {}
+        self._fans: dict[bytes, _Fan] = {}
+        self._inline_max = device.inline_max
+        self._not_inline = not_inline
+        self._ready = ready
+        self.refusal = ""
+        self.tails: dict[Conn, int] = {}
+        self._post_send = device.data.post_send
+        self._post_refs = device.data.post_send_refs
+        self._run = _RunRing(min(depths.rows, _RUN_MAX), device.settings.signal_rows)
+        self._reads = _ReadRing(max(1, depths.reads), device.settings.signal_rows)
+        self._loose = _LooseRing(min(depths.rows, LOOSE_MAX))
+        self._few = _LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
+        self._bad = ctypes.c_void_p()
+        self._bad_ptr = ctypes.addressof(self._bad)
+        self._bad_ref = ref(self._bad_ptr)
+        self._sets: dict[int, _Loose] = {}
+        self._number = 0
+
+    # --- posting
+
+    def post_up(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to one connected peer; return how many were taken, a prefix."""
+        if stop - start <= ROWS_FEW:
+            return self._post_few(conn, batch, start, stop)
+        if len(conn.qps) == 1:
+            return self._post_chains(self._run, conn, batch, start, stop)
+        self.post_loose([conn] * (stop - start), batch, start)
+        return stop - start
+
+    def post_held(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
+        """Post rows that had to wait, of either kind; return how many were taken, a prefix."""
+        if isinstance(batch, ReadBatch):
+            return self.post_reads(conn, batch, start, stop)
+        assert isinstance(batch, WriteBatch), batch
+        return self.post_up(conn, batch, start, stop)
+
+    def scatter(self, batch: WriteBatch, start: int, stop: int) -> bool:
+        """Post each row to a peer of its own.
+
+        False = not all are connected, or a row is impossible; nothing is done.
+        """
+        peers = batch.peer
+        assert not isinstance(peers, int)
+        key = (peers if stop - start == batch.n else peers[start:stop]).tobytes()
+        fan = self._fans.get(key)
+        if fan is None:
+            conns = self._groups.get(key)
+            if conns is None or len(conns) > LOOSE_MAX or not self._one_qp:
+                return self._first_scatter(key, batch, start, stop)
+            fan = self._fans[key] = _Fan(conns, _FanRing(len(conns), self.limits), self._bad_ref)
+        return self._post_fan(fan, batch, start)
+
+    def _first_scatter(self, key: bytes, batch: WriteBatch, start: int, stop: int) -> bool:
+        assert not isinstance(batch.peer, int)
+        conns = self._groups.get(key)
+        if conns is None:
+            found = [self.up[peer] for peer in batch.peer[start:stop].tolist()]
+            conns = [conn for conn in found if conn is not None]
+            if len(conns) < len(found):
+                return False
+            if len(self._groups) >= _GROUPS_MAX:
+                self.forget_sets()
+            self._groups[key] = conns
+        if self.limits.possible_until(batch, start, stop) < stop:
+            return False
+        self.post_loose(conns, batch, start)
+        return True
+
+    def forget_sets(self) -> None:
+        """Forget who scatters went to: some peer has lost its connection."""
+        self._groups.clear()
+        self._fans.clear()
+
+    def post_loose(self, conns: Sequence[Conn], batch: WriteBatch, start: int) -> None:
+        """Post row `start + k` to conns[k]; what finds no room is kept."""
+        for first in range(0, len(conns), LOOSE_MAX):
+            some = conns[first : first + LOOSE_MAX] if len(conns) > LOOSE_MAX else conns
+            qps = [conn.qp for conn in some] if self._one_qp else [conn.pick() for conn in some]
+            self._post_set(some, qps, batch, start + first)
+
+    def post_reads(self, conn: Conn, batch: ReadBatch, start: int, stop: int) -> int:
+        """Read rows from one peer, by chains; return how many were taken, a prefix."""
+        if not conn.reads:
+            self.refusal = "the peer's device answers no reads (its max_qp_rd_atom is 0)"
+            for row in range(start, stop):
+                self._ready.append((_READ, _PROVIDER, 1, 0, row, batch.ctx, 0))
+            return stop - start
+        return self._post_chains(self._reads, conn, batch, start, stop)
+
+    def _post_chains(self, ring: _RunRing, conn: Conn, batch: Batch, start: int, stop: int) -> int:
+        at = start
+        while at < stop:
+            if self.tails and conn in self.tails:
+                break
+            n = min(stop - at, ring.n)
+            ring.fill(batch, at, n)
+            rc = self._post_refs(conn.ref, ring.ref, self._bad_ref)
+            ring.mend(n)
+            if rc:
+                at += self._take_part(ring, conn, batch, at, n, rc)
+                break
+            conn.runs.append(Run(ring.kind, batch.ctx, at, n))
+            at += n
+        return at - start
+
+    def _take_part(
+        self, ring: _RunRing, conn: Conn, batch: Batch, start: int, n: int, rc: int
+    ) -> int:
+        """A run was taken in part; return how many rows have been dealt with."""
+        bad = self._bad.value
+        assert bad is not None, "a refused post must name the request that it refused"
+        taken = (bad - ring.ptr) // SEND_WR.itemsize
+        if taken:
+            conn.runs.append(Run(ring.kind, batch.ctx, start, taken))
+            if not ring.is_signaled(taken - 1, n):
+                self.tails[conn] = tag(TAIL) + taken - 1
+        if rc in _LATER:
+            return taken
+        self._refuse(rc, batch.ctx, start + taken, ring.kind)
+        return taken + 1
+
+    def _refuse(self, rc: int, ctx: int, row: int, kind: int = _WRITE) -> None:
+        """A provider will never take a row: it has failed."""
+        self.refusal = f"ibv_post_send: {os.strerror(rc)} (errno {rc})"
+        self._ready.append((kind, _PROVIDER, 1, 0, row, ctx, 0))
+
+    def _post_few(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to one peer one by one; return how many were taken, a prefix."""
+        self._number = number = self._number + 1 & _SETS_MASK
+        wr_id = tag(LOOSE, number)
+        ring = self._few
+        n = stop - start
+        inline_max = 0 if batch.lkey in self._not_inline else self._inline_max
+        rows = (row_of(batch, start),) if n == 1 else batch.rows(start, stop)
+        for k, row in enumerate(rows):
+            flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
+            ring.write(k, row, wr_id + k, flags)
+        taken = refused = 0
+        for at in ring.ptrs[:n]:
+            rc = self._post_send(conn.pick(), at, self._bad_ptr)
+            if rc:
+                if rc not in _LATER:
+                    self._refuse(rc, batch.ctx, start + taken)
+                    refused = 1
+                break
+            taken += 1
+        if taken:
+            self._sets[number] = _Loose(batch.ctx, start, taken, (conn,) * taken)
+        return taken + refused
+
+    def _post_set(
+        self, conns: Sequence[Conn], qps: Sequence[int], batch: WriteBatch, start: int
+    ) -> None:
+        """Post row `start + k` to queue pair qps[k] of conns[k], LOOSE_MAX at the most."""
+        n = len(qps)
+        self._number = number = self._number + 1 & _SETS_MASK
+        ring = self._loose
+        ring.fill(batch, start, n, tag(LOOSE, number))
+        codes = list(map(self._post_send, qps, ring.ptrs, repeat(self._bad_ptr)))
+        self._sets[number] = _Loose(batch.ctx, start, n, conns)
+        if any(codes):
+            failures = [(k, rc) for k, rc in enumerate(codes) if rc]
+            self._sort_out(number, batch, start, failures)
+
+    def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
+        """Post row `start + k` to the k-th peer; False = a row is impossible, nothing is done."""
+        number = self._number + 1 & _SETS_MASK
+        if not fan.ring.fill(batch, start, number):
+            return False
+        self._number = number
+        n = fan.ring.n
+        self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
+        calls = iter(fan.calls)
+        codes = starmap(self._post_refs, calls)
+        failures = [(n - length_hint(calls) - 1, rc) for rc in filter(None, codes)]
+        if failures:
+            self._sort_out(number, batch, start, failures)
+        return True
+
+    def _sort_out(
+        self, number: int, batch: WriteBatch, start: int, failures: Sequence[tuple[int, int]]
+    ) -> None:
+        """Deal with rows of a set that were not taken: they are kept, or have failed."""
+        found = self._sets[number]
+        for k, rc in failures:
+            found.done[k] = 1
+            found.left -= 1
+            if rc in _LATER:
+                self._keep(found.conns[k].peer, batch, start + k, start + k + 1)
+            else:
+                self._refuse(rc, batch.ctx, start + k)
+        if not found.left:
+            del self._sets[number]
+
+    def post_tails(self) -> None:
+        """Ask for the completions that short posts left open, where there is room by now."""
+        for conn, wr_id in list(self.tails.items()):
+            gone = conn.lost or not conn.runs
+            if gone or self.post_marker(conn.qp, wr_id):
+                del self.tails[conn]
+
+    def post_marker(self, qp: int, wr_id: int) -> bool:
+        """Put a last request on a failed queue pair; its completion comes after all others."""
+        return self._post_send(qp, self._few.write_nothing(wr_id), self._bad_ptr) == 0
+
+    # --- completing
+
+    def complete_run(self, conn: Conn, wr_id: int, status: int) -> None:
+        """Take the completion of a row of a connection's oldest run, or of its tail.
+
+        A row behind the end of that run is of a later one: it tells that all before it went well.
+        """
+        row = wr_id & ROW_MASK
+        if not conn.runs:
+            return  # a tail's own, after the row that it stands behind has failed and had one too
+        while row >= (run := conn.runs[0]).n:
+            self._finish(conn.runs.popleft(), run.n - run.back, _OK)
+        before = row - run.back
+        if before < 0:
+            return  # likewise
+        if status == _OK:
+            self._finish(run, before + 1, _OK)
+        else:
+            if before:
+                self._finish(run, before, _OK)
+            if status == _NIC_DOWN and run.kind == _READ:
+                status = _FLUSHED  # it has come back, so it is over
+            self._finish(run, 1, status)
+        if run.back == run.n:
+            conn.runs.popleft()
+
+    def _finish(self, run: Run, count: int, status: int) -> None:
+        self._ready.append((run.kind, status, count, 0, run.start + run.back, run.ctx, 0))
+        run.back += count
+
+    def complete_loose(self, wr_id: int, status: int) -> None:
+        """Take the completion of a loose row."""
+        number = wr_id >> NUMBER_SHIFT & NUMBER_MASK
+        found = self._sets[number]
+        row = wr_id & ROW_MASK
+        found.done[row] = 1
+        found.left -= 1
+        self._ready.append((_WRITE, status, 1, 0, found.start + row, found.ctx, 0))
+        if not found.left:
+            del self._sets[number]
+
+    def complete_many_loose(self, wr_ids: list[int]) -> None:
+        """Take a burst of completions of loose rows that went well; count those of a set."""
+        first = 0
+        while first < len(wr_ids):
+            key = wr_ids[first] >> NUMBER_SHIFT
+            found = self._sets[key & NUMBER_MASK]
+            done, last = found.done, first
+            while last < len(wr_ids) and wr_ids[last] >> NUMBER_SHIFT == key:
+                done[wr_ids[last] & ROW_MASK] = 1
+                last += 1
+            found.left -= last - first
+            self._ready.append((_WRITE, _OK, last - first, 0, found.start, found.ctx, 0))
+            if not found.left:
+                del self._sets[key & NUMBER_MASK]
+            first = last
+
+    def fail_all(self, status: int, conns: Iterable[Conn]) -> None:
+        """End every open row of some connections, where no completion will come."""
+        lost = set(conns)
+        for conn in lost:
+            while conn.runs:
+                run = conn.runs.popleft()
+                while run.back < run.n:
+                    self._finish(run, 1, status)
+        for number, found in list(self._sets.items()):
+            for row, done in enumerate(found.done):
+                if not done and found.conns[row] in lost:
+                    self.complete_loose(tag(LOOSE, number) + row, status)
+
+
+class _Ring:
+    """`n` work requests with a scatter entry each.
+
+    Attributes:
+        opcode: of rows without an immediate.
+    """
+
+    opcode = _OP_WRITE
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._wr = np.zeros(n, SEND_WR)
+        self._sge = np.zeros(n, SGE)
+        self.ptr = int(self._wr.ctypes.data)
+        self._sge_ptr = int(self._sge.ctypes.data)
+        self._iota = np.arange(n, dtype=np.uint64)
+        wr, sge = self._wr, self._sge
+        wr["sg_list"] = np.uint64(self._sge_ptr) + self._iota * np.uint64(_SGE_BYTES)
+        wr["num_sge"] = 1
+        # Views, made once: looking a field up costs 100 ns.
+        self._wr_id, self._next, self._flags = wr["wr_id"], wr["next"], wr["send_flags"]
+        self._num_sge, self._opcode, self._imm = wr["num_sge"], wr["opcode"], wr["imm_data"]
+        self._remote, self._rkey = wr["remote_addr"], wr["rkey"]
+        self._addr, self._length, self._lkey = sge["addr"], sge["length"], sge["lkey"]
+        self._firsts: dict[int, tuple[Array, Array, Array, Array]] = {}
+
+    def _first(self, n: int) -> tuple[Array, Array, Array, Array]:
+        """Source, target, local and remote keys of the first n requests."""
+        found = self._firsts.get(n)
+        if found is None:
+            if len(self._firsts) >= _FIRSTS_MAX:
+                self._firsts.clear()
+            found = (self._addr[:n], self._remote[:n], self._lkey[:n], self._rkey[:n])
+            self._firsts[n] = found
+        return found
+
+    def _fill_addresses(self, batch: Batch, start: int, n: int) -> None:
+        src, dst = batch.src, batch.dst
+        found = self._first(n)
+        # A slice costs 150 ns, which a batch that goes out whole can save.
+        whole = n == batch.n
+        found[0][:] = src if whole or isinstance(src, int) else src[start : start + n]
+        found[1][:] = dst if whole or isinstance(dst, int) else dst[start : start + n]
+
+    def _fill_keys(self, batch: Batch, start: int, n: int) -> None:
+        rkey, imm = batch.rkey, batch.imm
+        self._lkey[:n] = batch.lkey
+        self._rkey[:n] = rkey if isinstance(rkey, int) else rkey[start : start + n]
+        if imm is None:
+            self._opcode[:n] = self.opcode
+        else:
+            self._opcode[:n] = _OP_WRITE_IMM
+            self._imm[:n] = imm if isinstance(imm, int) else imm[start : start + n]
+
+    def _fill_lengths(self, nbytes: Column, start: int, n: int) -> None:
+        # Some providers take a length of 0 for 2 GiB: an empty row has no scatter entry at all.
+        if isinstance(nbytes, int):
+            self._length[:n] = nbytes
+            self._num_sge[:n] = 1 if nbytes else 0
+        else:
+            self._length[:n] = nbytes[start : start + n]
+            self._num_sge[:n] = nbytes[start : start + n] != 0
+
+
+class _RunRing(_Ring):
+    """A chain that is filled by columns and cut to length for each post.
+
+    A request's id is its place here, always: on one queue pair rows complete in order, so that is
+    enough to tell them apart.
+
+    Args:
+        n: longest run.
+        signal_rows: every so many rows one asks for a completion, and the last one of a run.
+
+    Attributes:
+        kind: of the completions.
+    """
+
+    kind = int(Kind.WRITE)
+
+    def __init__(self, n: int, signal_rows: int) -> None:
+        super().__init__(n)
+        self.ref = ref(self.ptr)
+        self._wr_id[:] = self._iota + np.uint64(tag(RUN))
+        self._links = [self.ptr + (k + 1) * _WR_BYTES for k in range(n - 1)] + [0]
+        self._next[:] = self._links
+        marks = (self._iota % signal_rows == signal_rows - 1) | (self._iota == n - 1)
+        self._flags[:] = np.where(marks, _SIGNALED, 0)
+        self._marks: list[int] = self._flags.tolist()
+        self._held: tuple[int | None, ...] | None = None
+        self._held_n = 0
+
+    def fill(self, batch: Batch, start: int, n: int) -> None:
+        """Write rows start.. of a batch into the first `n` requests, and end the chain there."""
+        self._fill_addresses(batch, start, n)
+        # What is the same for all rows is most often the same as last time, too, or but for keys.
+        same, held = _plain(batch), self._held
+        if n > self._held_n or same is None or held is None or same[2:] != held[2:]:
+            self._fill_keys(batch, start, n)
+            self._fill_lengths(batch.nbytes, start, n)
+            self._held, self._held_n = same, n
+        elif same != held:
+            _, _, lkeys, rkeys = self._first(n)
+            lkeys.fill(same[0])
+            rkeys.fill(same[1])
+            self._held, self._held_n = same, n
+        last = n - 1
+        self._next[last] = 0
+        self._flags[last] = _SIGNALED
+
+    def mend(self, n: int) -> None:
+        """After the post: make the chain whole again."""
+        last = n - 1
+        self._next[last] = self._links[last]
+        self._flags[last] = self._marks[last]
+
+    def is_signaled(self, row: int, n: int) -> bool:
+        """Whether a row of a run of `n` asks for a completion."""
+        return row == n - 1 or bool(self._marks[row])
+
+
+class _ReadRing(_RunRing):
+    """The same for rows that are read."""
+
+    kind = int(Kind.READ)
+    opcode = _OP_READ
+
+
+class _LooseRing(_Ring):
+    """Rows that are posted one by one, each asking for a completion."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self._flags[:] = _SIGNALED
+        self.ptrs = [self.ptr + k * _WR_BYTES for k in range(n)]
+        self._wr_bytes = self._wr.view(np.uint8).data
+        self._sge_bytes = self._sge.view(np.uint8).data
+        self._keys: tuple[object, ...] = ()
+        self._lengths: tuple[object, ...] = ()
+        self._sge_ptrs = [self._sge_ptr + k * _SGE_BYTES for k in range(n)]
+
+    def fill(self, batch: WriteBatch, start: int, n: int, wr_id: int) -> None:
+        """Write rows start.. of a batch into the first `n` requests; ids count up from `wr_id`."""
+        self._fill_addresses(batch, start, n)
+        keys, lengths = _frozen_keys(batch, start, n), (n, _frozen(batch.nbytes, start, n))
+        if keys != self._keys:
+            self._fill_keys(batch, start, n)
+            self._keys = keys
+        if lengths != self._lengths:
+            self._fill_lengths(batch.nbytes, start, n)
+            self._lengths = lengths
+        np.add(self._iota[:n], np.uint64(wr_id), out=self._wr_id[:n])
+
+    def write(self, slot: int, row: Row, wr_id: int, flags: int = _SIGNALED) -> None:
+        """Write one row into one request."""
+        self._keys = self._lengths = ()
+        _, src, lkey, dst, rkey, nbytes, imm = row
+        opcode, imm = (_OP_WRITE, 0) if imm is None else (_OP_WRITE_IMM, htonl(imm))
+        sge, sges = self._sge_ptrs[slot], 1 if nbytes else 0
+        at = slot * _WR_BYTES
+        _PACK_WR(self._wr_bytes, at, wr_id, 0, sge, sges, opcode, flags, imm, dst, rkey)
+        _PACK_SGE(self._sge_bytes, slot * _SGE_BYTES, src, nbytes, lkey)
+
+    def write_nothing(self, wr_id: int) -> int:
+        """Make request 0 a row without bytes or immediate; return its pointer."""
+        self.write(0, _NOTHING, wr_id)
+        return self.ptr
+
+
+class _FanRing(_Ring):
+    """Rows that are posted one by one, row k always to the same peer.
+
+    Args:
+        n: rows.
+        limits: what a row must keep to; asked where keys or lengths are other than last time.
+    """
+
+    def __init__(self, n: int, limits: Limits) -> None:
+        super().__init__(n)
+        self.refs = [ref(self.ptr + k * _WR_BYTES) for k in range(n)]
+        self._flags[:] = _SIGNALED
+        self._wr_id[:] = self._iota + np.uint64(tag(LOOSE))
+        # The object that each id names, of up to 32 bits.
+        raw = self._wr.view(np.uint8)
+        self._number = np.ndarray(n, np.uint32, raw, NUMBER_SHIFT // 8, (_WR_BYTES,))
+        self._limits = limits
+        self._keys: tuple[object, ...] = ()
+        self._lengths: int | bytes = b""
+        self._usual = False  # whether every request has its scatter entry
+
+    def fill(self, batch: WriteBatch, start: int, number: int) -> bool:
+        """Write rows start.. of a batch, as set `number`; False = one of them is impossible."""
+        n, stop = self.n, start + self.n
+        keys, lengths = _frozen_keys(batch, start, n), _frozen(batch.nbytes, start, n)
+        if lengths != self._lengths:
+            if not self._fill_new_lengths(part(batch.nbytes, start, stop)):
+                return False
+            self._lengths = lengths
+        if keys != self._keys:
+            if not self._limits.keys_fit(part(batch.rkey, start, stop)):
+                return False
+            self._fill_keys(batch, start, n)
+            self._keys = keys
+        self._fill_addresses(batch, start, n)
+        self._number.fill(number)
+        return True
+
+    def _fill_new_lengths(self, nbytes: Column) -> bool:
+        if isinstance(nbytes, int) or not self._limits.are_usual(nbytes):
+            self._usual = False
+            if not self._limits.lengths_fit(nbytes):
+                return False
+            self._fill_lengths(nbytes, 0, self.n)
+            return True
+        if not self._usual:
+            self._num_sge[:] = 1
+            self._usual = True
+        self._length[:] = nbytes
+        return True
+
+
+_NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
+
+
+def _frozen(column: Column, start: int, n: int) -> int | bytes:
+    """A column's value, or its values as bytes."""
+    if isinstance(column, int):
+        return column
+    return column.tobytes() if n == len(column) else column[start : start + n].tobytes()
+
+
+def _frozen_keys(batch: Batch, start: int, n: int) -> tuple[object, ...]:
+    """The keys and immediates of `n` rows, to be compared with the last ones.
+
+    As bytes, which costs less than writing them again: scatters to the same peers differ in their
+    addresses, and seldom in more.
+    """
+    imm = batch.imm
+    frozen = imm if imm is None else _frozen(imm, start, n)
+    return n, batch.lkey, _frozen(batch.rkey, start, n), frozen
+
+
+def _plain(batch: Batch) -> tuple[int | None, ...] | None:
+    """What is one value for all rows; None where any of it is a column."""
+    rkey, nbytes, imm = batch.rkey, batch.nbytes, batch.imm
+    if isinstance(rkey, int) and isinstance(nbytes, int) and (imm is None or isinstance(imm, int)):
+        return batch.lkey, rkey, nbytes, imm
+    return None
+
+
+class Limits:
+    """What a row of one NIC must keep to.
+
+    Args:
+        write_bytes_max: the longest row.
+    """
+
+    def __init__(self, write_bytes_max: int) -> None:
+        self._write_bytes_max = write_bytes_max
+        self._one: npt.NDArray[np.uint64] = np.array(1, np.uint64)
+        # Columns of scatters that were found good; the same ones come again and again.
+        self._known: set[tuple[int, bytes]] = set()
+
+    def possible_until(self, batch: Batch, start: int, stop: int) -> int:
+        """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
+        if self._all_fit(batch, start, stop):
+            return stop
+        return next(row for row in range(start, stop) if not self._all_fit(batch, row, row + 1))
+
+    def are_usual(self, nbytes: npt.NDArray[np.unsignedinteger]) -> bool:
+        """Whether no row is empty and none too long, in one look: one less than 0 is very long."""
+        return int(np.maximum.reduce(nbytes - self._one)) < self._write_bytes_max
+
+    def lengths_fit(self, nbytes: Column) -> bool:
+        """Whether no row is too long."""
+        return most(nbytes) <= self._write_bytes_max
+
+    def keys_fit(self, rkey: Column) -> bool:
+        """Whether every key fits into a request."""
+        return most(rkey) <= RKEY_MAX
+
+    def why_impossible(self, batch: Batch, row: int) -> Status:
+        """Say why a row that cannot be posted cannot."""
+        too_long = not self._fits(batch.nbytes, row, row + 1, self._write_bytes_max)
+        return Status.LENGTH if too_long else Status.REMOTE_KEY
+
+    def _all_fit(self, batch: Batch, start: int, stop: int) -> bool:
+        return self._fits(batch.nbytes, start, stop, self._write_bytes_max) and self._fits(
+            batch.rkey, start, stop, RKEY_MAX
+        )
+
+    def _fits(self, column: Column, start: int, stop: int, limit: int) -> bool:
+        """Whether no value of a column exceeds a limit."""
+        if isinstance(column, int):
+            return column <= limit
+        if stop - start > LOOSE_MAX:
+            return int(column[start:stop].max()) <= limit
+        key = (limit, column[start:stop].tobytes())
+        if key not in self._known:
+            if int(column[start:stop].max()) > limit:
+                return False
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known.add(key)
+        return True
