@@ -33,7 +33,7 @@ Row = dict[str, object]
 
 
 def _figures(data: Any) -> list[Row]:
-    """Of `tep bench`."""
+    """Return the figures of `tep bench`, or of a program of tests/bench that prints its own."""
     return [
         {
             "what": one["what"],
@@ -237,7 +237,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "verbs-stub": Bench(
         "Over libibverbs",
-        _bench("tep bench verbs-stub"),
+        _bench("python -m tests.bench.bench_verbs_stub"),
         _figures,
         "CPU time of the whole engine to posted chains of work requests; the provider is a stub in "
         "C, and there is no NIC.",

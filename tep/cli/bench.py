@@ -19,7 +19,7 @@ from tep.cli.show import Json, busy, emit_json, print_table, progress
 if TYPE_CHECKING:
     from tep.bench.scale import Cost
 
-__all__ = ["app"]
+__all__ = ["app", "show_figures"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +35,7 @@ def engine(rounds: Rounds = 40, json: Json = False) -> None:
     """The engine's own CPU time a page, a write and a scatter, over NICs that cost nothing."""
     from tep.bench.engine import engine_figures  # numpy is loaded when something is measured
 
-    _show("tep bench engine", engine_figures(rounds), 21, json=json)
+    show_figures("tep bench engine", engine_figures(rounds), 21, json=json)
 
 
 @app.command("sim")
@@ -45,7 +45,7 @@ def sim(rounds: Rounds = 5, json: Json = False) -> None:
     """
     from tep.bench.simulator import simulator_figures
 
-    _show("tep bench sim", simulator_figures(rounds), 4, json=json)
+    show_figures("tep bench sim", simulator_figures(rounds), 4, json=json)
 
 
 @app.command("scale")
@@ -154,20 +154,6 @@ def peers(
     print_table(f"{title} ({_machine()}; wall time, {rounds} rounds)", columns, table)
 
 
-@app.command("verbs-stub")
-def verbs_stub(rounds: Rounds = 40, json: Json = False) -> None:
-    """The whole engine over libibverbs, its provider a stub in C: no NIC, real work requests."""
-    from tep.bench.verbs_stub import verbs_stub_figures
-
-    try:
-        _show("tep bench verbs-stub", verbs_stub_figures(rounds), 7, json=json)
-    except LookupError as error:
-        raise BackendUnavailable(
-            "the stub provider cannot be built; apt install gcc libibverbs-dev",
-            (("cc", str(error)),),
-        ) from error
-
-
 @app.command("libfabric")
 def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
     """The whole engine over libfabric's tcp, beside a C loop on the same settings."""
@@ -175,7 +161,7 @@ def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
 
     try:
         figures = libfabric_figures(rounds)
-        _show("tep bench libfabric", figures, FIGURES, json=json, decimals=2)
+        show_figures("tep bench libfabric", figures, FIGURES, json=json, decimals=2)
     except LookupError as error:
         raise BackendUnavailable(
             "the C yardstick cannot be built; apt install gcc libfabric-dev, in a checkout of tep",
@@ -196,7 +182,7 @@ def efa(rounds: Rounds = 15, json: Json = False) -> None:
 
     try:
         figures = itertools.chain(column_figures(rounds), efa_figures(rounds))
-        _show("tep bench efa", figures, COLUMN_FIGURES + EFA_FIGURES, json=json, decimals=2)
+        show_figures("tep bench efa", figures, COLUMN_FIGURES + EFA_FIGURES, json=json, decimals=2)
     except LookupError as error:
         raise BackendUnavailable(
             "the C yardstick cannot be built; apt install gcc libfabric-dev, in a checkout of tep",
@@ -204,9 +190,10 @@ def efa(rounds: Rounds = 15, json: Json = False) -> None:
         ) from error
 
 
-def _show(
+def show_figures(
     title: str, figures: Iterable[Figure], total: int, *, json: bool, decimals: int = 1
 ) -> None:
+    """Measure `total` figures while a bar moves, and print them as a table or as JSON."""
     found: list[Figure] = []
     with progress(title, total, quiet=json) as bar:
         for figure in figures:

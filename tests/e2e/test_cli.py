@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.here import need_stub
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def tep(
     *args: str, check: bool = True, env: dict[str, str] | None = None
@@ -175,14 +177,19 @@ def test_sim_writes_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["engine", "sim", "verbs-stub"])
+@pytest.mark.parametrize("bench", ["engine", "sim", "verbs_stub"])
 def test_bench_measures_every_figure(bench: str) -> None:
     """A benchmark that does not run any more is found when its number is needed."""
-    if bench == "verbs-stub":
+    options = ("--rounds", "3", "--json")
+    if bench == "verbs_stub":
         need_stub()
-    figures = document("bench", bench, "--rounds", "3")["figures"]
+        command = [sys.executable, "-m", "tests.bench.bench_verbs_stub", *options]
+        found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+        figures = json.loads(found.stdout)["figures"]
+    else:
+        figures = document("bench", bench, *options[:2])["figures"]
 
-    assert len(figures) >= 4
+    assert len(figures) >= 3
     for figure in figures:
         assert figure["value"] > 0
         assert figure["unit"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tep.testing.vm.guest import Options, run_in_guest
-from tep.testing.vm.kernel import GuestError, cache_folder, fetch, missing_tools
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa
+from tests.support.vm.guest import Options, run_in_guest
+from tests.support.vm.kernel import GuestError, cache_folder, fetch, missing_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tep.testing.vm.guest import TIMED_OUT, Options, run_in_guest
-from tep.testing.vm.kernel import GuestError, cache_folder, fetch, install, missing_tools
+from tests.support.vm.guest import TIMED_OUT, Options, run_in_guest
+from tests.support.vm.kernel import GuestError, cache_folder, fetch, install, missing_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

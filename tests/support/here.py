@@ -10,8 +10,8 @@ import pytest
 from tep.backends import libfabric
 from tep.backends.ffi.libfabric import Libfabric, load
 from tep.base.errors import BackendUnavailable
-from tep.testing.verbs_stub import Stub, build
 from tests.support import fake_efa
+from tests.support.verbs_stub import Stub, build
 
 __all__ = ["need_fake_efa", "need_libfabric", "need_stub", "require"]
 

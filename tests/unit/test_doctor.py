@@ -21,9 +21,9 @@ from tep.host.doctor.pcie import acs_control
 from tep.host.doctor.report import bundle, examine, passed
 from tep.host.doctor.selftest import _counted, self_test
 from tep.host.hostfiles import Capture, LiveFiles, Recorder
-from tep.testing.verbs_stub import Knob
 from tests.support.here import need_stub
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
+from tests.support.verbs_stub import Knob
 
 GOOD = """Max locked memory         unlimited            unlimited            bytes
 Max open files            1048576              1048576              files

@@ -11,7 +11,7 @@ import pytest
 
 from tep.base.errors import UsageError
 from tep.host.folders import make_own
-from tep.testing import verbs_stub
+from tests.support import verbs_stub
 
 
 def test_a_folder_is_made_for_one_user_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tep.backends import libfabric
-from tep.testing.verbs_stub import build
+from tests.support.verbs_stub import build
 
 HAS_WHEEL = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
 GETS_PACKAGES = bool(os.environ.get("CI")) and os.geteuid() == 0

@@ -20,7 +20,7 @@ from tep.backends.verbs.device import (
 )
 from tep.base.errors import UsageError
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 PAGE = 64
 FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.1, "resend_s": 0.005}

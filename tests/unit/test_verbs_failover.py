@@ -15,7 +15,7 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.conns import Sources
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 PAGE = 64
 FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}

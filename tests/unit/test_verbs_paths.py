@@ -12,7 +12,7 @@ from tep.base.api import EngineOptions, Pages
 from tep.base.errors import FabricError
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 PAGE = 64
 FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}

@@ -11,7 +11,7 @@ from tep.backends.base import Access, Kind, ReadBatch, Status
 from tep.backends.verbs import open_domains
 from tep.base.errors import UsageError
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 from tests.unit.test_verbs_depths import PAGE, Pair
 
 

@@ -20,7 +20,7 @@ from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.hostfiles import LiveFiles
 from tep.host.nics import Found, choose, gpu_paths
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 A, B = "fec0000000000001", "fec0000000000002"

@@ -10,7 +10,7 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.peers import STEPS_MAX
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 COMMANDS_A_PAIR = 16  # two queue pairs at each end: made, INIT, RTR, RTS
 COMMANDS_A_STEP = 8

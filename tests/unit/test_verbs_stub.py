@@ -16,7 +16,7 @@ from tep.backends.verbs.handshake import Address
 from tep.backends.verbs.messages import Routes
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.memory.source import adapt
-from tep.testing.verbs_stub import Knob
+from tests.support.verbs_stub import Knob
 
 WRITE, WRITE_IMM = ENUMS["IBV_WR_RDMA_WRITE"], ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
 SIGNALED = ENUMS["IBV_SEND_SIGNALED"]

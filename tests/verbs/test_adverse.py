@@ -14,7 +14,7 @@ from tep.base.api import ScatterDst
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
 from tep.memory.source import adapt
-from tep.testing.vm.shape import delay_by_queue_pair, netem, port_band
+from tests.support.vm.shape import delay_by_queue_pair, netem, port_band
 from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
 
 PAGE = 4 * KiB

@@ -10,7 +10,7 @@ import pytest
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
 from tep.base.wire import MrDesc
-from tep.testing.vm.shape import netem, unplugged
+from tests.support.vm.shape import netem, unplugged
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 PAGE = 4 * KiB

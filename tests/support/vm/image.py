@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NICS_MAX", "job", "network", "write_initramfs"]
-
 NICS_MAX: Final = 32
 
 _INIT: Final = r"""#!/bin/busybox sh

@@ -1,4 +1,6 @@
-"""What the verbs backend costs, engine included: a provider in C that takes every request at once.
+"""The cost of the verbs backend, engine included: a provider in C takes every request at once.
+
+    python -m tests.bench.bench_verbs_stub --rounds 40
 
 From the user's call to chains posted, and from completions to counts; the NIC's and the provider's
 own work comes on top. Needs a C compiler and the header of libibverbs.
@@ -6,9 +8,11 @@ own work comes on top. Needs a C compiler and the header of libibverbs.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,11 +23,13 @@ from tep.backends.verbs.domain import VerbsDomain
 from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, median_ns
 from tep.bench.engine import kind_of
+from tep.cli.bench import show_figures
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
-from tep.testing.verbs_stub import Knob, Stub, build
+from tests.support.verbs_stub import Knob, Stub, build
 
-__all__ = ["verbs_stub_figures"]
+FIGURES: Final = 13
+"""How many figures verbs_stub_figures() yields."""
 
 _PAGE_BYTES: Final = 4096
 _PEERS: Final = 63
@@ -260,3 +266,21 @@ def _timed(rig: _Rig, submit: Callable[[], object]) -> int:
         here._machine.step()
         here._machine.deliver()
     return spent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40, help="of each figure, 3 or more")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        figures = verbs_stub_figures(args.rounds)
+        show_figures("tests.bench.bench_verbs_stub", figures, FIGURES, json=args.json)
+    except LookupError as error:
+        sys.stderr.write(f"the stub provider cannot be built: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,17 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "MODULES",
-    "GuestError",
-    "cache_folder",
-    "fetch",
-    "find_tool",
-    "install",
-    "missing_tools",
-    "module_files",
-]
-
 META_PACKAGE: Final = "linux-image-amd64"
 """The stock kernel; the cloud flavour has neither rdma_rxe nor 9p."""
 
@@ -68,14 +57,9 @@ class GuestError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where kernels and logs are kept: TEP_RXE_DIR, .rxe of a checkout, or the user's cache."""
+    """Return the folder of kernels and logs: TEP_RXE_DIR, or .rxe of the checkout."""
     named = os.environ.get("TEP_RXE_DIR")
-    if named:
-        return Path(named).resolve()
-    root = Path(__file__).resolve().parents[3]
-    if (root / "pyproject.toml").exists():
-        return root / ".rxe"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "tep", "rxe")
+    return Path(named).resolve() if named else Path(__file__).resolve().parents[3] / ".rxe"
 
 
 def missing_tools() -> list[str]:
@@ -115,9 +99,7 @@ def run(*command: str | Path, cwd: str | None = None, env: Mapping[str, str] | N
     """
     words = list(map(str, command))
     # No shell, and every word is ours.
-    done = subprocess.run(  # noqa: S603
-        words, capture_output=True, text=True, check=False, cwd=cwd, env=env
-    )
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     if done.returncode:
         raise GuestError(f"{' '.join(map(str, command))}: {done.stderr.strip()[-500:]}")
     return done.stdout
@@ -162,7 +144,7 @@ def _package() -> str:
 def _unpack(package: Path, folder: Path) -> None:
     command = ["dpkg-deb", "--fsys-tarfile", str(package)]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE) as dpkg,  # noqa: S603  # fixed words
+        subprocess.Popen(command, stdout=subprocess.PIPE) as dpkg,  # fixed words
         tarfile.open(fileobj=dpkg.stdout, mode="r|") as tar,
     ):
         for member in tar:
@@ -191,9 +173,7 @@ def _extract_elf(image: Path, target: Path) -> None:
         if tool is None or find_tool(tool) is None:
             raise GuestError(f"{image.name}: packed in a way that needs {tool or 'a new reader'}")
         # One of two fixed tools.
-        done = subprocess.run(  # noqa: S603
-            [tool, "-dc"], input=packed, capture_output=True, check=False
-        )
+        done = subprocess.run([tool, "-dc"], input=packed, capture_output=True, check=False)
         elf = done.stdout
     if elf[:4] != b"\x7fELF":
         raise GuestError(f"{image.name} holds no ELF kernel")

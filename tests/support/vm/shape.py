@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tep.testing.vm.kernel import find_tool
-
-__all__ = ["delay_by_queue_pair", "netem", "port_band", "unplugged"]
+from tests.support.vm.kernel import find_tool
 
 _SHIFT = 4
 _PATIENCE_S = 10.0
@@ -53,13 +52,13 @@ def unplugged(nic: int) -> Iterator[None]:
         while "ACTIVE" not in state.read_text():
             if time.monotonic() > end_s:
                 raise OSError(f"rxe{nic} has no link again within {_PATIENCE_S} s")
-            time.sleep(0.005)
+            os.sched_yield()
 
 
 def _plug(nic: int, what: str) -> None:
     # The far end of the cable: the near one would forget its neighbours.
     command = [find_tool("ip") or "ip", "link", "set", f"port{nic}", what]
-    subprocess.run(command, check=True)  # noqa: S603  # fixed words and a number
+    subprocess.run(command, check=True)  # fixed words and a number
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def delay_by_queue_pair(interfaces: Sequence[str], delays_ms: Sequence[int]) -> 
 def _each(interfaces: Sequence[str], lines: Callable[[str], list[str]]) -> None:
     batch = "".join(f"{line}\n" for nic in interfaces for line in lines(nic))
     # The words are fixed, the batch is made above.
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [find_tool("tc") or "tc", "-batch", "-"],
         input=batch,
         text=True,

@@ -1,12 +1,17 @@
-"""`scripts/rxe COMMAND`: run a command beside software RDMA NICs."""
+"""`scripts/rxe COMMAND`: run a command beside software RDMA NICs, in a small virtual machine.
+
+Soft-RoCE (rdma_rxe) is a kernel module; few test machines can load one. A guest can: qemu's
+emulation boots Debian's stock kernel in some seconds, without KVM and without root's help, and the
+guest sees this machine's own files, so the same Python, checkout and libibverbs run in it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from tep.testing.vm.guest import Options, run_in_guest, show_on_stdout
-from tep.testing.vm.kernel import GuestError, cache_folder, fetch, install
+from tests.support.vm.guest import Options, run_in_guest, show_on_stdout
+from tests.support.vm.kernel import GuestError, cache_folder, fetch, install
 
 
 def main(argv: list[str]) -> int:

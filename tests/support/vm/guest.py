@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tep.testing.vm.image import NICS_MAX, job, network, write_initramfs
-from tep.testing.vm.kernel import (
+from tests.support.vm.image import NICS_MAX, job, network, write_initramfs
+from tests.support.vm.kernel import (
     GuestError,
     cache_folder,
     fetch,
@@ -27,8 +27,6 @@ from tep.testing.vm.kernel import (
     missing_tools,
     module_files,
 )
-
-__all__ = ["TIMED_OUT", "Options", "Outcome", "run_in_guest", "show_on_stdout"]
 
 TIMED_OUT: Final = 124
 """Exit status of a command that ran out of time, as coreutils' timeout has it."""
@@ -175,13 +173,11 @@ def _boot(
     ]
     if options.interactive:
         command += ["-serial", "mon:stdio"]
-        return subprocess.run(command, check=False).returncode < 0  # noqa: S603  # qemu, as above
+        return subprocess.run(command, check=False).returncode < 0  # qemu, as above
     command += ["-serial", f"file:{console}"]
     end_s = time.monotonic() + options.timeout_s
     # No shell, and every word is made above.
-    with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
-    ) as guest:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as guest:
         shown = 0
         try:
             while guest.poll() is None:

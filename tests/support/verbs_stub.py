@@ -1,7 +1,7 @@
-"""A libibverbs without NICs: stub.c beside this file, built with the C compiler that is here.
+"""A libibverbs without NICs: tests/verbs_stub/stub.c, built with the C compiler that is here.
 
 It carries writes, messages and datagrams within one process, at the same table of operations as a
-real provider. For tests of the verbs backend and for `tep bench verbs-stub`; no test lives here.
+real provider. For tests of the verbs backend and for tests/bench; no test lives here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Final
 from tep.backends.ffi.ibverbs_structs import Context
 from tep.host.folders import make_own
 
-__all__ = ["Knob", "Stub", "build"]
-
 _INT = ctypes.c_int
 _COUNTS: Final = ("overruns", "datagrams", "datagrams_lost", "commands", "sq_bytes")
-_SOURCE: Final = Path(__file__).with_name("stub.c")
+_SOURCE: Final = Path(__file__).parents[1] / "verbs_stub" / "stub.c"
 
 
 class Knob:
@@ -157,7 +155,7 @@ def build() -> Stub:
         part = folder / f"part-{os.getpid()}.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(part), str(_SOURCE), "-lpthread"]
         # The words are made above.
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if re.search(r"fatal error: .*infiniband/verbs\.h", done.stderr):
             raise LookupError("no <infiniband/verbs.h>; apt install libibverbs-dev")
         assert done.returncode == 0, f"the stub does not compile: {done.stderr}"
