@@ -63,7 +63,7 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
     {
         "loopback": BackendSpec(
             module="tep.backends.loopback",
-            summary="engines of one process, memory to memory, order shuffled by a seed",
+            summary="engines of one process, memory to memory, in order",
             cure="nothing is needed",
         ),
         "sim": BackendSpec(

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Column, Row, WriteBatch
 
-__all__ = ["Rows", "at", "most", "part", "pick", "row_of", "spread"]
-
-Rows = slice | npt.NDArray[np.intp]
-"""Which rows of a batch."""
+__all__ = ["at", "most", "part", "row_of", "spread"]
 
 
 def part(column: Column, start: int, stop: int) -> Column:
     """Rows start..stop of a column."""
     return column if isinstance(column, int) else column[start:stop]
-
-
-def pick(column: Column, rows: Rows) -> Column:
-    """Chosen rows of a column."""
-    return column if isinstance(column, int) else column[rows]
 
 
 def at(column: Column, row: int) -> int:

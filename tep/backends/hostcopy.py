@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Batch, Column, ReadBatch, ReadRow, Row
-from tep.backends.columns import Rows, pick, spread
 from tep.memory.source import Memory
 
 __all__ = [
     "HostRegion",
     "Offsets",
     "copy_rows",
-    "offsets_within",
-    "spell",
 ]
 
 Offsets = int | npt.NDArray[np.intp]
@@ -64,21 +59,10 @@ class HostRegion:
         return 0 <= offset <= self.nbytes - nbytes
 
 
-def offsets_within(column: Column, origin: int, nbytes: int, region_bytes: int) -> Offsets | None:
-    """Turn addresses into offsets from `origin`; None if a row would leave the region."""
-    last = region_bytes - nbytes
-    if isinstance(column, int):
-        return column - origin if 0 <= column - origin <= last else None
-    # Compared as Python ints, which do not wrap as unsigned columns would.
-    if int(column.min()) < origin or int(column.max()) - origin > last:
-        return None
-    return (column.astype(np.uint64) - np.uint64(origin)).astype(np.intp)
-
-
 def copy_rows(
     source: HostRegion, src: Offsets, target: HostRegion, dst: Offsets, nbytes: int, nrows: int
 ) -> None:
-    """Copy `nrows` rows of `nbytes` each, between offsets that offsets_within() has checked."""
+    """Copy `nrows` rows of `nbytes` each, between offsets that were checked."""
     if nbytes == 0:
         return
     if nbytes > _GATHER_BYTES_MAX or isinstance(src, int) or isinstance(dst, int):
@@ -98,16 +82,3 @@ def _addresses(offsets: Offsets, origin: int, nrows: int) -> list[int]:
     if isinstance(offsets, int):
         return [origin + offsets] * nrows
     return [origin + offset for offset in offsets.tolist()]
-
-
-def spell(batch: Batch, rows: Rows, nrows: int) -> Iterator[Row | ReadRow]:
-    """Spell out chosen rows as plain ints."""
-
-    def column(value: Column) -> list[int]:
-        return spread(pick(value, rows), nrows)
-
-    columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)
-    spelled = [column(value) for value in columns]
-    if isinstance(batch, ReadBatch):
-        return map(ReadRow, *spelled)
-    return map(Row, *spelled, repeat(None) if batch.imm is None else column(batch.imm))

@@ -1,23 +1,32 @@
-"""The loopback backend: engines of one process, memory to memory, in an order shuffled by a seed.
+"""The loopback backend: engines of one process, memory to memory, in order.
 
-Engines may be turned by one thread, or by one each: what other threads touch is in the port. Here
-are the sending half of a NIC, its completions, and the backend's two functions. No clock here.
+Engines may be turned by one thread, or by one each. No clock here, and no ill will: what goes wrong
+on purpose is `tep.sim`'s.
+
+Rule 1: a sender's thread moves the bytes, holding the target's lock, so that nothing lands after
+revoke(), fence() or shut() has returned. Rule 2: all else that crosses threads is one append to a
+deque, and a call of the target's waker.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import struct
+import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from enum import Enum, auto
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
+from tep.backends import forks
 from tep.backends.base import (
     Access,
-    Batch,
     Completions,
     DomainCaps,
     DomainKey,
+    Entry,
     Kind,
     Opened,
     ReadBatch,
@@ -27,46 +36,46 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.columns import Rows, pick, row_of
-from tep.backends.hostcopy import HostRegion, offsets_within, spell
-from tep.backends.loopback_port import (
-    NAME_BYTES_MAX,
-    NICS_MAX,
-    Hub,
-    Port,
-    check_address,
-    engine_of,
-)
-from tep.backends.shuffle import Disorder, Entry, Message
+from tep.backends.handing import ReceivePool, Unread, hand_out
+from tep.backends.hostcopy import HostRegion
 from tep.backends.texts import closed, meaning
-from tep.base.errors import UsageError
+from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
 from tep.memory.source import Memory
 
-__all__ = ["HUB", "Hub", "LoopbackDomain", "Way", "open_domains", "probe"]
+__all__ = [
+    "HUB", "Hub", "LoopbackDomain", "Message", "Port", "Way", "check_address", "engine_of",
+    "open_domains", "probe",
+]  # fmt: skip
 
-HUB: Final = Hub()
-"""The hub that open_domains() uses unless told otherwise."""
-
+_NICS_MAX: Final = 64
+_NAME_BYTES_MAX: Final = 200
 _SQ_DEPTH: Final = 1024  # as deep as the send queues of the paper's engine
 _READS: Final = 128  # fewer than writes, so that a run meets this limit as well
 _MESSAGES_MAX: Final = 64
 _CONTROL_BYTES: Final = 4096
-_VECTOR_ROWS: Final = 16  # from here on columns beat a loop
 
-# Plain ints: to store an IntEnum costs numpy three times as much.
+# An address: 0, 4 bytes b"LOOP"; 4, u64 the hub; 12, u64 epoch; 20, u16 NIC; 22, the engine's name
+# in UTF-8. Integers are little-endian.
+_ADDRESS: Final = struct.Struct("<4sQQH")
+_MAGIC: Final = b"LOOP"
+
+# Plain ints: an IntEnum member is slower to compare and to store.
 _WRITE: Final = int(Kind.WRITE)
-_SENT: Final = int(Kind.SENT)
-_DOWN: Final = int(Kind.DOWN)
-_FENCED: Final = int(Kind.FENCED)
 _READ: Final = int(Kind.READ)
+_IMM: Final = int(Kind.IMM)
+_SENT: Final = int(Kind.SENT)
+_RECV: Final = int(Kind.RECV)
+_FENCED: Final = int(Kind.FENCED)
 _OK: Final = int(Status.OK)
 
 
-class _State(Enum):
-    OPEN = auto()
-    DOWN = auto()  # the NIC died; what is posted ends with NIC_DOWN
-    CLOSED = auto()
+class Message(NamedTuple):
+    """A message on its way out."""
+
+    peer: int
+    payload: bytes
+    ctx: int
 
 
 class Way:
@@ -75,17 +84,15 @@ class Way:
     Attributes:
         kind: of their completions, a `Kind`.
         depth: rows that may be out.
-        died: what rows that are out end with when the NIC dies.
         regions: memory here, by lkey: what writes are from, or what reads are to.
         open: rows that are out.
     """
 
-    __slots__ = ("depth", "died", "kind", "open", "regions")
+    __slots__ = ("depth", "kind", "open", "regions")
 
-    def __init__(self, kind: int, depth: int, died: Status) -> None:
+    def __init__(self, kind: int, depth: int) -> None:
         self.kind = kind
         self.depth = depth
-        self.died = died
         self.regions: dict[int, HostRegion] = {}
         self.open = 0
 
@@ -93,49 +100,40 @@ class Way:
 class LoopbackDomain:
     """One NIC of the loopback; `tep.backends.base.Domain` describes the methods.
 
+    Rows are carried out as they are posted; only messages without a receive buffer wait.
+
     Args:
         hub: where its peers are.
         name: of its engine; with `nic` the identity that outlives a restart.
-        nic: index in its engine. Even NICs want virtual addresses and odd ones offsets, since
-            providers differ in this.
+        nic: index in its engine.
         epoch: of its engine's incarnation.
         caps: its limits, enforced.
-        seed: of the shuffle; None = in order, nothing held.
     """
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
         self.caps = caps
         self.port = Port(hub, name, nic, epoch)
         self.address = self.port.address
         self._hub = hub
-        self._state = _State.OPEN
         self._numbers = itertools.count(1)
-        self._writes = Way(_WRITE, caps.sq_depth, Status.NIC_DOWN)
-        # What is not copied when the NIC dies never is, so that FLUSHED is the truth (C30).
-        self._reads = Way(_READ, caps.reads, Status.FLUSHED)
+        self._writes = Way(_WRITE, caps.sq_depth)
+        self._reads = Way(_READ, caps.reads)
         self._peer_ids: dict[bytes, int] = {}
         self._peer_addresses: list[bytes] = []
         self._peers: list[Port | Status] = []
         self._open_messages = 0
         self._refused = False
         self._stalled: deque[Message] = deque()  # the peer has no receive posted
-        self._disorder = None if seed is None else Disorder(seed, f"{name}/{nic}")
-        # Without a shuffle, what arrives is ready at once.
-        self._ready: deque[Entry] = self.port.arrived if seed is None else deque()
 
     # --- memory and peers
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        writable = access.target
-        base = 0 if self.port.nic % 2 else memory.ptr
-        region = HostRegion(memory, base, writable=writable)
+        region = HostRegion(memory, memory.ptr, writable=access.target)
         # Keys differ between NICs and incarnations, and no lkey is an rkey: a mix-up never works.
         number = (self.port.epoch << 24) + (next(self._numbers) << 8) + self.port.nic
-        key = DomainKey(lkey=2 * number + 1, rkey=2 * number, base=base)
+        key = DomainKey(lkey=2 * number + 1, rkey=2 * number, base=region.base)
         self._writes.regions[key.lkey] = region
         if access.sink:
             self._reads.regions[key.lkey] = region
@@ -157,6 +155,9 @@ class LoopbackDomain:
             self._peers.append(self._hub.find(peer))
         return found
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def _reach(self, peer: int) -> Port | Status:
         """Return who is at the other end now."""
         assert 0 <= peer < len(self._peers), (peer, len(self._peers))
@@ -173,66 +174,22 @@ class LoopbackDomain:
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         return self._post(self._reads, batch, start, stop)
 
-    def _post(self, way: Way, batch: Batch, start: int, stop: int) -> int:
+    def _post(self, way: Way, batch: WriteBatch | ReadBatch, start: int, stop: int) -> int:
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
         take = min(stop - start, way.depth - way.open)
-        if take > 0 and self._disorder is not None:
-            take = self._disorder.shorten(take)
-        if take <= 0:
-            self._refused = True
-            self.port.waker()  # polling is what makes room here
-            return 0
-        way.open += take
-        if self._state is _State.DOWN:
-            self._fail_rows(way, batch, range(start, start + take), way.died)
-        elif self._disorder is not None:
-            self._disorder.hold_rows(batch, start, take)
+        if take > 0:
+            way.open += take
+            self._carry_out(way, batch, start, start + take)
         else:
-            self._carry_out(way, batch, slice(start, start + take), take)
-        self.port.waker()
-        return take
+            self._refused = True
+        self.port.waker()  # polling is what makes room here
+        return max(take, 0)
 
-    def _way_of(self, batch: Batch) -> Way:
-        return self._reads if isinstance(batch, ReadBatch) else self._writes
-
-    def _carry_out(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
-        if nrows == 1:
-            index = rows.start if isinstance(rows, slice) else int(rows[0])
-            row: Row | ReadRow
-            if isinstance(batch, WriteBatch):
-                row = row_of(batch, index)
-            else:
-                row = next(spell(batch, slice(index, index + 1), 1))
-            status = self._carry_row(row)
-            if status is Status.OK:
-                self._finish(way, status, batch.ctx, nbytes=row.nbytes)
-            else:
-                self._finish(way, status, batch.ctx, row=index)
-        elif nrows < _VECTOR_ROWS or not self._carry_columns(way, batch, rows, nrows):
-            self._carry_each(way, batch, rows, nrows)
-
-    def _carry_columns(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> bool:
-        """Move rows of one length to or from one region at once; False: nothing was moved."""
-        peer, rkey, nbytes = batch.peer, batch.rkey, batch.nbytes
-        if not (isinstance(peer, int) and isinstance(rkey, int) and isinstance(nbytes, int)):
-            return False
-        mine = way.regions.get(batch.lkey)
-        port = self._reach(peer)
-        if mine is None or isinstance(port, Status) or nbytes > self.caps.max_write_bytes:
-            return False
-        here = offsets_within(pick(batch.src, rows), mine.origin, nbytes, mine.nbytes)
-        if here is None:
-            return False
-        if not port.carry_rows(batch, rows, nrows, mine, here, self.address):
-            return False
-        self._finish(way, Status.OK, batch.ctx, count=nrows, nbytes=nrows * nbytes)
-        return True
-
-    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
-        indices = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+    def _carry_out(self, way: Way, batch: WriteBatch | ReadBatch, start: int, stop: int) -> None:
+        rows: Iterator[Row | ReadRow] = batch.rows(start, stop)
         moved = nbytes = 0
-        for index, row in zip(indices, spell(batch, rows, nrows)):
+        for index, row in enumerate(rows, start):
             status = self._carry_row(row)
             if status is Status.OK:
                 moved += 1
@@ -243,47 +200,38 @@ class LoopbackDomain:
             self._finish(way, Status.OK, batch.ctx, count=moved, nbytes=nbytes)
 
     def _carry_row(self, row: Row | ReadRow) -> Status:
-        if row.nbytes:  # an empty row has no memory here
-            if isinstance(row, ReadRow):
-                mine, here = self._reads.regions.get(row.lkey), row.local
-            else:
-                mine, here = self._writes.regions.get(row.lkey), row.src
-            if mine is None or not mine.holds(here - mine.origin, row.nbytes):
+        peer, here, lkey, _, _, nbytes = row[:6]
+        if nbytes:  # an empty row has no memory here
+            way = self._reads if isinstance(row, ReadRow) else self._writes
+            mine = way.regions.get(lkey)
+            if mine is None or not mine.holds(here - mine.origin, nbytes):
                 return Status.LOCAL_KEY
-        if row.nbytes > self.caps.max_write_bytes:
+        if nbytes > self.caps.max_write_bytes:
             return Status.LENGTH
-        port = self._reach(row.peer)
+        port = self._reach(peer)
         return port if isinstance(port, Status) else port.carry_row(row, self.address)
 
     def _finish(
         self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
-        self._own((way.kind, int(status), count, 0, row, ctx, nbytes))
-
-    def _own(self, entry: Entry) -> None:
-        if self._disorder is None:
-            self._ready.append(entry)
-        else:
-            self._disorder.hold_entry(entry)
-
-    def _fail_rows(self, way: Way, batch: Batch, rows: Iterable[int], status: Status) -> None:
-        for row in rows:
-            self._finish(way, status, batch.ctx, row=row)
+        self.port.arrived.append((way.kind, int(status), count, 0, row, ctx, nbytes))
 
     # --- messages
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        if not self._has_room():
+            return False
+        self._send(Message(peer, bytes(payload), ctx))
+        self.port.waker()
+        return True
+
+    def _has_room(self) -> bool:
+        """Take a message more, unless too many are open."""
         self._check_open()
         if self._open_messages >= _MESSAGES_MAX:
             self._refused = True
             return False
         self._open_messages += 1
-        message = Message(peer, bytes(payload), ctx)
-        if self._disorder is None:
-            self._send(message)
-        else:
-            self._disorder.messages.put(message)
-        self.port.waker()
         return True
 
     def _send(self, message: Message) -> None:
@@ -291,12 +239,10 @@ class LoopbackDomain:
         if status is None:
             self._stalled.append(message)
         else:
-            self._own((_SENT, int(status), 1, 0, 0, message.ctx, 0))
+            self._sent(status, message.ctx)
 
     def _try_send(self, message: Message) -> Status | None:
         """Return how it ended, or None where the peer has no receive posted now."""
-        if self._state is _State.DOWN:
-            return Status.NIC_DOWN
         if len(message.payload) > self.caps.max_msg_bytes:
             return Status.LENGTH
         target = self._reach(message.peer)
@@ -304,25 +250,25 @@ class LoopbackDomain:
             return target
         return target.take_message(message.payload, self.port)
 
+    def _sent(self, status: Status, ctx: int) -> None:
+        self.port.arrived.append((_SENT, int(status), 1, 0, 0, ctx, 0))
+
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
-        self._check_open()
-        if self._open_messages >= _MESSAGES_MAX:
-            self._refused = True
+        if not self._has_room():
             return False
-        self._open_messages += 1
-        target: Port | Status = Status.NIC_DOWN
-        if self._state is not _State.DOWN:
-            target = self._reach(peer)
+        target = self._reach(peer)
         if not isinstance(target, Status):
             target = target.take_control_in(bytes(payload), self.address)
-        self._own((_SENT, int(target), 1, 0, 0, ctx, 0))
+        self._sent(target, ctx)
         self.port.waker()
         return True
 
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
         return self.port.take_control(slot)
 
-    engine_of = staticmethod(engine_of)
+    @staticmethod
+    def engine_of(address: bytes) -> bytes:
+        return engine_of(address)
 
     def source(self, number: int) -> bytes:
         return self.port.source(number)
@@ -330,11 +276,7 @@ class LoopbackDomain:
     def fence(self, source: bytes, ctx: int) -> None:
         self._check_open()
         self.port.fence(source)
-        if self._disorder is not None:  # what is held of its immediates comes out first
-            self._ready.extend(self._disorder.entries.drain())
-            self._ready.extend(self.port.arrived)
-            self.port.arrived.clear()
-        self._ready.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
+        self.port.arrived.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
         self.port.waker()
 
     def unfence(self, source: bytes) -> None:
@@ -359,46 +301,19 @@ class LoopbackDomain:
     def poll(self, out: Completions) -> int:
         for _ in range(len(self._stalled)):
             self._send(self._stalled.popleft())
-        if self._disorder is not None:
-            self._advance(self._disorder)
-        ready, filled, room = self._ready, 0, len(out)
-        while filled < room and ready:
-            entry = ready.popleft()
-            if isinstance(entry, tuple):
-                out[filled] = entry
-                filled += 1
-                if entry[0] == _WRITE:
-                    self._writes.open -= entry[2]
-                elif entry[0] == _READ:
-                    self._reads.open -= entry[2]
-                elif entry[0] == _SENT:
-                    self._open_messages -= 1
-            else:
-                fits = min(room - filled, len(entry))
-                out[filled : filled + fits] = entry[:fits]
-                filled += fits
-                if fits < len(entry):
-                    ready.appendleft(entry[fits:])
-        if ready or (self._refused and filled) or self._disorder:
+        ready = self.port.arrived
+        filled, rows, reads = hand_out(ready, out, 0)
+        self._writes.open -= rows
+        self._reads.open -= reads
+        if self._open_messages:
+            self._open_messages -= int((out["kind"][:filled] == _SENT).sum())
+        if ready or (self._refused and filled):
             self._refused = False
             self.port.waker()
         return filled
 
-    def _advance(self, disorder: Disorder) -> None:
-        """Let one turn of the shuffle pass."""
-        for batch, rows in disorder.rows.due():
-            self._carry_out(self._way_of(batch), batch, rows, len(rows))
-        for message in disorder.messages.due():
-            self._send(message)
-        while self.port.arrived:
-            disorder.hold_entry(self.port.arrived.popleft())
-        self._ready.extend(disorder.entries.due())
-
     def status_text(self, status: int) -> str:
         return _STATUS_TEXT.get(status, "")
-
-    def forget(self, peer: int) -> None:
-        """Nothing is kept of a peer that could be given back."""
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.port.waker = waker
@@ -407,64 +322,294 @@ class LoopbackDomain:
         return None
 
     def arm(self) -> bool:
-        return not (self._ready or self.port.arrived or self._disorder)
+        return not self.port.arrived
 
     # --- ends
 
     def close(self) -> None:
-        if self._state is not _State.CLOSED:
-            self._end(_State.CLOSED, Status.FLUSHED)
+        if self.port.alive:
+            self._end(Status.FLUSHED)
 
-    def fail(self) -> None:
-        """Let this NIC die as hardware does: NIC_DOWN for all that is open, and Kind.DOWN."""
-        if self._state is _State.OPEN:
-            self._end(_State.DOWN, Status.NIC_DOWN)
-            self._ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
-            self.port.waker()
-
-    def die(self) -> None:
-        """Vanish as a killed process does: peers find nobody, no completion is handed out."""
-        self._end(_State.CLOSED, Status.FLUSHED)
-        self._ready.clear()
-        self.port.arrived.clear()
-
-    def _end(self, state: _State, status: Status) -> None:
-        self._state = state
+    def _end(self, status: Status) -> None:
+        """Be unreachable; what is open ends with this status."""
         self.port.shut()
         self._writes.regions.clear()
         self._reads.regions.clear()
-        disorder, self._disorder = self._disorder, None
-        if disorder is not None:
-            self._ready.extend(disorder.entries.drain())
-            while self.port.arrived:
-                self._ready.append(self.port.arrived.popleft())
-            self.port.arrived = self._ready
-            for batch, rows in disorder.rows.drain():
-                way = self._way_of(batch)
-                end = way.died if state is _State.DOWN else status
-                self._fail_rows(way, batch, rows.tolist(), end)
-            self._stalled.extend(disorder.messages.drain())
         for message in self._stalled:
-            self._own((_SENT, int(status), 1, 0, 0, message.ctx, 0))
+            self._sent(status, message.ctx)
         self._stalled.clear()
         self.port.waker()
 
     def _check_open(self) -> None:
-        if self._state is _State.CLOSED or not (self.port.alive or self._state is _State.DOWN):
+        if not self.port.alive:
             raise closed(self.caps.nic)
 
 
-_STATUS_TEXT: Final = meaning(
-    UNREACHABLE="no open engine of this process has that address",
-    NIC_DOWN="the NIC was made to fail",
-)
+_STATUS_TEXT: Final = meaning(UNREACHABLE="no open engine of this process has that address")
+
+
+class Port:
+    """The receiving half of a NIC, which the threads of its peers touch.
+
+    Attributes:
+        address: in this incarnation.
+        alive: False once the NIC is shut; written under the lock.
+        waker: what to call when something has arrived.
+        arrived: completions for the NIC's owner; peers append, the owner takes.
+    """
+
+    def __init__(self, hub: Hub, name: str, nic: int, epoch: int) -> None:
+        self.name = name
+        self.nic = nic
+        self.epoch = epoch
+        self.address = hub.address(name, nic, epoch)
+        self.alive = True
+        self.waker: Callable[[], None] = _wake_nobody
+        self.arrived: deque[Entry] = deque()
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._targets: dict[int, HostRegion] = {}
+        self._readable: dict[int, HostRegion] = {}
+        self._pool = ReceivePool()
+        self._starved: dict[Port, None] = {}  # senders that found no free buffer
+        self._sources: dict[bytes, int] = {}
+        self._fenced: set[bytes] = set()
+        self._unread = Unread(self.arrived.append)
+        hub.attach(self)
+
+    # --- on the senders' threads
+
+    def carry_row(self, row: Row | ReadRow, peer: bytes) -> Status:
+        """Write one row here, then hand over its immediate; or copy what a row reads.
+
+        The memory at the peer's end has been checked.
+        """
+        _, here, _, there, rkey, nbytes = row[:6]
+        reads = isinstance(row, ReadRow)
+        with self._lock:
+            if not self.alive or peer in self._fenced:
+                return Status.UNREACHABLE
+            region = (self._readable if reads else self._targets).get(rkey)
+            if region is None and nbytes == 0:  # the immediate after a read (C9)
+                region = self._readable.get(rkey)
+            if region is None:
+                return Status.REMOTE_KEY
+            offset = there - region.base
+            if not region.holds(offset, nbytes):
+                return Status.REMOTE_RANGE
+            if isinstance(row, ReadRow):
+                ctypes.memmove(here, region.origin + offset, nbytes)
+                return Status.OK
+            ctypes.memmove(region.origin + offset, here, nbytes)
+            if row.imm is None:
+                return Status.OK
+            # Within the lock: what is fenced out afterwards has been counted before.
+            self._hand_over(row.imm, peer)
+        self.waker()
+        return Status.OK
+
+    def _hand_over(self, imm: int, sender: bytes) -> None:
+        number = self._sources.setdefault(sender, len(self._sources))
+        self.arrived.append((_IMM, _OK, 1, imm, 0, number, 0))
+
+    def take_control_in(self, payload: bytes, sender: bytes) -> Status:
+        """Keep a control message for this NIC's engine."""
+        with self._lock:
+            if not self.alive:
+                return Status.UNREACHABLE
+            self._unread.add(payload, sender)
+        self.waker()
+        return Status.OK
+
+    def take_message(self, payload: bytes, sender: Port) -> Status | None:
+        """Put a message into a free buffer; None = there is none, the sender is woken then."""
+        with self._lock:
+            if not self.alive:
+                return Status.UNREACHABLE
+            if self._pool.never_fits(len(payload)):
+                return Status.LENGTH
+            found = self._pool.take(len(payload), sender.address)
+            if found is None:
+                self._starved[sender] = None
+                return None
+            slot, buffer = found
+            buffer[: len(payload)] = payload
+        self.arrived.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+        self.waker()
+        return Status.OK
+
+    # --- on the owner's thread
+
+    def grant(self, rkey: int, region: HostRegion, *, readable: bool) -> None:
+        """Let peers write to a region, where it is `writable`, and read it."""
+        with self._lock:
+            if region.writable:
+                self._targets[rkey] = region
+            if readable:
+                self._readable[rkey] = region
+
+    def revoke(self, rkey: int) -> None:
+        """Let nobody write there any more, or read; what is being copied is finished first."""
+        with self._lock:
+            self._targets.pop(rkey, None)
+            self._readable.pop(rkey, None)
+
+    def source(self, number: int) -> bytes:
+        """The address that a number in an immediate's entry stands for."""
+        with self._lock:
+            return list(self._sources)[number]
+
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        """A control message, and who sent it; once."""
+        with self._lock:
+            return self._unread.take(slot)
+
+    def fence(self, sender: bytes) -> None:
+        """Take no rows of one NIC any more; what it is writing now is finished first."""
+        with self._lock:
+            self._fenced.add(sender)
+
+    def unfence(self, sender: bytes) -> None:
+        """Take rows of a NIC again."""
+        with self._lock:
+            self._fenced.discard(sender)
+
+    def add_buffers(self, nbytes: int, count: int) -> None:
+        """Make the pool larger."""
+        with self._lock:
+            self._pool.add(nbytes, count)
+        self._wake_starved()
+
+    def view(self, slot: int) -> memoryview:
+        """The message in a buffer."""
+        return self._pool.view(slot)
+
+    def message_from(self, slot: int) -> bytes:
+        """The address of the NIC that sent it."""
+        return self._pool.sender(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Use a buffer again."""
+        with self._lock:
+            self._pool.give_back(slot)
+        self._wake_starved()
+
+    def shut(self) -> None:
+        """Be unreachable from now on."""
+        with self._lock:
+            self.alive = False
+            self._targets.clear()
+            self._readable.clear()
+        self._hub.detach(self)
+        self._wake_starved()  # they have to learn that we are gone
+
+    def orphan(self) -> None:
+        """Be shut in a forked child. A thread that is not here may hold the lock: a new one."""
+        self._lock = threading.Lock()
+        self.alive = False
+        self._targets.clear()
+        self._readable.clear()
+        self.arrived.clear()
+        self.waker = _wake_nobody
+
+    def _wake_starved(self) -> None:
+        with self._lock:
+            starved, self._starved = self._starved, {}
+        for sender in starved:
+            sender.waker()
+
+
+class Hub:
+    """Where ports find each other by address: the cables of one process.
+
+    It holds them weakly: a port lives as long as its engine, or a peer that has met it.
+
+    Args:
+        token: which hub an address belongs to, 64 bits; None = random, so that the addresses of
+            other processes are strangers here.
+    """
+
+    def __init__(self, token: int | None = None) -> None:
+        self._token = int.from_bytes(os.urandom(8), "little") if token is None else token
+        self._epochs = itertools.count(1)
+        self._by_address: weakref.WeakValueDictionary[bytes, Port] = weakref.WeakValueDictionary()
+        self._latest: weakref.WeakValueDictionary[tuple[str, int], Port]
+        self._latest = weakref.WeakValueDictionary()
+        forks.hold(self)
+
+    def next_epoch(self) -> int:
+        """Number the next incarnation: larger than all before it on this hub."""
+        return next(self._epochs)
+
+    def address(self, name: str, nic: int, epoch: int) -> bytes:
+        """Write down where a port is."""
+        return _ADDRESS.pack(_MAGIC, self._token, epoch, nic) + name.encode()
+
+    def attach(self, port: Port) -> None:
+        """Make a port findable."""
+        self._by_address[port.address] = port
+        self._latest[port.name, port.nic] = port
+
+    def detach(self, port: Port) -> None:
+        """Forget a port; rows to it end UNREACHABLE, or STALE_PEER once its name is back."""
+        self._by_address.pop(port.address, None)
+        if self._latest.get((port.name, port.nic)) is port:
+            del self._latest[port.name, port.nic]
+
+    def find(self, address: bytes) -> Port | Status:
+        """Return the port at an address, or why there is none."""
+        found = self._by_address.get(address)
+        if found is not None:
+            return found
+        _, token, epoch, nic = _ADDRESS.unpack_from(address)
+        later = self._latest.get((address[_ADDRESS.size :].decode(), nic))
+        if token == self._token and later is not None and later.epoch > epoch:
+            return Status.STALE_PEER
+        return Status.UNREACHABLE
+
+    def orphan(self) -> None:
+        """In a forked child: shut all ports, touching nothing that the parent's threads held."""
+        for port in list(self._by_address.values()):
+            port.orphan()
+        self._by_address.clear()
+        self._latest.clear()
+        self._token ^= os.getpid() << 32  # the child's own ports are strangers to the parent's
+
+
+HUB: Final = Hub()
+"""The hub that open_domains() uses unless told otherwise."""
+
+
+def _wake_nobody() -> None:
+    """Wake nobody: the waker until one is set."""
+
+
+def engine_of(address: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: all of it but the NIC's number."""
+    nic_at, nic_end = _ADDRESS.size - 2, _ADDRESS.size
+    return address if len(address) < nic_end else address[:nic_at] + address[nic_end:]
+
+
+def check_address(address: bytes) -> None:
+    """Raise BadDescriptor for bytes that cannot be a loopback address."""
+    if len(address) < _ADDRESS.size or address[:4] != _MAGIC:
+        raise BadDescriptor(
+            f"{address[:16]!r}... ({len(address)} bytes) is not a loopback address; is the peer's "
+            "engine on another backend?"
+        )
+    try:
+        name = address[_ADDRESS.size :].decode()
+    except UnicodeDecodeError as error:
+        raise BadDescriptor(f"loopback address: its name is not UTF-8: {error}") from error
+    nic = _ADDRESS.unpack_from(address)[3]
+    if nic >= _NICS_MAX or not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+        raise BadDescriptor(f"loopback address: NIC {nic} of {name!r} cannot be")
 
 
 def open_domains(
     nics: int = 1,
     *,
     hub: Hub | None = None,
-    seed: int | None = 0,
     name: str | None = None,
     sq_depth: int = _SQ_DEPTH,
     reads: int = _READS,
@@ -477,7 +622,6 @@ def open_domains(
     Args:
         nics: how many, 1 to 64.
         hub: who can be reached; None = all engines of this process that named no hub.
-        seed: of the shuffle of rows, immediates and completions; None = in order, nothing held.
         name: for reports, and the identity of a restart: the same name again makes the addresses
             of its closed predecessor stale.
         sq_depth: rows outstanding on one NIC.
@@ -492,15 +636,15 @@ def open_domains(
     hub = HUB if hub is None else hub
     epoch = hub.next_epoch()
     name = f"loopback-{epoch}" if name is None else name
-    if not 1 <= nics <= NICS_MAX:
-        raise UsageError(f"loopback: nics={nics}; 1 to {NICS_MAX} are possible")
+    if not 1 <= nics <= _NICS_MAX:
+        raise UsageError(f"loopback: nics={nics}; 1 to {_NICS_MAX} are possible")
     if sq_depth < 1 or min(reads, link_bps) < 0 or max_write_bytes < 1 or max_msg_bytes < 1:
         raise UsageError(
             f"loopback: sq_depth={sq_depth} reads={reads} link_bps={link_bps} max_write_bytes="
             f"{max_write_bytes} max_msg_bytes={max_msg_bytes}; reads, rate: 0 or more, others: 1"
         )
-    if not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
-        raise UsageError(f"loopback: name={name!r}; 1 to {NAME_BYTES_MAX} bytes of UTF-8")
+    if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+        raise UsageError(f"loopback: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
     domains = []
     for nic in range(nics):
         caps = DomainCaps(
@@ -510,7 +654,7 @@ def open_domains(
             sq_depth=sq_depth,
             max_write_bytes=max_write_bytes,
             max_msg_bytes=max_msg_bytes,
-            ordered=seed is None,
+            ordered=True,
             imm_eats_recv=False,
             peer_timeout_s=1.0,
             control_bytes=_CONTROL_BYTES,
@@ -518,7 +662,7 @@ def open_domains(
             reads=reads,
             no_reads="it was opened with reads=0",
         )
-        domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps, seed=seed))
+        domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps))
     return Opened(tuple(domains), epoch, name)
 
 

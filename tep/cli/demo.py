@@ -133,8 +133,8 @@ def _overtakes(
 
 def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
     with (
-        tep.TransferEngine.open("loopback", nics=2, seed=seed, name=f"demo-a{seed}") as sender,
-        tep.TransferEngine.open("loopback", nics=4, seed=seed, name=f"demo-b{seed}") as receiver,
+        tep.TransferEngine.open("loopback", nics=2, name=f"demo-a{seed}") as sender,
+        tep.TransferEngine.open("loopback", nics=4, name=f"demo-b{seed}") as receiver,
     ):
         return move_file(
             "loopback", (sender, receiver), data, page_bytes, seed=seed, simulated=False

@@ -1,28 +1,20 @@
-"""The contract on the loopback: in order, and shuffled by several seeds."""
+"""The contract on the loopback: as people get it, with shallow queues, with slow mortal NICs."""
 
 from __future__ import annotations
 
 import pytest
 
 from tep.testing.contract import DomainContract
+from tests.support.loopbacks import SlowLoopback
 from tests.support.worlds import LoopbackWorld
 
 
-class TestInOrder(DomainContract):
-    """The fast loopback, which promises order and has to keep it."""
+class TestLoopback(DomainContract):
+    """The loopback as people get it."""
 
     @pytest.fixture
     def world(self):
-        with LoopbackWorld(seed=None) as world:
-            yield world
-
-
-class TestShuffled(DomainContract):
-    """The loopback as people get it."""
-
-    @pytest.fixture(params=[0, 1, 2])
-    def world(self, request):
-        with LoopbackWorld(seed=request.param) as world:
+        with LoopbackWorld() as world:
             yield world
 
 
@@ -31,5 +23,14 @@ class TestShallowQueue(DomainContract):
 
     @pytest.fixture
     def world(self):
-        with LoopbackWorld(seed=3, sq_depth=3) as world:
+        with LoopbackWorld(sq_depth=3) as world:
+            yield world
+
+
+class TestSlow(DomainContract):
+    """The loopback that the planted faults of NICs stand on."""
+
+    @pytest.fixture
+    def world(self):
+        with LoopbackWorld(SlowLoopback) as world:
             yield world

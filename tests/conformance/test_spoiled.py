@@ -6,8 +6,7 @@ import pytest
 
 from tep.testing.contract import DomainContract, first_failure, tests_of
 from tests.spoiled import control, life, messages, reads, rows
-from tests.spoiled.base import SPOILED, Spoiled
-from tests.support.worlds import LoopbackWorld
+from tests.spoiled.base import SPOILED, ByRow, Spoiled, SpoiledWorld
 
 ROOMS = (rows, life, messages, control, reads)  # importing them fills the list
 CLAUSES = range(1, 35)
@@ -24,7 +23,7 @@ def test_a_spoiled_backend_fails_its_clause(spoiled):
 @pytest.mark.parametrize("clause", CLAUSES)
 def test_a_healthy_backend_passes_every_clause(clause):
     """A suite that fails everything also fails the spoiled ones."""
-    assert "" == first_failure(LoopbackWorld, clause)
+    assert "" == first_failure(lambda: SpoiledWorld(ByRow), clause)
 
 
 def test_every_clause_has_a_spoiled_backend():

@@ -51,7 +51,7 @@ def engines(n: int, kind: str) -> Iterator[list[TransferEngine]]:
     with ExitStack() as stack:
         found = []
         for k in range(n):
-            opened = open_domains(1, hub=hub, seed=k, name=f"e{k}")
+            opened = open_domains(1, hub=hub, name=f"e{k}")
             found.append(
                 stack.enter_context(
                     TransferEngine(
@@ -258,7 +258,7 @@ def test_engines_close_each_other_in_callbacks(kind: str) -> None:
 @pytest.mark.parametrize("driver", [ThreadDriver, TurnDriver])
 def test_a_call_that_is_not_taken_ends_and_says_why(driver: type[ThreadDriver]) -> None:
     """A callback that blocks must not block every user of the engine for ever."""
-    opened = open_domains(1, hub=Hub(7), seed=None, name="slow")
+    opened = open_domains(1, hub=Hub(7), name="slow")
     turned = driver("slow", call_timeout_s=0.3)
     with TransferEngine(opened.domains, driver=turned, name="slow", epoch=1) as engine:
         inside, free = threading.Event(), threading.Event()

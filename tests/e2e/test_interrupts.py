@@ -118,7 +118,7 @@ def loopback(driver: Callable[[list[Machine]], Driver]) -> Callable[[], list[Tra
         hub, ring = Hub(7), list[Machine]()
         found = []
         for name in ("a", "b"):
-            opened = open_domains(1, hub=hub, seed=None, name=name)
+            opened = open_domains(1, hub=hub, name=name)
             found.append(
                 TransferEngine(opened.domains, driver=driver(ring), name=name, epoch=opened.epoch)
             )

@@ -305,7 +305,7 @@ def test_a_crash_on_a_worker_tells_its_cause(
     driver: type[ThreadDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a worker the cause is on another thread: without it nobody knows what to look for."""
-    opened = open_domains(1, seed=None, name="a")
+    opened = open_domains(1, name="a")
     with TransferEngine(opened.domains, driver=driver("a"), name="a", epoch=1) as engine:
         pending = engine.expect_imm_count(1, 1)
 

@@ -20,6 +20,7 @@ from tep.base.errors import (
     UsageError,
     WaitTimeout,
 )
+from tests.support.loopbacks import MortalLoopback
 from tests.support.pairs import Pair, pair
 
 WAIT_S = 30
@@ -47,11 +48,10 @@ def run_all(*jobs: Callable[[], object]) -> None:
         raise raised[0]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_users_on_many_threads_share_one_engine(seed) -> None:
+def test_users_on_many_threads_share_one_engine() -> None:
     """A submit lost, doubled or mixed with a neighbour's shows in a count or in the bytes."""
     nthreads, rounds, npages = 6, 25, 16
-    with pair(2, 2, nbytes=nthreads * npages * 64, seed=seed, threads=True) as p:
+    with pair(2, 2, nbytes=nthreads * npages * 64, threads=True) as p:
 
         def user(me: int) -> None:
             pages = Pages(me * npages + np.arange(npages))
@@ -83,7 +83,7 @@ def test_users_on_many_threads_share_one_engine(seed) -> None:
 
 def test_one_peer_group_used_by_many_threads() -> None:
     """Its cache is shared: one thread's descriptors with another's targets write to strangers."""
-    with pair(2, 1, threads=True, seed=None) as p:
+    with pair(2, 1, threads=True) as p:
         engines = [p.more(f"t{k}", 1 + k % 2) for k in range(4)]
         targets = [np.zeros((4, 64), np.uint8) for _ in engines]
         descs = [e.reg_mr(t)[1] for e, t in zip(engines, targets, strict=True)]
@@ -142,8 +142,8 @@ def test_region_given_back_by_two_threads_is_given_back_once() -> None:
 
 def test_close_while_others_submit_leaves_no_handle_open() -> None:
     """Between the check and the queue an engine may close; whoever waits then must hear of it."""
-    for seed in range(8):
-        with pair(2, 2, seed=seed, threads=True) as p:
+    for _ in range(8):
+        with pair(2, 2, threads=True) as p:
             handles: list = []
 
             def user(p: Pair = p, handles: list = handles) -> None:
@@ -166,7 +166,7 @@ def test_close_while_others_submit_leaves_no_handle_open() -> None:
 
 def test_counts_are_exact_when_expectations_race_with_arrivals() -> None:
     """Early, late and in the middle: every round fires once whoever comes first."""
-    with pair(2, 2, threads=True, seed=1) as p:
+    with pair(2, 2, threads=True) as p:
         fired: list[int] = []
         pages = Pages(range(8))
 
@@ -306,7 +306,7 @@ def test_wait_times_out_with_a_report_while_the_engine_runs() -> None:
 
 def test_watched_words_and_messages_wake_the_worker() -> None:
     """An idle worker sleeps: a store, a message and a write must each get it up."""
-    with pair(threads=True, seed=None) as p:
+    with pair(threads=True) as p:
         seen: list[object] = []
         events = [threading.Event() for _ in range(2)]
         word = p.b.alloc_uvm_watcher(lambda old, new: (seen.append(new), events[0].set()))
@@ -321,7 +321,7 @@ def test_watched_words_and_messages_wake_the_worker() -> None:
 
 def test_idle_engine_uses_no_cpu_and_takes_no_steps() -> None:
     """A worker that spins with nothing to do takes a core from the model."""
-    with pair(2, 2, threads=True, seed=None) as p:
+    with pair(2, 2, threads=True) as p:
         p.b.expect_imm_count(1, 1)  # a wait is no work
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0)).wait(WAIT_S)
         quiet = threading.Event()
@@ -340,7 +340,7 @@ def test_idle_engine_uses_no_cpu_and_takes_no_steps() -> None:
 
 def test_nic_that_dies_under_load_fails_its_rows_and_moves_the_rest() -> None:
     """All handles end, the engine goes on with the other NIC, and no byte is wrong."""
-    with pair(2, 2, nbytes=1 << 16, threads=True, seed=4, sq_depth=8) as p:
+    with pair(2, 2, threads=True, sq_depth=8, make=MortalLoopback) as p:
         pages = Pages(range(256))
         sent = [p.a.submit_paged_writes(256, (p.mr, pages), (p.desc, pages), 1) for _ in range(30)]
         p.a.driver.call(p.a._domains[0].fail)
@@ -364,7 +364,7 @@ def test_nic_that_dies_under_load_fails_its_rows_and_moves_the_rest() -> None:
 def test_backlog_limit_holds_under_many_threads() -> None:
     """Counted without a lock, the limit drifts with every lost update."""
     options = EngineOptions(backlog_rows_max=1000)
-    with pair(threads=True, seed=None, options=options) as p:
+    with pair(threads=True, options=options) as p:
         pages = Pages(range(100))
 
         def user() -> None:

@@ -45,7 +45,7 @@ def test_a_verb_that_raises_leaves_nothing_asleep(
     hub = Hub(7)
 
     def engine(name: str, epoch: int) -> TransferEngine:
-        opened = open_domains(1, hub=hub, seed=None, name=name, max_msg_bytes=256)
+        opened = open_domains(1, hub=hub, name=name, max_msg_bytes=256)
         return TransferEngine(opened.domains, driver=driver(name), name=name, epoch=epoch)
 
     class World:

@@ -172,7 +172,7 @@ def a_verb_raises() -> None:
     hub, driver = Hub(7), _Kicked()
 
     def engine(name: str, epoch: int, driver: InlineDriver) -> TransferEngine:
-        opened = open_domains(1, hub=hub, seed=None, name=name)
+        opened = open_domains(1, hub=hub, name=name)
         return TransferEngine(opened.domains, driver=driver, name=name, epoch=epoch)
 
     with (

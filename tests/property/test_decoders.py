@@ -30,12 +30,11 @@ from tep.apps.moe.peers import pack_hello, unpack_hellos
 from tep.apps.rl import regions as rl_regions
 from tep.apps.rl import remote as rl_remote
 from tep.apps.rl import routes as rl_routes
-from tep.backends import loopback_port
+from tep.backends import loopback
 from tep.backends.libfabric import address as libfabric_address
 from tep.backends.libfabric import frames as libfabric_frames
 from tep.backends.local import address as local_address
 from tep.backends.local import channel as local_channel
-from tep.backends.loopback import open_domains as open_loopback
 from tep.backends.verbs import handshake as verbs_handshake
 from tep.base.wire import VERSION, MrDesc, NetAddr
 from tep.compat.nixl import wire as nixl_wire
@@ -126,7 +125,7 @@ SCHEDULE = rl_routes._Wire(rl_routes._VERSION, 1, ("a",), ("b",), (), b"", 1)
 
 
 def loopback_address() -> bytes:
-    opened = open_loopback()
+    opened = loopback.open_domains()
     for domain in opened.domains:
         domain.close()
     return opened.domains[0].address
@@ -186,9 +185,7 @@ CASES: dict[str, list[Case]] = {
         Case(local_address.Address.from_bytes, [LOCAL], sealed_local),
     ],
     "tep/backends/local/channel.py::decode": [Case(local_channel.decode, structs(local_channel))],
-    "tep/backends/loopback_port.py::check_address": [
-        Case(loopback_port.check_address, [loopback_address()])
-    ],
+    "tep/backends/loopback.py::check_address": [Case(loopback.check_address, [loopback_address()])],
     "tep/backends/verbs/handshake.py::Address.decode": [
         Case(verbs_handshake.Address.decode, [VERBS.encode()])
     ],

@@ -1,4 +1,4 @@
-"""Whole engines over the shuffling loopback: bytes, immediates and NICs for every request shape."""
+"""Whole engines: bytes, immediates and NICs of every request shape, mostly on the chaos fabric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tep.base.api import Paged, Pages, Routing, Scatter, ScatterDst, Single
 from tep.base.wire import MrDesc
 from tep.core.plan import SHARD_BYTES_MIN, count_imms, lanes, plan_single
 from tep.engine import TransferEngine
-from tests.support.pairs import BLANK, Buffer, Pair, pair
+from tests.support.pairs import BLANK, Buffer, Pair, hostile_pair, pair
 
 COUNTS = list(product(range(1, 5), range(1, 5)))
 NICS = st.integers(1, 4)
@@ -79,7 +79,7 @@ def check_single(p: Pair, nbytes: int, src: int, dst: int, routing: Routing) -> 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 2 * SHARD_BYTES_MIN - 1, 100_001])
 def test_single_tiles_exactly_between_any_nic_counts(nlocal, nremote, nbytes) -> None:
     """A shard cut short, doubled or with another NIC's key shows as a wrong byte somewhere."""
-    with pair(nlocal, nremote, nbytes=1 << 17, seed=nbytes) as p:
+    with hostile_pair(nlocal, nremote, nbytes=1 << 17, seed=nbytes) as p:
         check_single(p, nbytes, 3, 5, Routing())
         everyone = Routing(num_shards=lanes(nlocal, nremote))
         p.dst.data[:] = BLANK
@@ -92,7 +92,7 @@ def test_single_of_any_size_and_routing_is_exact(nlocal, nremote, nbytes, data) 
     domain = data.draw(st.none() | st.integers(0, nlocal - 1))
     mine = lanes(nlocal, nremote) // (1 if domain is None else nlocal)
     routing = Routing(num_shards=data.draw(st.none() | st.integers(1, mine)), domain=domain)
-    with pair(nlocal, nremote, nbytes=1 << 16, seed=data.draw(st.integers(0, 99))) as p:
+    with hostile_pair(nlocal, nremote, nbytes=1 << 16, seed=data.draw(st.integers(0, 99))) as p:
         src, dst = data.draw(st.integers(0, 999)), data.draw(st.integers(0, 99))
         check_single(p, nbytes, src, dst, routing)
 
@@ -101,7 +101,7 @@ def test_single_of_any_size_and_routing_is_exact(nlocal, nremote, nbytes, data) 
 def test_every_nic_of_both_sides_carries_its_share(nlocal, nremote) -> None:
     """A NIC left out halves the bandwidth and nobody notices until it is measured."""
     nlanes = lanes(nlocal, nremote)
-    with pair(nlocal, nremote, nbytes=nlanes * 12 * 256, seed=None) as p:
+    with pair(nlocal, nremote, nbytes=nlanes * 12 * 256) as p:
         pages = Pages(np.arange(nlanes * 12))
         there = arrivals_by_nic(p)
         sent = p.a.submit_paged_writes(256, (p.mr, pages), (p.desc, pages), IMM)
@@ -115,7 +115,7 @@ def test_every_nic_of_both_sides_carries_its_share(nlocal, nremote) -> None:
 
 def test_small_singles_go_round_all_nics() -> None:
     """Without a cursor every small write leaves by NIC 0."""
-    with pair(3, 2, seed=None) as p:
+    with pair(3, 2) as p:
         for k in range(12):
             p.a.submit_single_write(8, (p.mr, 8 * k), (p.desc, 8 * k), IMM)
         got = p.b.expect_imm_count(IMM, 12)
@@ -162,14 +162,14 @@ def test_pages_land_where_the_lists_say(nlocal, nremote, npages, page, data) -> 
     )
     order = st.lists(st.integers(0, 60), min_size=npages, max_size=npages, unique=True)
     dst = Pages(data.draw(order), stride=dst_stride, offset=data.draw(st.integers(0, 50)))
-    with pair(nlocal, nremote, seed=data.draw(st.integers(0, 99))) as p:
+    with hostile_pair(nlocal, nremote, seed=data.draw(st.integers(0, 99))) as p:
         check_paged(p, page, src, dst, imm, Routing(domain=nic))
 
 
 @pytest.mark.parametrize("npages", [1, 2, 3, 5, 6, 7])
 def test_fewer_pages_than_lanes_and_odd_ones(npages) -> None:
     """A plan that deals out empty runs posts batches of no rows."""
-    with pair(2, 3, seed=npages) as p:
+    with hostile_pair(2, 3, seed=npages) as p:
         pages = Pages(list(range(npages))[::-1])
         check_paged(p, 100, pages, pages, 9, Routing())
 
@@ -190,7 +190,7 @@ def test_one_source_page_may_go_to_many_places() -> None:
 def test_scatter_gives_each_peer_its_slice(nlocal, targets, by, seed, grouped) -> None:
     """Every peer gets its own bytes and count, also with mixed NIC counts and empty slices."""
     with (
-        pair(nlocal, 1, nbytes=1 << 16, seed=seed) as p,
+        hostile_pair(nlocal, 1, nbytes=1 << 16, seed=seed) as p,
         crowd(p, [nics for nics, _, _ in targets]) as peers,
     ):
         routing = Routing(scatter_by=by)
@@ -222,7 +222,7 @@ def test_scatter_gives_each_peer_its_slice(nlocal, targets, by, seed, grouped) -
 
 def test_barrier_reaches_each_peer_once_and_moves_nothing() -> None:
     """A barrier that comes twice lets a rank run a step ahead."""
-    with pair(3, 1, seed=4) as p, crowd(p, [1, 2, 3, 4, 2]) as peers:
+    with hostile_pair(3, 1, seed=4) as p, crowd(p, [1, 2, 3, 4, 2]) as peers:
         descs = [desc for _, _, desc in peers]
         group = p.a.add_peer_group([engine.main_address for engine, _, _ in peers])
         for _ in range(4):
@@ -238,7 +238,7 @@ def test_barrier_reaches_each_peer_once_and_moves_nothing() -> None:
 @given(st.integers(1, 5), st.integers(1, 5), st.lists(st.integers(1, 400), max_size=6))
 def test_deals_stay_even_over_many_requests(nlocal, nremote, sizes) -> None:
     """Over a run of requests no NIC gets ahead of another by more than what one request leaves."""
-    with pair(nlocal, nremote, nbytes=1 << 12, seed=None) as p:
+    with pair(nlocal, nremote, nbytes=1 << 12) as p:
         for npages in sizes:
             pages = Pages(np.arange(npages), stride=8)
             p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages), IMM)

@@ -75,7 +75,7 @@ class World:
         hub = Hub()
         self.a, self.b, self.c = (
             tep.TransferEngine.open(
-                "loopback", name=name, nics=nics, hub=hub, seed=None, driver=tep.InlineDriver()
+                "loopback", name=name, nics=nics, hub=hub, driver=tep.InlineDriver()
             )
             for name, nics in (("a", 2), ("b", 2), ("c", 1))
         )

@@ -10,24 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.base import (
-    Batch,
-    Completions,
-    DomainCaps,
-    Opened,
-    ReadRow,
-    Row,
-    Status,
-)
-from tep.backends.columns import Rows
-from tep.backends.loopback import Hub, LoopbackDomain, Way
-from tep.backends.loopback_port import Port
-from tep.base.units import MiB
+from tep.backends.base import Completions, DomainCaps, ReadRow, Row, Status
+from tep.backends.loopback import Hub, LoopbackDomain, Port
+from tests.support.loopbacks import MortalLoopback
 from tests.support.worlds import LoopbackWorld
 
 AnyRow = Row | ReadRow
 
 _DEPTH: Final = 64
+_CAPS: Final = {"peer_timeout_s": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +28,10 @@ class Spoiled:
     Attributes:
         clause: the number of the clause whose tests must fail.
         make: the domain's class.
-        seed: of its shuffle; None = in order.
     """
 
     clause: int
     make: type[LoopbackDomain]
-    seed: int | None
 
     @property
     def name(self) -> str:
@@ -51,7 +40,7 @@ class Spoiled:
 
     def world(self) -> SpoiledWorld:
         """Make a world of such domains."""
-        return SpoiledWorld(self.make, self.seed)
+        return SpoiledWorld(self.make)
 
 
 SPOILED: Final[list[Spoiled]] = []
@@ -64,63 +53,34 @@ class SpoiledWorld(LoopbackWorld):
     turns_max = 4000
     patience_s = 0.25
 
-    def __init__(self, make: type[LoopbackDomain], seed: int | None) -> None:
-        super().__init__(seed)
-        self._make = make
-
-    def open_domains(self, name: str, nics: int) -> Opened:
-        epoch = self.hub.next_epoch()
-        domains = []
-        for nic in range(nics):
-            caps = DomainCaps(
-                backend="loopback",
-                nic=f"{name}/{nic}",
-                link_bps=0,
-                sq_depth=_DEPTH,
-                max_write_bytes=1 << 40,
-                max_msg_bytes=MiB,
-                ordered=self.seed is None,
-                imm_eats_recv=False,
-                peer_timeout_s=0.1,
-                control_bytes=4096,
-                imm_source=True,
-                reads=_DEPTH,
-            )
-            domains.append(self._make(self.hub, name, nic, epoch=epoch, caps=caps, seed=self.seed))
-        return Opened(tuple(domains), epoch, name)
+    def __init__(self, make: type[LoopbackDomain]) -> None:
+        super().__init__(make, sq_depth=_DEPTH, reads=_DEPTH, caps=_CAPS)
 
     def twin(self) -> SpoiledWorld:
-        return SpoiledWorld(self._make, self.seed)
+        return SpoiledWorld(self.make)
 
 
-def breaks(
-    clause: int, seed: int | None = None
-) -> Callable[[type[LoopbackDomain]], type[LoopbackDomain]]:
+def breaks(clause: int) -> Callable[[type[LoopbackDomain]], type[LoopbackDomain]]:
     """List a class as breaking a clause; a class may break several."""
 
     def listed(make: type[LoopbackDomain]) -> type[LoopbackDomain]:
-        SPOILED.append(Spoiled(clause, make, seed))
+        SPOILED.append(Spoiled(clause, make))
         return make
 
     return listed
 
 
-class ByRow(LoopbackDomain):
-    """A healthy loopback that moves every row by itself, so that one of them can be spoiled.
+class ByRow(MortalLoopback):
+    """A healthy loopback whose rows can be spoiled one by one.
 
     Spoil `write_row`, `read_row`, or both at once in `_carry_row`.
     """
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self.turns = 0
         self.nrows = 0
         self._later: list[tuple[int, AnyRow]] = []
-
-    def _carry_columns(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> bool:
-        return False
 
     def _carry_row(self, row: AnyRow) -> Status:
         return self.read_row(row) if isinstance(row, ReadRow) else self.write_row(row)
@@ -149,6 +109,13 @@ class ByRow(LoopbackDomain):
     def end_of(self, row: AnyRow) -> Port | Status:
         """Who is at the other end of a row."""
         return self._reach(row.peer)
+
+
+def announce(port: Port, imm: int) -> None:
+    """Hand over an immediate at a port, without a row."""
+    with port._lock:
+        port._hand_over(imm, b"")
+    port.waker()
 
 
 def keys_of(port: Port) -> list[int]:

@@ -25,13 +25,12 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.loopback import Hub, LoopbackDomain, Way
-from tep.backends.loopback_port import Port
-from tep.backends.shuffle import Message
+from tep.backends.loopback import Hub, Message, Port, Way
 from tep.base.errors import BadDescriptor
 from tep.base.units import KiB
 from tep.memory.source import Memory
 from tests.spoiled.base import AnyRow, ByRow, breaks, keys_of
+from tests.support.loopbacks import Held, SlowLoopback
 
 _PARENT: Final = os.getpid()
 _ELSEWHERE: Final = itertools.count(1)
@@ -146,10 +145,8 @@ class OneConnectionAPair(ByRow):
 class OneAddressForAllNics(ByRow):
     """Gives out the address of its engine's first NIC."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self.address = hub.address(name, 0, epoch)
 
 
@@ -185,14 +182,13 @@ class WritesToTheNextIncarnation(ByRow):
         return status
 
 
-@breaks(14, seed=5)
-@breaks(32, seed=4)
-class LosesOpenRowsOnClose(LoopbackDomain):
+@breaks(14)
+@breaks(32)
+class LosesOpenRowsOnClose(SlowLoopback):
     """Frees the queue with rows in it."""
 
     def close(self) -> None:
-        if self._disorder is not None:
-            self._disorder.rows.drain()
+        self.held.clear()
         super().close()
 
 
@@ -225,8 +221,8 @@ class WorksOnAfterClose(ByRow):
 # ---------------------------------------------------------------------- C16 to C20
 
 
-@breaks(16, seed=6)
-class WritesAfterDeregister(LoopbackDomain):
+@breaks(16)
+class WritesAfterDeregister(SlowLoopback):
     """Leaves the key valid."""
 
     def deregister(self, key: DomainKey) -> None:
@@ -257,10 +253,8 @@ class KeepsMessagesForTheDead(ByRow):
 class DeadOnceItWasDeaf(ByRow):
     """Gives up a peer that has not polled for a while, and does not ask again."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self._silent = 0
 
     def poll(self, out: Completions) -> int:
@@ -325,15 +319,12 @@ class TakesAnyPointerForTheHosts(ByRow):
         return super().register(dataclasses.replace(memory, device="cpu"), access)
 
 
-@breaks(18, seed=7)
-class PromisesOrder(LoopbackDomain):
-    """Says ordered, and shuffles."""
+@breaks(18)
+class PromisesOrder(SlowLoopback):
+    """Says ordered, and carries out the last first."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        lie = dataclasses.replace(caps, ordered=True)
-        super().__init__(hub, name, nic, epoch=epoch, caps=lie, seed=seed)
+    def leave(self) -> list[Held]:
+        return super().leave()[::-1]
 
 
 @breaks(19)
@@ -356,14 +347,14 @@ class PostsInTheChild(ByRow):
         return super().post(batch, start, stop)
 
 
-@breaks(20, seed=8)
-class DrawsFromElsewhere(LoopbackDomain):
-    """Draws its disorder from something besides the seed."""
+@breaks(20)
+class DrawsFromElsewhere(SlowLoopback):
+    """Draws the order of its rows from something besides the seed."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=next(_ELSEWHERE))
+    def leave(self) -> list[Held]:
+        held = super().leave()
+        first = next(_ELSEWHERE) % max(1, len(held))
+        return held[first:] + held[:first]
 
 
 # ---------------------------------------------------------------------- C21 to C23

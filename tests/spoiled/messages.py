@@ -6,7 +6,7 @@ Every class is a plausible slip of a backend's author, beside the clause that mu
 from __future__ import annotations
 
 from tep.backends.base import Completions, Kind, Status
-from tep.backends.shuffle import Message
+from tep.backends.loopback import Message
 from tests.spoiled.base import ByRow, breaks
 
 
@@ -67,7 +67,7 @@ class ImmediatesEatMessageBuffers(ByRow):
         n = super().poll(out)
         for _ in range(int((out["kind"][:n] == Kind.IMM).sum())):
             self.port.take_message(b"", self.port)
-        self._ready = self.port.arrived = type(self._ready)(
-            entry for entry in self._ready if not isinstance(entry, tuple) or entry[0] != Kind.RECV
-        )
+        kept = [entry for entry in self.port.arrived if entry[0] != Kind.RECV]
+        self.port.arrived.clear()
+        self.port.arrived.extend(kept)
         return n

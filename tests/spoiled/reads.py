@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from typing import Final
-
-import numpy as np
 
 from tep.backends.base import (
     Access,
-    Batch,
     Completions,
     DomainCaps,
     DomainKey,
@@ -18,12 +14,11 @@ from tep.backends.base import (
     ReadRow,
     Status,
 )
-from tep.backends.columns import Rows, at
-from tep.backends.hostcopy import spell
-from tep.backends.loopback import Hub, LoopbackDomain, Way
-from tep.backends.loopback_port import Port
+from tep.backends.columns import at
+from tep.backends.loopback import Hub, Port, Way
 from tep.memory.source import Memory
-from tests.spoiled.base import ByRow, breaks
+from tests.spoiled.base import ByRow, announce, breaks
+from tests.support.loopbacks import AnyBatch, SlowLoopback
 
 # ---------------------------------------------------------------------- C29
 
@@ -43,10 +38,8 @@ class SaysReadsAreWrites(ByRow):
 class BringsWhatItReadBefore(ByRow):
     """Keeps pages that it has read, and never asks the owner again."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self._pages: dict[tuple[int, int, int], bytes] = {}
 
     def read_row(self, row: ReadRow) -> Status:
@@ -68,7 +61,7 @@ class TellsTheOwner(ByRow):
     def read_row(self, row: ReadRow) -> Status:
         owner = self._reach(row.peer)
         if isinstance(owner, Port):
-            owner.announce(0, 1)
+            announce(owner, 0)
         return super().read_row(row)
 
 
@@ -76,21 +69,20 @@ class TellsTheOwner(ByRow):
 class LosesEmptyReads(ByRow):
     """Sends nothing for a row of no bytes, and hears nothing back."""
 
-    def _carry_out(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
-        assert isinstance(rows, slice)
-        for index in range(rows.start, rows.stop):
+    def _carry_out(self, way: Way, batch: AnyBatch, start: int, stop: int) -> None:
+        for index in range(start, stop):
             if way is self._writes or at(batch.nbytes, index):
-                super()._carry_out(way, batch, slice(index, index + 1), 1)
+                super()._carry_out(way, batch, index, index + 1)
 
 
 @breaks(29)
 class ReadsTheFirstRowForAll(ByRow):
     """Takes the column's first address for all rows."""
 
-    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
+    def _carry_out(self, way: Way, batch: AnyBatch, start: int, stop: int) -> None:
         if way is self._reads and not isinstance(batch.dst, int):
             batch.dst = int(batch.dst[0])
-        super()._carry_each(way, batch, rows, nrows)
+        super()._carry_out(way, batch, start, stop)
 
 
 # ---------------------------------------------------------------------- C30
@@ -117,8 +109,8 @@ class ReadsWholeWords(ByRow):
         return status
 
 
-@breaks(30, seed=6)
-class ReadsIntoWithdrawnMemory(ByRow):
+@breaks(30)
+class ReadsIntoWithdrawnMemory(SlowLoopback, ByRow):
     """Forgets that a region's end here ends the reads into it."""
 
     def deregister(self, key: DomainKey) -> None:
@@ -128,14 +120,12 @@ class ReadsIntoWithdrawnMemory(ByRow):
             self._reads.regions[key.lkey] = kept
 
 
-@breaks(30, seed=6)
-class ReadsOnAfterAnError(ByRow):
+@breaks(30)
+class ReadsOnAfterAnError(SlowLoopback, ByRow):
     """Says that the owner is gone, and writes what had left it before."""
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self._late: list[ReadRow] = []
 
     def read_row(self, row: ReadRow) -> Status:
@@ -145,7 +135,7 @@ class ReadsOnAfterAnError(ByRow):
 
     def poll(self, out: Completions) -> int:
         n = super().poll(out)
-        if not (n or self._disorder):
+        if not (n or self.held):
             while self._late:
                 row = self._late.pop()
                 ctypes.memset(row.local, 1, row.nbytes)
@@ -190,8 +180,8 @@ class FlushesWhatItRefuses(ByRow):
         return Status.FLUSHED if status is Status.REMOTE_KEY else status
 
 
-@breaks(31, seed=2)
-class ReadsOnAfterDeregister(ByRow):
+@breaks(31)
+class ReadsOnAfterDeregister(SlowLoopback, ByRow):
     """Leaves the key valid for readers."""
 
     def deregister(self, key: DomainKey) -> None:
@@ -204,18 +194,17 @@ class ReadsOnAfterDeregister(ByRow):
 # ---------------------------------------------------------------------- C32
 
 
-@breaks(32, seed=4)
-class LosesReadsOfADeadNic(LoopbackDomain):
+@breaks(32)
+class LosesReadsOfADeadNic(SlowLoopback):
     """Forgets what is out when its device dies."""
 
     def fail(self) -> None:
-        if self._disorder is not None:
-            self._disorder.rows.drain()
+        self.held.clear()
         super().fail()
 
 
-@breaks(32, seed=4)
-class ReadsOnAfterClose(ByRow):
+@breaks(32)
+class ReadsOnAfterClose(SlowLoopback):
     """Carries out what was open, when it is closed."""
 
     def poll(self, out: Completions) -> int:
@@ -224,17 +213,14 @@ class ReadsOnAfterClose(ByRow):
             ctypes.memset(row.local, 1, row.nbytes)
         return super().poll(out)
 
-    def __init__(
-        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
-    ) -> None:
-        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+    def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps)
         self._late_reads: list[ReadRow] = []
 
-    def _fail_rows(self, way: Way, batch: Batch, rows: Iterable[int], status: Status) -> None:
-        rows = np.fromiter(rows, np.intp)
-        spelled = spell(batch, rows, len(rows))
-        self._late_reads += [row for row in spelled if isinstance(row, ReadRow)]
-        super()._fail_rows(way, batch, rows.tolist(), status)
+    def _fail_rows(self, way: Way, batch: AnyBatch, start: int, stop: int, status: Status) -> None:
+        rows = batch.rows(start, stop)
+        self._late_reads += [row for row in rows if isinstance(row, ReadRow)]
+        super()._fail_rows(way, batch, start, stop, status)
 
 
 # ---------------------------------------------------------------------- C33

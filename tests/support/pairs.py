@@ -1,4 +1,4 @@
-"""Two engines over the loopback with guarded buffers, turned by tests or threads. Not a test."""
+"""Two engines with guarded buffers over the loopback, or over the chaos fabric. Not a test."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Access
-from tep.backends.loopback import Hub, open_domains
+from tep.backends.loopback import Hub, LoopbackDomain
 from tep.base.api import EngineOptions
+from tep.base.units import PS_PER_US
 from tep.core.handles import Handle
 from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
+from tep.sim.chaos import ChaosFabric
+from tep.sim.clock import FabricEnv
+from tep.sim.driver import SimDriver
+from tep.sim.faults import Chaos
+from tests.support.loopbacks import open_made
 
 GUARD = 4096
 BLANK = 0x5A
 _HUB_TOKEN = 7
+_QUIET_PS = 1000 * PS_PER_US
 
 
 class Buffer:
@@ -43,7 +50,8 @@ class Pair:
 
     Attributes:
         src, dst: the buffers; mr, desc: the source's handle and the target's descriptor.
-        more: opens another engine, (name, NICs), on the same hub; closed with the pair.
+        more: opens another engine, (name, NICs), on the same fabric; closed with the pair.
+        env: the simulated clock, or None on the loopback.
     """
 
     def __init__(
@@ -53,8 +61,9 @@ class Pair:
         nbytes: int,
         seed: int,
         more: Callable[[str, int], TransferEngine],
+        env: FabricEnv | None = None,
     ) -> None:
-        self.a, self.b, self.more = a, b, more
+        self.a, self.b, self.more, self.env = a, b, more, env
         noise = np.random.default_rng(seed + 1).integers(0, 255, nbytes, np.uint8)
         noise[noise == BLANK] = 0xFF
         self.src = Buffer(noise)
@@ -65,9 +74,12 @@ class Pair:
 
     def turn_until(self, done: Callable[[], bool], turns_max: int = 20_000) -> None:
         """Turn both engines until done() holds."""
+        if self.env is not None:
+            self.env.run_until(done)
         for _ in range(turns_max):
             if done():
                 return
+            assert self.env is None, self.env.stall_report()
             self.a.driver.turn()
         raise AssertionError(
             f"{turns_max} turns in vain\n{self.a.stall_report()}\n{self.b.stall_report()}"
@@ -79,6 +91,9 @@ class Pair:
 
     def quiet(self, turns: int = 60) -> None:
         """Turn until what has not come by now never will."""
+        if self.env is not None:
+            self.env.run_until(lambda: False, self.env.now + _QUIET_PS)
+            return
         for _ in range(turns):
             self.a.driver.turn()
 
@@ -96,31 +111,64 @@ def pair(
     nremote: int = 1,
     *,
     nbytes: int = 1 << 16,
-    seed: int | None = 0,
     threads: bool = False,
     options: EngineOptions = EngineOptions(),
     sq_depth: int = 1024,
     max_msg_bytes: int = 256,
+    make: type[LoopbackDomain] = LoopbackDomain,
 ) -> Iterator[Pair]:
-    """Open two engines on a hub of their own; seed None = in order."""
+    """Open two engines on a loopback hub of their own, with NICs of a class."""
     hub = Hub(_HUB_TOKEN)
     ring: list[Machine] = []
+
+    def more(name: str, nics: int) -> TransferEngine:
+        opened = open_made(
+            make, nics, hub=hub, name=name, sq_depth=sq_depth, max_msg_bytes=max_msg_bytes
+        )
+        driver = ThreadDriver(name) if threads else InlineDriver(ring)
+        return TransferEngine(
+            opened.domains, driver=driver, name=name, epoch=opened.epoch, options=options
+        )
+
+    with _opened(more, (nlocal, nremote), nbytes, 0, None) as made:
+        yield made
+
+
+@contextmanager
+def hostile_pair(
+    nlocal: int = 1, nremote: int = 1, *, seed: int, nbytes: int = 1 << 16, **knobs: object
+) -> Iterator[Pair]:
+    """Open two engines on a chaos fabric that nothing fails on; knobs not named are drawn."""
+    chaos = Chaos.draw(seed, **knobs)
+    env = FabricEnv(tie_seed=seed if chaos.tie_shuffle else None)
+    fabric = ChaosFabric(env, chaos)
+
+    def more(name: str, nics: int) -> TransferEngine:
+        node = fabric.node(name, nics)
+        return TransferEngine(
+            node.domains, driver=SimDriver(env, node), name=name, epoch=node.epoch
+        )
+
+    with _opened(more, (nlocal, nremote), nbytes, seed, env) as made:
+        yield made
+
+
+@contextmanager
+def _opened(
+    make: Callable[[str, int], TransferEngine],
+    nics: tuple[int, int],
+    nbytes: int,
+    seed: int,
+    env: FabricEnv | None,
+) -> Iterator[Pair]:
     engines: list[TransferEngine] = []
 
     def more(name: str, nics: int) -> TransferEngine:
-        opened = open_domains(
-            nics, hub=hub, seed=seed, name=name, sq_depth=sq_depth, max_msg_bytes=max_msg_bytes
-        )
-        driver = ThreadDriver(name) if threads else InlineDriver(ring)
-        engine = TransferEngine(
-            opened.domains, driver=driver, name=name, epoch=opened.epoch, options=options
-        )
-        engines.append(engine)
-        return engine
+        engines.append(make(name, nics))
+        return engines[-1]
 
-    a, b = more("a", nlocal), more("b", nremote)
     try:
-        yield Pair(a, b, nbytes, seed or 0, more)
+        yield Pair(more("a", nics[0]), more("b", nics[1]), nbytes, seed, more, env)
     finally:
         for engine in engines:
             engine.close()

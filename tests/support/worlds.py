@@ -1,6 +1,6 @@
 """The project's own backends as worlds of the contract suite. No test lives here.
 
-The loopback has all abilities, since a process can do anything to itself; the simulated fabrics run
+Loopback NICs can die if they are mortal ones; the simulated fabrics run
 on the simulated clock; the verbs backend runs on the stub, or on the RDMA devices of a guest.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tep.backends import loopback, verbs
+from tep.backends import verbs
 from tep.backends.base import Domain, Opened
 from tep.backends.loopback import Hub, LoopbackDomain
 from tep.backends.verbs.domain import VerbsDomain
@@ -24,8 +24,9 @@ from tep.sim.profile import load_profile
 from tep.sim.timing import Node as TimingNode
 from tep.sim.timing import TimingFabric
 from tep.testing.world import Ability, Node, World
+from tests.support.loopbacks import MortalLoopback, open_made
 
-_TOKEN: Final = 0x7E57  # one number for all test hubs: same seed, same addresses
+_TOKEN: Final = 0x7E57  # one number for all test hubs: equal worlds have equal addresses
 _CHAOS_TURN_PS: Final = 250 * PS_PER_NS  # about one undisturbed flight
 _TIMING_TURN_PS: Final = 4 * PS_PER_US
 _DOZE_TURNS: Final = 100
@@ -39,14 +40,16 @@ class LoopbackWorld(World):
         nodes: all that were opened, in order.
 
     Args:
-        seed: of the shuffle; None = in order.
+        make: the class of its NICs.
         options: further options of `open_domains`.
     """
 
-    abilities = frozenset(Ability)
+    abilities = frozenset(Ability) - {Ability.FAIL_NIC}
 
-    def __init__(self, seed: int | None = 0, **options: Any) -> None:
-        self.seed = seed
+    def __init__(self, make: type[LoopbackDomain] = LoopbackDomain, **options: Any) -> None:
+        if issubclass(make, MortalLoopback):
+            self.abilities = frozenset(Ability)
+        self.make = make
         self._options = options
         self.hub = Hub(_TOKEN)
         self.nodes: list[Opened] = []
@@ -55,37 +58,32 @@ class LoopbackWorld(World):
         return self._open(f"node{len(self.nodes)}", nics)
 
     def _open(self, name: str, nics: int) -> Opened:
-        opened = self.open_domains(name, nics)
+        opened = open_made(self.make, nics, hub=self.hub, name=name, **self._options)
         self.nodes.append(opened)
         return opened
 
-    def open_domains(self, name: str, nics: int) -> Opened:
-        """Open one node's NICs; what a world of spoiled domains overrides."""
-        return loopback.open_domains(nics, hub=self.hub, seed=self.seed, name=name, **self._options)
-
     def kill(self, node: Node) -> None:
         for domain in node.domains:
-            _loopback(domain).die()
+            assert isinstance(domain, LoopbackDomain), domain
+            domain.close()
+            domain.port.arrived.clear()  # a dead process hands nothing out
 
     def restart(self, node: Node) -> Opened:
         assert isinstance(node, Opened), node
         return self._open(node.name, len(node.domains))
 
     def fail_nic(self, node: Node, nic: int) -> None:
-        _loopback(node.domains[nic]).fail()
+        domain = node.domains[nic]
+        assert isinstance(domain, MortalLoopback), domain
+        domain.fail()
 
     def twin(self) -> LoopbackWorld:
-        return type(self)(self.seed, **self._options)
+        return type(self)(self.make, **self._options)
 
     def close(self) -> None:
         for node in self.nodes:
             for domain in node.domains:
                 domain.close()
-
-
-def _loopback(domain: Domain) -> LoopbackDomain:
-    assert isinstance(domain, LoopbackDomain), domain
-    return domain
 
 
 class _SimWorld(World):

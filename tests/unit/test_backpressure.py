@@ -16,7 +16,7 @@ from tests.support.script import memory, scripted
 
 
 def on_loopback(name: str) -> TransferEngine:
-    return TransferEngine.open("loopback", name=name, seed=None)
+    return TransferEngine.open("loopback", name=name)
 
 
 def on_local(name: str) -> TransferEngine:

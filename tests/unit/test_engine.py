@@ -1,4 +1,4 @@
-"""The verbs through whole engines over the loopback, turned inline: what a user relies on."""
+"""The verbs through whole engines, on the loopback and the chaos fabric: what a user relies on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tep.base.api import EngineOptions, Pages, ScatterDst, Single
 from tep.base.errors import BusyError, ClosedError, FabricError
 from tep.core.plan import count_imms
-from tests.support.pairs import BLANK, pair
+from tests.support.pairs import BLANK, hostile_pair, pair
 
 
 def test_write_is_seen_by_its_immediate_and_by_done() -> None:
     """The two ends learn of completion by different means, and neither by the other's."""
-    with pair(seed=1) as p:
+    with hostile_pair(seed=1) as p:
         got = p.b.expect_imm_count(7, 1)
         sent = p.a.submit_single_write(100, (p.mr, 10), (p.desc, 20), 7)
         got.wait()
@@ -26,7 +26,7 @@ def test_write_is_seen_by_its_immediate_and_by_done() -> None:
 
 def test_write_without_immediate_tells_nobody() -> None:
     """An immediate that nobody asked for is counted for somebody else."""
-    with pair(2, 2, seed=1) as p:
+    with hostile_pair(2, 2, seed=1) as p:
         p.settle(p.a.submit_single_write(50_000, (p.mr, 0), (p.desc, 0)))
         p.quiet()
         assert 0 == p.b.stats().imms_counted
@@ -47,7 +47,7 @@ def test_immediates_arrive_as_they_were_sent(imm) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_rounds_of_one_immediate_do_not_run_into_each_other(seed) -> None:
     """Surplus of a round that ran ahead belongs to the next, and every round fires once."""
-    with pair(2, 2, seed=seed) as p:
+    with hostile_pair(2, 2, seed=seed) as p:
         pages = Pages(range(10))
         order: list[int] = []
         waits = [
@@ -75,7 +75,7 @@ def test_the_statistics_list_what_nobody_has_expected() -> None:
 
 def test_loose_immediates_reach_their_callback_with_their_bytes_there() -> None:
     """The callback reads the bytes at once; they must have landed."""
-    with pair(2, 2, seed=9) as p:
+    with hostile_pair(2, 2, seed=9) as p:
         seen: list[int] = []
 
         def look(imm: int, count: int) -> None:
@@ -97,7 +97,7 @@ def test_loose_immediates_reach_their_callback_with_their_bytes_there() -> None:
 
 def test_messages_rotate_through_a_pool_smaller_than_their_number() -> None:
     """A buffer not given back stalls the sender after the first round."""
-    with pair(seed=2) as p:
+    with hostile_pair(seed=2) as p:
         seen: list[bytes] = []
         p.b.submit_recvs(64, 3, lambda view: seen.append(bytes(view)))
         expected = [b"%d" % k for k in range(50)]
@@ -110,7 +110,7 @@ def test_messages_rotate_through_a_pool_smaller_than_their_number() -> None:
 
 def test_messages_wait_for_a_pool_and_raising_readers_give_buffers_back() -> None:
     """A reader that raises must not cost the pool a buffer each time."""
-    with pair(seed=None) as p:
+    with pair() as p:
         sent = [p.a.submit_send(p.b.main_address, b"x") for _ in range(8)]
         p.quiet()
         assert not any(message.finished for message in sent)
@@ -136,7 +136,7 @@ def test_message_longer_than_the_receivers_buffers_fails_at_the_sender() -> None
 
 def test_narrow_queues_carry_everything() -> None:
     """Back-pressure may slow a transfer, never lose a row of it."""
-    with pair(2, 3, nbytes=1 << 18, seed=4, sq_depth=3) as p:
+    with hostile_pair(2, 3, nbytes=1 << 18, seed=4, sq_depth=3) as p:
         pages = Pages(np.random.default_rng(0).permutation(512))
         sent = p.a.submit_paged_writes(512, (p.mr, pages), (p.desc, pages), 1)
         got = p.b.expect_imm_count(1, 512)
@@ -157,7 +157,7 @@ def test_backlog_limit_leaves_room_as_rows_are_posted() -> None:
 
 def test_writes_to_a_withdrawn_region_fail_and_change_nothing() -> None:
     """The memory may be in other hands by the time the row arrives."""
-    with pair(2, 2, seed=3) as p:
+    with hostile_pair(2, 2, seed=3) as p:
         p.b.deregister(p.dst_mr)
         sent = p.a.submit_single_write(40_000, (p.mr, 0), (p.desc, 0), 1)
         p.settle(sent)
@@ -201,7 +201,7 @@ def test_regions_of_many_kinds_of_buffers() -> None:
 
 def test_scatter_of_everything_at_once_in_one_group() -> None:
     """Steady steps of the same group take the cached way; all bytes must still be right."""
-    with pair(2, 1, seed=6) as p:
+    with hostile_pair(2, 1, seed=6) as p:
         engines = [p.more(f"t{k}", 1 + k % 4) for k in range(6)]
         targets = [np.zeros(4096, np.uint8) for _ in engines]
         descs = [e.reg_mr(t)[1] for e, t in zip(engines, targets, strict=True)]
@@ -219,7 +219,7 @@ def test_scatter_of_everything_at_once_in_one_group() -> None:
 
 def test_restarted_peer_is_reached_by_its_new_descriptors_only() -> None:
     """Old keys must never touch the memory of the new incarnation."""
-    with pair(2, 2, seed=8) as p:
+    with pair(2, 2) as p:
         p.settle(p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0)))
         p.b.close()
         again = p.more("b", 3)
@@ -238,7 +238,7 @@ def test_restarted_peer_is_reached_by_its_new_descriptors_only() -> None:
 
 def test_with_block_closes_and_closing_twice_is_once() -> None:
     """The usual form must leave nothing open, also with work under way."""
-    with pair(seed=5) as p:
+    with pair() as p:
         with p.a:
             sent = p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0))
             got = p.a.expect_imm_count(1, 1)

@@ -162,7 +162,7 @@ def test_every_kind_of_callback_may_raise() -> None:
     def bad(*_: object) -> None:
         raise KeyError("x")
 
-    with pair(seed=None) as p:
+    with pair() as p:
         p.b.on_imm(range(5), bad)
         p.b.submit_recvs(64, 2, bad)
         word = p.b.alloc_uvm_watcher(bad)

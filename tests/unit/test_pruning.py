@@ -18,6 +18,7 @@ from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs
 from tep.core import path as paths
 from tep.core.path import Arrivals, PathSums, Sums, expand, runs_of
 from tep.core.stats import Failover
+from tests.support.loopbacks import MortalLoopback, open_made
 
 PAGES = 512
 
@@ -28,10 +29,11 @@ class Lanes:
     def __init__(self, **kw: object) -> None:
         hub = Hub()
         self.a, self.b = (
-            tep.TransferEngine.open(
-                "loopback", name=name, nics=2, hub=hub, seed=None, driver=tep.InlineDriver(), **kw
+            tep.TransferEngine(
+                opened.domains, driver=tep.InlineDriver(), name=name, epoch=opened.epoch, **kw
             )
             for name in "ab"
+            for opened in [open_made(MortalLoopback, 2, hub=hub, name=name)]
         )
         self.mr, _ = self.a.reg_mr(np.ones(PAGES, np.uint8))
         _, self.desc = self.b.reg_mr(np.zeros(PAGES, np.uint8))

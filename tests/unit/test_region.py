@@ -12,7 +12,7 @@ from tep.backends.base import Access
 from tep.base.api import Pages
 from tep.base.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tep.core.regions import check_source
-from tests.support.pairs import pair
+from tests.support.pairs import hostile_pair
 from tests.support.script import memory, scripted
 
 
@@ -118,12 +118,12 @@ def test_close_lets_go_of_all_memory() -> None:
 
 def test_dropping_every_reference_in_mid_flight_changes_no_byte() -> None:
     """Users do drop the handle of what they no longer wait for."""
-    with pair(2, 3, nbytes=1 << 16, seed=3) as p:
+    with hostile_pair(2, 3, nbytes=1 << 16, seed=3) as p:
         noise = np.random.default_rng(5).integers(0, 255, 1 << 16, np.uint8)
         mr, _ = p.a.reg_mr(noise.copy())
         pages = Pages(np.random.default_rng(1).permutation(64))
         sent = p.a.submit_paged_writes(1024, (mr, pages), (p.desc, pages), 9)
-        p.a.driver.turn()
+        p.env.run_until(lambda: any(p.a.stats().rows_outstanding))
         assert not sent.finished
         del sent, mr, pages
         gc.collect()

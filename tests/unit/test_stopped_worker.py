@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import tep
-from tep.backends.loopback import Hub
-from tep.drivers.threads import InlineDriver
 from tests.support.ends import Ends
+from tests.support.pairs import hostile_pair
 
 
 def test_a_stopped_worker_leaves_its_memory_in_quarantine() -> None:
     """After a bug nobody knows what the NICs hold, and who waits must not wait for ever."""
-    hub = Hub(token=1)
-    ring: list = []
-    a, b = (
-        tep.TransferEngine.open("loopback", name=n, hub=hub, driver=InlineDriver(ring), seed=3)
-        for n in "ab"
-    )
-    memory, target = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
-    mr, _ = a.reg_mr(memory)
-    _, desc = b.reg_mr(target)
-    sent = a.submit_single_write(64, (mr, 0), (desc, 0))
-    for _ in range(100):
-        a._machine.step()
-        if sent.stats().rows_posted:
-            break
-    assert not sent.finished
-    a._machine.crash(RuntimeError("scripted"))
+    with hostile_pair(seed=3) as p:
+        sent = p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0))
+        p.env.run_until(lambda: any(p.a.stats().rows_outstanding))
+        assert not sent.finished
+        p.a._machine.crash(RuntimeError("scripted"))
 
-    assert "stopped by a bug" in mr.quarantined[0].why
-    assert sent.failed
-    b.close()
+        assert "stopped by a bug" in p.mr.quarantined[0].why
+        assert sent.failed
 
 
 def test_all_that_is_open_fails_and_says_that_nothing_is_known() -> None:
