@@ -1,1 +1,1 @@
-"""What every room stands on: the nouns a user writes, errors, addresses, units and checks."""
+"""The base of all packages: the nouns a user writes, errors, addresses, units and checks."""

@@ -48,11 +48,11 @@ SHAPE_BYTES_MAX: Final = 2**50
 _POLL_ROWS_MAX: Final = 2**20
 
 _DENSE: Final = 16
-"""Pages are marked in a bitmap where the largest index is below this many times their count."""
+"""Limit of the largest index, in multiples of the page count, up to which a bitmap is used."""
 
 
 class Pages:
-    """Which pages of a region, in which order: page k starts at `offset + indices[k] * stride`.
+    """The list of a region's pages, in order: page k starts at `offset + indices[k] * stride`.
 
     Args:
         indices: any sequence or array of integers >= 0, length npages >= 1. It is copied; a page
@@ -97,7 +97,7 @@ class Pages:
         if self._index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
             raise BadRequest(f"Pages: index {int(found.min())} is negative")
 
-        # What a list that is used again need not have computed again.
+        # Cached results, for lists that are used again.
         self._distinct: bool | None = None
         self._starts: tuple[int, int, npt.NDArray[np.uint64]] | None = None
 
@@ -115,7 +115,7 @@ class Pages:
 
     @property
     def distinct(self) -> bool:
-        """Whether no page is listed twice."""
+        """True if no page is listed twice."""
         if self._distinct is None:
             self._distinct = self._count_distinct() == len(self)
         return self._distinct
@@ -128,16 +128,16 @@ class Pages:
         return int(np.count_nonzero(seen))
 
     def starts(self, stride: int, first: int = 0) -> npt.NDArray[np.uint64]:
-        """Where each page starts if page 0 starts at `first`: uint64[npages], not to be written.
+        """Return the start of each page if page 0 starts at `first`: read-only uint64[npages].
 
-        The column of the last call is kept: a list that goes to the same region again costs
-        nothing, one that goes elsewhere one addition.
+        The last result is cached: a list used again with the same region costs nothing, with
+        another region one addition.
         """
         known = self._starts
         if known is not None and known[0] == stride:
             if known[1] == first:
                 return known[2]
-            # As an array of no dimension a summand takes half the time that a scalar takes.
+            # Adding an array of no dimension takes half the time of adding a scalar.
             step = first - known[1]
             column = known[2] + np.array(step if step >= 0 else step + 2**64, np.uint64)
         else:
@@ -148,7 +148,7 @@ class Pages:
 
 
 def _put(record: object, name: str, value: object) -> None:
-    """Set a field of a frozen record while it is made: to the plain form of what was given."""
+    """Set a field of a frozen record in its __post_init__, to the checked plain value."""
     object.__setattr__(record, name, value)
 
 
@@ -245,7 +245,7 @@ def _check_shape(shape: Single | Scatter) -> None:
 
 
 Shape = Single | Paged | Scatter | Barrier | Read
-"""What `count_imms` takes: enough of a request to know how many immediates reach one target."""
+"""The argument of `count_imms`: enough of a request to count the immediates for one target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,11 +261,11 @@ class EngineOptions:
         commands_max: commands taken in one step, 1 or more.
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
-        probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
-            back, then after twice as long, and so on.
-        probe_max_s: the longest wait between two such questions, `probe_first_s` or more, infinite:
-            the wait doubles without end; well above the time in which a NIC
-            says that nobody is there, or that word alone is a reason to ask again.
+        probe_first_s: seconds until a peer's NIC that did not answer is probed for the first time;
+            the wait doubles after each probe.
+        probe_max_s: the longest wait between two probes, `probe_first_s` or more; infinite: the
+            wait doubles without end. Keep it well above the time that a NIC takes to report an
+            unreachable peer, since that report starts a probe too.
     """
 
     wait_timeout_s: float = 60.0
@@ -302,12 +302,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Where a message came from; see `submit_recvs(..., with_sender=True)`.
+    """The origin of a message; see `submit_recvs(..., with_sender=True)`.
 
     Attributes:
         nic: the address of the NIC that sent it.
-        engine: what all NICs of that engine's incarnation have in common, and no other's has.
-        peer: the engine's address, by which it can be answered; None: this engine has not met it.
+        engine: identifies the incarnation of the sending engine; the same for all its NICs.
+        peer: the engine's address, for an answer; None: the receiving engine does not know it.
     """
 
     nic: bytes
@@ -316,13 +316,13 @@ class Sender:
     _engine_of: Callable[[bytes], bytes] = field(compare=False, default=bytes)
 
     def __reduce__(self) -> tuple[type[Sender], tuple[object, ...]]:
-        """Pickle what it says; elsewhere it owns no address."""
+        """Pickle the fields; a copy in another process owns no address."""
         return Sender, (self.nic, self.engine, self.peer)
 
     def owns(self, addr: NetAddr) -> bool:
-        """Tell whether an address that a message names is that of the engine that sent it.
+        """Tell whether an address in the message belongs to the engine that sent the message.
 
-        The NIC that sent the message must be one of its NICs, and all of them of one engine.
+        The sending NIC must be listed in the address, and all listed NICs must be of that engine.
         """
         return self.nic in addr.domains and all(
             self._engine_of(nic) == self.engine for nic in addr.domains
@@ -340,7 +340,7 @@ class CudaDevice(NamedTuple):
     Attributes:
         ordinal: N of "cuda:N".
         pci: its address, e.g. "0000:53:00.0".
-        name: of the model.
+        name: model name.
     """
 
     ordinal: int

@@ -1,7 +1,7 @@
-"""Checks of the numbers and texts that users pass in: a plain value comes out, or a clear error.
+"""Checks of the numbers and texts that users pass in: each returns a plain value or raises.
 
-Each error names the argument, the value and what is possible. A check that runs for every transfer
-looks at `type(value) is int` first, and calls here for all else only.
+Each error names the argument, the value and the limits. Code that runs for every transfer tests
+`type(value) is int` first, and calls these functions for all else only.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ INT64_MAX: Final = 2**63 - 1
 U64_MAX: Final = 2**64 - 1
 
 TIME_MAX_S: Final = 1e9
-"""The longest time, 31 years: in nanoseconds it fits in 64 bits. "Never" waits for so long."""
+"""The longest time, 31 years: in nanoseconds it fits in 64 bits. It stands for "never" too."""
 
 FOREIGN: Final = (
     *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
     *(BufferError, RuntimeError),
 )
-"""What a foreign number or sequence raises where it is none.
+"""Exceptions that a foreign object raises when it is read as a number or sequence and is none.
 
-A list of kinds, and not all: the exception of a signal handler may come at any time, and so may a
-MemoryError. They are the caller's, and not news of an argument.
+A list and not `Exception`: a signal handler's exception or a MemoryError may come at any time.
+Those belong to the caller, and say nothing about an argument.
 """
 
 _SHOWN_MAX: Final = 80
@@ -52,7 +52,7 @@ _FLOAT_MAX: Final = 1 << 1000
 
 
 def shown(value: object) -> str:
-    """A value for an error message: never long, and never an error of its own."""
+    """Return a value's repr for an error message: cut to 80 characters; never raises."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001  # a repr that raises; also ints of more than 4,300 digits
@@ -87,7 +87,7 @@ def check_int(
 
 
 def _power(limit: int) -> str:
-    """A limit as people write it: 2**32 - 1, and not 4294967295."""
+    """Spell a limit as people write it: 2**32 - 1, and not 4294967295."""
     above = limit + 1
     if limit > 2**20 and above & (above - 1) == 0:
         return f"2**{above.bit_length() - 1} - 1"
@@ -106,12 +106,12 @@ def check_seconds(
     """Return a time as a plain float, at least `low` and at most `high` seconds.
 
     Args:
-        name: of the argument.
-        value: a number of any kind, no text.
-        low: the shortest.
-        high: the longest.
-        never: infinity and whatever is longer than `high` mean never; `high` is returned.
-        error: what to raise.
+        name: the argument's name, for the error.
+        value: a number of any type, no text.
+        low: the shortest time allowed.
+        high: the longest time allowed.
+        never: accept infinity and times above `high`, which mean never; return `high` for them.
+        error: the exception class to raise.
 
     Raises:
         BadRequest: it is no number, not a number (nan), or out of bounds.
@@ -139,7 +139,7 @@ def check_seconds(
 
 
 def check_flag(name: str, value: object, error: type[UsageError] = BadRequest) -> bool:
-    """Return True or False; numpy's are taken, and nothing else."""
+    """Return True or False; accept Python's and numpy's booleans only."""
     if value is True or value is False:
         return value
     if type(value).__name__ in {"bool", "bool_"} and type(value).__module__ == "numpy":
@@ -150,7 +150,7 @@ def check_flag(name: str, value: object, error: type[UsageError] = BadRequest) -
 def check_text(
     name: str, value: object, bytes_max: int | None = None, error: type[UsageError] = BadRequest
 ) -> str:
-    """Return a text that can travel: a str that is UTF-8, of at most `bytes_max` bytes there."""
+    """Return a str that can be sent: valid UTF-8, of at most `bytes_max` bytes."""
     if not isinstance(value, str):
         raise error(f"{name}={shown(value)} is not text")
     try:
@@ -172,18 +172,18 @@ def check_kind(
 
 
 def is_bytes(values: object) -> bool:
-    """Whether this is a tuple of byte strings."""
+    """Return True if this is a tuple of byte strings."""
     return isinstance(values, Iterable) and all(isinstance(value, bytes) for value in values)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What a misspelt name may have meant, for the end of a message; "" if nothing is near."""
+    """Suggest a name for a misspelt one, for the end of a message; "" if none is similar."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def unpicklable(instead: str) -> Callable[[object], NoReturn]:
-    """A `__reduce__` for what lives in one process only; the error says what can be sent."""
+    """Make a `__reduce__` for an object of one process; its error says what to send instead."""
 
     def refuse(self: object) -> NoReturn:
         raise UsageError(f"a {type(self).__name__} cannot be pickled or copied: {instead}")

@@ -1,4 +1,4 @@
-"""The name under which tep is installed, and what to say where one of its extras is missing.
+"""The name under which tep is installed, and the error for an extra that is missing.
 
 The import is `tep`; on the package index that name belongs to another project. pyproject.toml has
 the same name, and tests/tidy holds that no page and no message has another one.
@@ -17,7 +17,7 @@ DISTRIBUTION: Final = "tep-engine"
 
 
 def install(extra: str) -> str:
-    """The command that installs one of the extras of pyproject.toml."""
+    """Return the command that installs one of the extras of pyproject.toml."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -25,8 +25,8 @@ def need(module: str, extra: str, what: str) -> Any:  # a module of any kind
     """Import a module that an extra brings.
 
     Args:
-        module: its name.
-        extra: of pyproject.toml.
+        module: name of the module.
+        extra: name of the extra in pyproject.toml.
         what: what cannot be done without it, as the subject of a sentence.
 
     Raises:

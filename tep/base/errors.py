@@ -1,4 +1,4 @@
-"""Every exception tep raises, sorted by whose fault it is; no other room defines one.
+"""Every exception tep raises, sorted by whose fault it is; no other module defines one.
 
     TepError
       UsageError, a ValueError   yours: raised before anything is posted; the call has to change
@@ -8,7 +8,7 @@
         ClosedError                the engine, region or handle is closed
         BurntImm                   something failed under this immediate: take a fresh one
       BusyError                  not now: the same call may succeed later
-      FabricError                the wire's, the NIC's or the peer's: `code` says which
+      FabricError                the fault of wire, NIC or peer: `code` says which
       RendezvousError            processes that were to meet did not
       BackendUnavailable         a backend cannot run here: `tried` says why
       Cancelled                  a handle's end after cancel()
@@ -45,20 +45,20 @@ __all__ = [
 _FOR_GOOD: Final = frozenset(
     ("LOCAL_KEY", "REMOTE_KEY", "REMOTE_RANGE", "LENGTH", "STALE_PEER", "PEER_RESTARTED", "UNKNOWN")
 )
-"""Codes of a FabricError that the same request meets again."""
+"""Codes of a FabricError that the same request would get again."""
 
 
 class TepError(Exception):
-    """The root of all exceptions of tep."""
+    """The base class of all exceptions of tep."""
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later, with nothing changed."""
+        """True if the same call may succeed later, with nothing changed."""
         return False
 
 
 class UsageError(TepError, ValueError):
-    """The caller asked for something that cannot be; nothing was posted."""
+    """The caller asked for something impossible; nothing was posted."""
 
 
 class BadRequest(UsageError):
@@ -66,13 +66,11 @@ class BadRequest(UsageError):
 
 
 class BadDescriptor(UsageError):
-    """Bytes that were to be an address, a descriptor or a control message are none that this
-    version reads.
-    """
+    """The bytes are no address, descriptor or control message that this version reads."""
 
 
 class StaleEpoch(BadDescriptor):
-    """A descriptor or address of an incarnation of the peer that has since been replaced."""
+    """The descriptor or address belongs to an incarnation of the peer that has been replaced."""
 
 
 class ClosedError(UsageError):
@@ -82,7 +80,7 @@ class ClosedError(UsageError):
 class BurntImm(UsageError):
     """The immediate of a request is burnt: an earlier one with it to the same peer has failed.
 
-    Its receiver does not count it any more; see docs/concepts/failures.md.
+    Its receiver no longer counts it; see docs/concepts/failures.md.
     """
 
 
@@ -96,10 +94,10 @@ class BusyError(TepError):
 
 
 class FabricError(TepError):
-    """A posted row failed: the wire, the peer or the NIC said so.
+    """A posted row failed, as reported by the wire, the peer or the NIC.
 
     Attributes:
-        code: name of the seam's status, e.g. "REMOTE_KEY".
+        code: name of the backend interface's status, e.g. "REMOTE_KEY".
         domain: index of the local NIC, or None where no NIC is to blame.
         peer: printable address of the target, or "".
         row: index of the failed row within its transfer's batch on that NIC, or None.
@@ -122,9 +120,9 @@ class FabricError(TepError):
 
     @property
     def retryable(self) -> bool:
-        """Whether a link, NIC or peer that comes back is all that it needs, and a fresh immediate.
+        """True if the request can succeed under a fresh immediate once link, NIC or peer are back.
 
-        Not where the request itself is wrong for that peer: its keys, range, length or incarnation.
+        False where the request itself is wrong: its keys, range, length or the peer's incarnation.
         """
         return self.code not in _FOR_GOOD
 
@@ -136,7 +134,7 @@ class FabricError(TepError):
 
 
 class RendezvousError(TepError):
-    """Processes that wanted to meet did not: one has left, does something else, or is no rank."""
+    """The rendezvous failed: a process has left, does something else, or is no rank."""
 
     @property
     def retryable(self) -> bool:

@@ -2,7 +2,7 @@
 
 Scalar and vectorised forms are equal bit for bit. No state is kept, so an event more or less
 somewhere does not shift the draws of anything else: shrinking and bisecting a failing scenario stay
-stable. What is drawn for, and the state of a sequence, are its users'.
+stable. The users of this module choose what they draw for, and keep the position in a sequence.
 
 The mixer is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 number generators", with Stafford's variant 13 of the constants), over a sum with two odd constants.
@@ -36,7 +36,7 @@ def _mix(x: int) -> int:
 
 
 def stream_key(seed: int, stream: int) -> int:
-    """Make the key of one stream of one seed; worth keeping: a draw from a key mixes only once."""
+    """Make the key of one stream of one seed. Keep it: a draw from a key mixes only once."""
     return _mix((_mix((seed + _GOLDEN) & _M64) + stream * _GOLDEN) & _M64)
 
 
@@ -51,7 +51,7 @@ def draw(key: int, entity: int, index: int = 0) -> int:
 def draws(key: int, entity: int = 0) -> Iterator[int]:
     """Draw for one entity after the other, without end.
 
-    No generator: a signal handler that raises would end it.
+    This is no generator, since a signal handler that raises would end it.
     """
     return map(partial(draw, key), count(entity))
 

@@ -1,4 +1,4 @@
-"""What every wait needs: a bounded time, signals that wait for a step to end, what callbacks raise.
+"""The base of every wait: bounded times, signals deferred to a step's end, callbacks' exceptions.
 
 No thread is started here and no engine is known.
 """
@@ -29,7 +29,7 @@ __all__ = [
 SYSTEM_S: Final = 86400.0
 """The longest time that is given to a system call, seconds; poll() overflows at 24.8 days."""
 
-# What `signal` wraps in order to make enums of the numbers: 0.5 us a call instead of 5 (measured).
+# The C functions, which `signal` wraps to return enums: 0.5 us a call instead of 5 (measured).
 _plain = importlib.import_module("_signal")
 _signal: Final[Callable[[int, object], object]] = _plain.signal
 _getsignal: Final[Callable[[int], object]] = _plain.getsignal
@@ -38,27 +38,28 @@ _ALL: Final = tuple(sorted(int(number) for number in signal.valid_signals()))
 _SIGINT, _SIGALRM, _SIGTERM = int(signal.SIGINT), int(signal.SIGALRM), int(signal.SIGTERM)
 
 thread_id: Final = threading.get_ident
-"""Who runs this, as a number other than 0."""
+"""The current thread's id, never 0."""
 
 escaped: Final[deque[BaseException]] = deque()
-"""What callbacks raised that the main thread must get, oldest first."""
+"""Exceptions of callbacks that the main thread must raise, oldest first."""
 
 wake_main: Final[dict[object, Callable[[], object]]] = {}
-"""How to wake each `await` of the main thread, so that it looks at `escaped`."""
+"""Functions that wake each `await` of the main thread, so that it looks at `escaped`."""
 
 
 def system_s(left_s: float) -> float:
-    """A time as every poll, select and lock takes it: nan and less than 0 are 0, long ones a day.
+    """Return a time that poll, select and locks accept: nan and negative ones 0, at most a day.
 
-    Whoever sleeps looks at the clock afterwards and sleeps again.
+    The caller must look at the clock after its sleep, and sleep again if it was cut short.
     """
     return min(left_s, SYSTEM_S) if left_s > 0 else 0.0
 
 
 def note_escape(error: BaseException) -> None:
-    """A callback raised: keep what must reach the main thread, e.g. SystemExit, for its next wait.
+    """Keep a callback's exception for the main thread's next wait if it must reach it.
 
-    An Exception is reported by its engine; GeneratorExit and CancelledError mean the callback only.
+    SystemExit is one. The engine reports an Exception; GeneratorExit and CancelledError concern
+    the callback only.
     """
     if isinstance(error, Exception | GeneratorExit | asyncio.CancelledError):
         return
@@ -68,17 +69,18 @@ def note_escape(error: BaseException) -> None:
 
 
 def raise_escaped() -> None:
-    """Main thread: raise the oldest of what callbacks raised for it, if there is any."""
+    """Raise the oldest exception that callbacks left for the main thread, on that thread."""
     if escaped and thread_id() == Process.main:
         raise escaped.popleft()
 
 
 class Process:
-    """What drivers remember of this process, since each look at it costs a system call.
+    """The facts of this process that drivers cache, since each costs a system call.
 
     Attributes:
-        forks: how often it, or those it descends from, forked; a driver belongs to one of them.
-        main: its main thread.
+        forks: number of forks between the first process and this one; a driver keeps the number
+            of the process that made it.
+        main: the id of its main thread.
     """
 
     forks = 0
@@ -86,7 +88,7 @@ class Process:
 
     @classmethod
     def note_fork(cls) -> None:
-        """In the child: this is another process."""
+        """Update `Process` in the child of a fork."""
         cls.forks += 1
         cls.main = threading.main_thread().ident
         escaped.clear()
@@ -98,13 +100,13 @@ os.register_at_fork(after_in_child=Process.note_fork)
 class _Handlers:
     """The signal handlers of this process.
 
-    An object and not attributes of a class: whoever changes these makes the interpreter forget what
-    it knows of the class, which costs each use 0.5 us.
+    An object and not class attributes: a change of these would invalidate the interpreter's
+    caches of the class, which costs each use 0.5 us.
 
     Attributes:
-        known: those of SIGINT, SIGALRM and SIGTERM when all were looked at.
-        caught: (signal, handler) of those written in Python.
-        replaced: whether they are replaced now; one `Interrupts` in another does nothing.
+        known: handlers of SIGINT, SIGALRM and SIGTERM when all signals were last looked at.
+        caught: (signal, handler) of each handler written in Python.
+        replaced: True while they are replaced; a nested `Interrupts` does nothing.
     """
 
     __slots__ = ("caught", "known", "replaced")
@@ -125,22 +127,22 @@ _handlers: Final = _Handlers()
 
 
 class Interrupts:
-    """While the main thread turns an engine, signal handlers wait until the step is over.
+    """Defer signal handlers until the step is over, while the main thread steps an engine.
 
-    A handler that raises in the middle of a step (Ctrl-C, an alarm) would leave the engine in two
-    minds about what is posted. So each handler written in Python is replaced meanwhile by one that
-    takes note; at the end they are back, and the signals that came are raised again.
+    A handler that raises in the middle of a step (Ctrl-C, an alarm) would leave it unknown which
+    rows are posted. So a handler that only records the signal replaces each handler written in
+    Python; at the end they are put back, and the recorded signals are raised again.
 
-    SIGINT, SIGALRM and SIGTERM are looked at each time, the others when a handler of these changes
-    and when an engine is opened, since each look takes 0.05 us.
+    SIGINT, SIGALRM and SIGTERM are looked at each time; the others when a handler of these three
+    changes and when an engine is opened, since each look takes 0.05 us.
 
-    One may be entered again and again, but not within itself.
+    One object may be entered repeatedly, but not within itself.
 
     Args:
-        bell: an eventfd that wakes whoever turns from its sleep; less than 0: none.
+        bell: an eventfd that wakes the stepping thread from its sleep; negative: none.
 
     Attributes:
-        came: a signal came.
+        came: True if a signal came.
     """
 
     __slots__ = ("_bell", "_noted", "_swapped", "came")
@@ -181,7 +183,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._swapped:
-            try:  # what is put back twice does no harm
+            try:  # putting a handler back twice does no harm
                 for number, handler in _handlers.caught:
                     _signal(number, handler)
                 _handlers.replaced = self._swapped = False

@@ -58,7 +58,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         kind = type(self)
-        with contextlib.suppress(*_UNSOUND):  # all at once; if that fails, one by one to name it
+        with contextlib.suppress(*_UNSOUND):  # all at once; if that fails, one by one
             values = [getattr(self, name) for name in kind.__struct_fields__]
             msgspec.msgpack.encode(msgspec.convert(values, _row(kind), strict=True))
             return
@@ -104,14 +104,14 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @lru_cache(maxsize=8)
 def _row(cls: type[_Wire]) -> type[msgspec.Struct]:
-    """The fields of a class as a type of their own, which makes no checks but theirs."""
+    """Make a type of a class's fields that checks the fields and nothing else."""
     fields = [(name, hint) for name, hint in _hints(cls).items()]
     return msgspec.defstruct(f"{cls.__name__}Row", fields, array_like=True)
 
 
 @lru_cache(maxsize=8)
 def _hints(cls: type[_Wire]) -> dict[str, object]:
-    """The types of a class's fields, with their bounds."""
+    """Return the types of a class's fields, with their bounds."""
     hints = get_type_hints(cls, include_extras=True)
     return {name: hints[name] for name in cls.__struct_fields__}
 
@@ -148,15 +148,15 @@ def _payload(cls: type[_Wire], data: bytes) -> bytes:
 
 
 class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one engine is: all NICs of its group, and which incarnation it is.
+    """The address of one engine: all NICs of its group, and the engine's incarnation.
 
     The paper's NetAddr names one NIC, which forces equal NIC counts on both sides. Ours names them
     all, so that a peer group is resolved before any descriptor is seen.
 
     Attributes:
         backend: the registry's name; peers must agree.
-        name: how reports call the engine.
-        epoch: of this incarnation; a restarted engine has a larger one.
+        name: the engine's name in reports.
+        epoch: number of this incarnation; a restarted engine has a larger one.
         domains: the opaque address of each NIC, in NIC order, 1 to 64.
         link_bps: nominal rate of each NIC, bits a second.
     """
@@ -177,10 +177,10 @@ class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
             raise BadDescriptor(f"NetAddr: {len(self.domains)} NICs but {len(self.link_bps)} rates")
 
     def by_address(self) -> NetAddr:
-        """Return the same engine under a name of its own: this name and a digest of all fields.
+        """Return this address under a unique name: its name and a digest of all fields.
 
-        For addresses that strangers hand in: under such a name no engine is taken for another one,
-        nor for another one's later incarnation. Whoever has the address computes the same name.
+        Use it for addresses from strangers: under such a name no engine is taken for another one,
+        nor for another one's later incarnation. All that have the address compute the same name.
         """
         digest = hashlib.blake2b(self.to_bytes(), digest_size=10).hexdigest()
         return msgspec.structs.replace(self, name=f"{self.name[:_SHOWN]}~{digest}")
@@ -190,7 +190,7 @@ class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A memory region as its peers see it: where, how long, and its key on each NIC.
+    """A memory region as its peers see it: owner, length, and its key on each NIC.
 
     Attributes:
         addr: the owner.
@@ -202,7 +202,7 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         bases: what to add to an offset, for each NIC: the virtual address, or 0 where a provider
             wants offsets.
         readable: True for a region that peers may read.
-        stride: bytes of one entry of the first axis of the array that was registered; 1: none was.
+        stride: bytes of one entry of the first axis of the registered array; 1: it was no array.
     """
 
     KIND = b"M"
@@ -235,10 +235,10 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     __iter__ = None
 
     def __getitem__(self, part: slice) -> MrDesc:
-        """A descriptor of some of the bytes, by numpy's rules for slices; offset 0 is its first.
+        """Return a descriptor of a range of bytes, by numpy's rules for slices.
 
-        It is a descriptor like any other, and may travel. Keep one that is used again: each new one
-        is resolved anew.
+        Offset 0 of the result is the range's first byte. It can be sent like any descriptor. Keep
+        one that is used again: each new one is resolved anew.
         """
         return self._view(*check_slice("desc", part, self.nbytes), 1)
 

@@ -1,1 +1,1 @@
-"""This machine: its GPUs and NICs, files and environment; what is wrong with it."""
+"""This machine: its GPUs and NICs, its files and environment, and the doctor's checks."""

@@ -25,16 +25,16 @@ HCA: Final = "NCCL_IB_HCA"
 SOCKET_IFNAME: Final = "NCCL_SOCKET_IFNAME"
 
 Environ = Callable[[str], str | None]
-"""Answers what a variable is set to; None where it is unset."""
+"""Returns the value of a variable; None if it is unset."""
 
 
 class Number(NamedTuple):
     """A number of the environment.
 
     Attributes:
-        name: of the variable.
-        text: what it is set to; "" = unset.
-        value: the number; None = unset, or none that is possible.
+        name: the variable's name.
+        text: the variable's value; "" = unset.
+        value: the number; None = unset, no number or out of range.
     """
 
     name: str
@@ -46,8 +46,8 @@ class NameList(NamedTuple):
     """Names of devices or interfaces as NCCL lists them: [^][=]name[:port],...
 
     Attributes:
-        name: of the variable.
-        text: what it is set to; "" = unset.
+        name: the variable's name.
+        text: the variable's value; "" = unset.
         entries: (name, port); port None = any.
         excludes: "^": all but these.
         exact: "=": whole names, and not beginnings.
@@ -60,7 +60,7 @@ class NameList(NamedTuple):
     exact: bool
 
     def takes(self, name: str, port: int | None = None) -> bool:
-        """Tell whether a device (or one port of it) is meant; an unset variable means all."""
+        """Return True if a device (or one port of it) is selected; if unset, all are."""
         if not self.entries:
             return True
         found = any(
@@ -98,11 +98,11 @@ def read_list(name: str, environ: Environ) -> NameList:
 
 
 def said(used: Iterable[Number | NameList], meant: Mapping[str, str]) -> str:
-    """Spell what was read; "" where nothing is set.
+    """Describe the variables that were read; "" if none is set.
 
     Args:
-        used: what was read.
-        meant: what each variable stands for here, by its name.
+        used: the variables that were read.
+        meant: the meaning of each variable here, by its name.
     """
     words = []
     for one in used:

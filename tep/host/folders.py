@@ -1,4 +1,4 @@
-"""Folders of one user alone, at places whose names anybody can foretell."""
+"""Private folders of one user, at paths that other users can predict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["make_own", "own_folder", "unsafe", "usual_folders"]
 
 
 def own_folder() -> Path:
-    """The folder of this user's processes on this machine, made if need be.
+    """Return the folder of this user's processes on this machine; make it if it is missing.
 
     Raises:
         UsageError: it belongs to somebody else, or others may open it.
@@ -23,7 +23,7 @@ def own_folder() -> Path:
 
 
 def usual_folders(uid: int) -> Iterator[Path]:
-    """The places of that folder, the one that is used first."""
+    """List the possible places of that folder, the preferred one first."""
     runtime = Path(f"/run/user/{uid}")
     if unsafe(runtime, uid) is None:
         yield runtime / "tep"
@@ -34,8 +34,8 @@ def make_own(folder: Path, cure: str) -> Path:
     """Make a folder that nobody else may open, or take the one that is there.
 
     Args:
-        folder: its parent is there.
-        cure: what to do where the folder is somebody else's; part of the error.
+        folder: the path; its parent exists.
+        cure: advice for the error, if the folder is somebody else's.
 
     Raises:
         UsageError: it belongs to somebody else, or others may open it.
@@ -48,7 +48,7 @@ def make_own(folder: Path, cure: str) -> Path:
 
 
 def unsafe(folder: Path, uid: int) -> str | None:
-    """Why a folder is not for one user alone; None: it is."""
+    """Return the reason why a folder is not private to one user; None: it is private."""
     try:
         found = folder.lstat()
     except OSError as error:

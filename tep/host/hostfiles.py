@@ -1,7 +1,7 @@
-"""What this machine says of itself in files, below a root directory or from a captured file.
+"""The files that describe a machine, below a root directory or from a captured file.
 
-Topology and doctor read sysfs, procfs and the environment only through here, so that a machine that
-nobody here has can be looked at all the same. No rule lives here.
+Topology and doctor read sysfs, procfs and the environment only through this module, so that they
+work for a captured machine too. No rule lives here.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from tep.base.errors import TepError, UsageError
 __all__ = ["Capture", "CudaDevice", "HostFiles", "LiveFiles", "Recorder", "open_files"]
 
 FORMAT: Final = "tep-machine-1"
-_TEXT_MAX: Final = 1 << 20  # no file that is asked for is as long
+_TEXT_MAX: Final = 1 << 20  # longer than any file that is read
 
 
 class HostFiles(Protocol):
-    """The questions that can be asked of a machine; what is not there is None or empty."""
+    """The reads that a machine answers; None or empty for anything that is not there."""
 
     def read(self, path: str) -> str | None:
-        """The text of a file without its last newline."""
+        """Return the text of a file without its last newline."""
 
     def read_bytes(self, path: str) -> bytes | None:
-        """The bytes of a file that is no text."""
+        """Return the bytes of a binary file."""
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """List the names in a folder, sorted."""
 
     def real(self, path: str) -> str:
-        """A path with all links followed, or "" if it leads nowhere."""
+        """Return a path with all links followed, or "" if it leads nowhere."""
 
     def environ(self, name: str) -> str | None:
-        """A variable of the environment."""
+        """Return a variable of the environment."""
 
     def cuda(self) -> list[CudaDevice] | None:
-        """The GPUs that the CUDA driver shows; None: it cannot be asked."""
+        """List the GPUs that the CUDA driver shows; None: it cannot be asked."""
 
 
 class LiveFiles:
@@ -48,8 +48,8 @@ class LiveFiles:
     On this machine SYSFS_PATH replaces /sys where RDMA devices are listed, as for rdma-core.
 
     Args:
-        root: of the tree. Only "/" is this machine: elsewhere the environment and the CUDA driver
-            are not asked.
+        root: the root directory. Only "/" is this machine: for another root the environment and
+            the CUDA driver are not asked.
     """
 
     def __init__(self, root: str | Path = "/") -> None:
@@ -96,12 +96,12 @@ class LiveFiles:
 
         try:
             return list_devices()
-        except TepError:  # none is here, or it does not answer
+        except TepError:  # no driver is here, or it does not answer
             return None
 
 
 class Capture:
-    """Answers that were captured on some machine; whatever was not asked there is not there."""
+    """Answers that were captured on some machine; anything not asked there counts as missing."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Capture:
         return self.devices
 
     def to_json(self) -> dict[str, object]:
-        """As `load` reads it."""
+        """Return the capture as data that `load` reads."""
         return {
             "format": FORMAT,
             "texts": self.texts,
@@ -190,7 +190,7 @@ def _texts(found: dict[str, object]) -> dict[str, str]:
 
 
 class Recorder:
-    """Passes questions on to a machine and keeps every answer, as a Capture."""
+    """Passes reads on to a machine and keeps every answer, as a Capture."""
 
     def __init__(self, files: HostFiles) -> None:
         self._files = files
@@ -232,7 +232,7 @@ class Recorder:
 
 
 def open_files(where: str | Path | None = None) -> HostFiles:
-    """The files of this machine (None), of a copied tree (a folder) or of a captured file."""
+    """Open the files of this machine (None), of a copied tree (a folder) or of a captured file."""
     if where is None:
         return LiveFiles()
     if Path(where).is_dir():

@@ -1,6 +1,6 @@
-"""Which NICs of a machine belong together, and why not the others; and where its GPUs are.
+"""The choice of a machine's NICs that belong together, with reasons; and the paths of its GPUs.
 
-The rules, each applied to what the one before has left:
+The rules, each applied to the NICs that the one before has left:
 
 1. A NIC must be usable: it opens, its port is up and has an address.
 2. EFA where there is one: its protocol reaches no other NIC.
@@ -35,19 +35,19 @@ _GPU_CLASS: Final = "0x03"  # display controllers, those without a display among
 
 
 class Found(NamedTuple):
-    """What a look at a device brought.
+    """One RDMA device, as examined.
 
     Attributes:
-        name: of the device.
-        text: what it is, or why it cannot be used.
-        usable: whether it can.
+        name: the device's name.
+        text: its description, or why it cannot be used.
+        usable: True if it can be used.
         link_bps: nominal rate, bits a second; 0 where unknown.
         is_ib: InfiniBand and not Ethernet.
         subnet: prefix of the InfiniBand subnet, 16 hex digits; "" on Ethernet.
-        path: of its PCI device in sysfs; "" where there is none.
-        peer_bytes: what the send queues for a peer take on it, with settings as they are.
-        is_efa: whether it is driven by EFA's driver.
-        physical: of a virtual function, the path of the physical one; "" for any other device.
+        path: sysfs path of its PCI device; "" if it has none.
+        peer_bytes: bytes of send queues for one peer on it, with the current settings.
+        is_efa: True if EFA's driver drives it.
+        physical: path of the physical function if this is a virtual one; else "".
     """
 
     name: str
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """NICs that belong together, and (name, why not) of all others."""
+    """The NICs that belong together, and (name, reason) of all others."""
 
     taken: list[Found]
     left: list[tuple[str, str]]
@@ -125,37 +125,37 @@ def choose(found: Sequence[Found], gpus: Sequence[str], hca: NameList | None = N
 
 
 def _weight(found: Sequence[Found], *, is_ib: bool) -> tuple[int, int, bool]:
-    """By bandwidth, then by number; InfiniBand where both are equal."""
+    """Make a sort key: by bandwidth, then by number; InfiniBand where both are equal."""
     members = [seen for seen in found if seen.is_ib == is_ib]
     return sum(seen.link_bps for seen in members), len(members), is_ib
 
 
 def _share_switch(one: str, other: str) -> bool:
-    """Whether two PCI devices are below the same root port, which only a switch makes possible."""
+    """Return True if two PCI devices are below one root port, so behind one switch."""
     port = _root_port(one)
     return bool(port) and port == _root_port(other)
 
 
 def _root_port(path: str) -> str:
-    """The root complex and the port there that a PCI device is behind; "" without such a port."""
+    """Return the root complex and port that a PCI device is behind; "" without such a port."""
     _, _, below = path.partition("/pci")
     steps = below.split("/")
     return "/".join(steps[:2]) if len(steps) > 2 else ""
 
 
 def _card(path: str) -> str:
-    """A PCI device without the number of its function: what the ports of one card share."""
+    """Return a PCI address without its function number, which all ports of one card share."""
     return path.rpartition(".")[0]
 
 
 def natural(name: str) -> tuple[str, int, str]:
-    """A key that sorts mlx5_10 after mlx5_9."""
+    """Make a key that sorts mlx5_10 after mlx5_9."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or -1), name
 
 
 def gpu_paths(files: HostFiles | None = None, vendors: frozenset[str] = _GPU_VENDORS) -> list[str]:
-    """The GPUs of a machine (None: this one), as paths of PCI devices in sysfs."""
+    """List the GPUs of a machine (None: this one), as paths of PCI devices in sysfs."""
     files = files or LiveFiles()
     found = []
     for name in files.names(PCI):

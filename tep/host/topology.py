@@ -1,6 +1,6 @@
-"""Which GPU is beside which NICs and cores, from sysfs or a captured file.
+"""The NICs and cores beside each GPU, from sysfs or a captured file.
 
-The NICs that belong together (nics.py) are dealt out among the GPUs: each GPU gets the ones that
+The NICs that belong together (nics.py) are assigned to the GPUs: each GPU gets the ones that
 share most of its PCIe path, and GPUs that are equally near to the same NICs share these evenly.
 Nothing here opens a device.
 """
@@ -34,9 +34,9 @@ class Gpu:
 
     Attributes:
         index: N of "cuda:N"; None: this process cannot use it.
-        pci: its address.
-        name: of the model; "" where only the CUDA driver knows it.
-        path: of its PCI device in sysfs; "" if the container hides that.
+        pci: its PCI address.
+        name: model name; "" if only the CUDA driver knows it.
+        path: sysfs path of its PCI device; "" if the container hides it.
         numa: its NUMA node, -1 if unknown.
     """
 
@@ -49,15 +49,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an engine for one device belongs.
+    """The NICs and CPUs for an engine of one device.
 
     Attributes:
         device: "cuda:N" or "cpu".
         nics: names of its NICs, in order.
         cpus: the CPUs for its threads, one a physical core; () = anywhere.
         numa: its NUMA node, -1 if unknown.
-        is_efa: whether the NICs are EFA's.
-        why: how the NICs were found, in words.
+        is_efa: True if the NICs are EFA's.
+        why: the reason for this choice of NICs, in words.
     """
 
     device: str
@@ -73,10 +73,10 @@ class Topology:
     """A machine's GPUs, NICs and cores.
 
     Attributes:
-        gpus: all of them, those of this process first, by index.
-        nics: those that belong together, by PCI address.
-        left: (name, why not) of the other NICs.
-        cores: by NUMA node, one CPU a physical core, those on which this process may run.
+        gpus: all GPUs, those of this process first, by index.
+        nics: the NICs that belong together, by PCI address.
+        left: (name, reason) of the other NICs.
+        cores: CPUs on which this process may run, one a physical core, by NUMA node.
         numa_of: the NUMA node of each NIC, -1 if unknown.
     """
 
@@ -87,11 +87,11 @@ class Topology:
     numa_of: dict[str, int]
 
     def place(self, device: str) -> Place:
-        """Where an engine for "cuda:N" or "cpu" belongs.
+        """Return the place of an engine for "cuda:N" or "cpu".
 
         Raises:
             UsageError: not such a name.
-            BackendUnavailable: no such GPU here; says which there are.
+            BackendUnavailable: no such GPU here; the error lists those that are.
         """
         is_efa = any(nic.is_efa for nic in self.nics)
         if device == "cpu":
@@ -120,7 +120,7 @@ class Topology:
         )
 
     def shares(self) -> dict[str, tuple[Found, ...]]:
-        """The NICs of each GPU, by the GPU's PCI address.
+        """Return the NICs of each GPU, by the GPU's PCI address.
 
         GPUs of other containers count as well: two processes must not take the same NICs while
         others idle.
@@ -137,7 +137,7 @@ class Topology:
         }
 
     def nearest(self, gpu: Gpu) -> list[Found]:
-        """The NICs that share most of a GPU's PCIe path; then those of its NUMA node; then all."""
+        """Return the NICs sharing most of a GPU's PCIe path; else its NUMA node's; else all."""
         rank = {nic.name: self._nearness(gpu, nic) for nic in self.nics}
         best = max(rank.values(), default=(0, False))
         return [nic for nic in self.nics if rank[nic.name] == best]
@@ -147,7 +147,7 @@ class Topology:
         return _shared_steps(gpu.path, nic.path), same
 
     def relation(self, gpu: Gpu, nic: Found) -> str:
-        """How near a NIC is to a GPU, in words."""
+        """Say in words how near a NIC is to a GPU."""
         steps, same = self._nearness(gpu, nic)
         if steps > 1:
             return "behind the same PCIe switch"
@@ -161,7 +161,7 @@ class Topology:
         return _deal(cores, mates.index(gpu.pci), len(mates))
 
     def picture(self) -> str:
-        """The machine as text: NUMA nodes, their GPUs with NICs and cores, and what is left out."""
+        """Draw the machine as text: NUMA nodes with GPUs, NICs and cores, and the NICs left out."""
         shares = self.shares()
         lines = []
         idle = ", nearest to no GPU" if self.gpus else ""
@@ -193,7 +193,7 @@ class Topology:
         return "\n".join([*lines, *(f"not taken: {name}: {why}" for name, why in self.left)])
 
     def to_json(self) -> dict[str, object]:
-        """As data."""
+        """Return the topology as plain data."""
         shares = self.shares()
         return {
             "gpus": [
@@ -235,7 +235,7 @@ def _order(nic: Found) -> tuple[str, tuple[str, int, str]]:
 
 
 def _deal(things: Sequence[_T], index: int, parts: int) -> tuple[_T, ...]:
-    """Part `index` of things dealt out evenly; where there are fewer things, some share one."""
+    """Return part `index` of things divided evenly; if there are fewer things, some share one."""
     n = len(things)
     if 0 < n < parts:
         return (things[index * n // parts],)
@@ -243,7 +243,7 @@ def _deal(things: Sequence[_T], index: int, parts: int) -> tuple[_T, ...]:
 
 
 def _shared_steps(one: str, other: str) -> int:
-    """How many steps from the root complex on two PCI devices have in common; 0: not even that."""
+    """Count the steps from the root complex that two PCI devices share; 0: not even that."""
     here, there = (path.partition("/pci")[2].split("/") for path in (one, other))
     steps = 0
     for ours, theirs in zip(here[:-1], there[:-1]):  # the last is the device itself
@@ -254,7 +254,7 @@ def _shared_steps(one: str, other: str) -> int:
 
 
 def _nic(files: HostFiles, name: str) -> Found:
-    """One NIC as sysfs shows it."""
+    """Read one NIC from sysfs."""
     folder = f"{_NICS}/{name}"
     path = files.real(f"{folder}/device")
     driver = files.real(f"{path}/driver").rpartition("/")[2] if path else ""
@@ -287,11 +287,11 @@ def _why_unusable(files: HostFiles, name: str, port: str) -> str:
             if uverbs in files.names("/dev/infiniband"):
                 return ""
             return f"there is no /dev/infiniband/{uverbs}: the container was not given this NIC"
-    return ""  # a kernel that lists no uverbs: opening it will tell
+    return ""  # a kernel that lists no uverbs: opening the NIC will show it
 
 
 def _gpus(files: HostFiles) -> Iterable[Gpu]:
-    """The GPUs of the machine; the CUDA driver's numbers where it can be asked."""
+    """List the GPUs of the machine, with the CUDA driver's numbers if it can be asked."""
     paths = {path.rpartition("/")[2]: path for path in sorted(gpu_paths(files, _NVIDIA))}
     cuda = files.cuda()
     if cuda is None:
@@ -312,18 +312,18 @@ def _rank(numbers: dict[str, CudaDevice], pci: str) -> float:
 
 
 def _about(files: HostFiles, pci: str, field: str) -> str:
-    """Read a field of what the kernel module says of a GPU; "" = it is not there."""
+    """Read a field of the kernel module's information on a GPU; "" = it is not there."""
     text = files.read(f"{_GPUS_GIVEN}/{pci}/information") or ""
     found = re.search(rf"^{field}:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def _numbered(given: list[str], uuids: dict[str, str], visible: str | None) -> list[CudaDevice]:
-    """Numbers as the driver gives them to equal GPUs: by PCI address, as far as they are visible.
+    """Number the visible GPUs as the driver numbers equal ones: by PCI address.
 
     CUDA_VISIBLE_DEVICES lists numbers, or UUIDs by their beginnings; the first that means no GPU
-    ends the list (quoted: CUDA's programming guide). Of a part of a GPU (MIG-...) files say
-    nothing: then none is numbered, and cuda-python has to be asked.
+    ends the list (quoted: CUDA's programming guide). Files say nothing about a part of a GPU
+    (MIG-...): then none is numbered, and cuda-python has to be asked.
     """
     order = sorted(given)
     if visible is None:
@@ -342,7 +342,7 @@ def _numbered(given: list[str], uuids: dict[str, str], visible: str | None) -> l
 
 
 def _cores(files: HostFiles) -> dict[int, tuple[int, ...]]:
-    """By NUMA node: the first CPU of each physical core, of those on which this process may run."""
+    """List the first CPU of each physical core this process may run on, by NUMA node."""
     status = files.read("/proc/self/status") or ""
     allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
     may = set(cpus_in(allowed[1])) if allowed else None
@@ -366,7 +366,7 @@ def _cores(files: HostFiles) -> dict[int, tuple[int, ...]]:
 
 
 def cpus_in(text: str) -> list[int]:
-    """The CPUs of a list as the kernel writes it: "0-3,8"."""
+    """Parse a list of CPUs as the kernel writes it: "0-3,8"."""
     found: list[int] = []
     for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:,|$)", text.strip()):
         found += range(int(first), int(last or first) + 1)
@@ -374,7 +374,7 @@ def cpus_in(text: str) -> list[int]:
 
 
 def _ranges(cpus: Sequence[int]) -> str:
-    """CPUs as the kernel writes them."""
+    """Write a list of CPUs as the kernel does."""
     parts: list[str] = []
     first = None
     for cpu, after in zip(cpus, [*cpus[1:], None]):
@@ -386,7 +386,7 @@ def _ranges(cpus: Sequence[int]) -> str:
 
 
 def number(text: str | None) -> int:
-    """A number of sysfs; -1 where there is none."""
+    """Read a number of sysfs; -1 if there is none."""
     try:
         return int(text or _UNKNOWN)
     except ValueError:

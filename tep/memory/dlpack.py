@@ -27,14 +27,14 @@ _READ_ONLY: Final = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 @runtime_checkable
 class Exporter(Protocol):
-    """What has a DLPack export."""
+    """An object with a DLPack export."""
 
     def __dlpack__(self, *, stream: object = None) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 def as_array(values: object) -> npt.NDArray[Any]:
-    """Anything that is a list of numbers as a numpy array: also what has nothing but DLPack."""
+    """Return a list of numbers as a numpy array; objects that have only DLPack work too."""
     kind = type(values)
     if hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__"):
         return np.from_dlpack(values)  # type: ignore[arg-type]  # what it lacks is its error
@@ -42,7 +42,7 @@ def as_array(values: object) -> npt.NDArray[Any]:
 
 
 class Tensor(NamedTuple):
-    """What a capsule says.
+    """The fields of a capsule.
 
     Attributes:
         ptr: address of the first element, `byte_offset` included.
@@ -63,14 +63,14 @@ class Tensor(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """True if the elements lie in C order without gaps."""
         return self.strides is None or is_dense(self.shape, self.strides, 1)
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
-    """Whether strides are those of C order; `step` is one element in the strides' unit.
+    """Return True if the strides are C order; `step` is one element in the strides' unit.
 
-    The stride of an extent of 1 means nothing and is not looked at.
+    The stride of an axis of length 1 has no meaning and is not looked at.
     """
     if 0 in shape:
         return True
@@ -140,7 +140,7 @@ def read_dlpack(exporter: Exporter) -> Tensor:
     """
     try:
         capsule = exporter.__dlpack__(max_version=(1, 0))  # type: ignore[call-arg]  # since 1.0
-    except TypeError:  # an exporter from before version 1, which cannot say "read-only" either
+    except TypeError:  # an exporter from before version 1, which has no read-only flag either
         capsule = exporter.__dlpack__()
     try:
         name = _get_name(capsule)

@@ -1,8 +1,8 @@
-"""What a user may register, brought to one form: pointer, length, device, owner of the bytes.
+"""The adapters that bring all memory a user may register to one form, `Memory`.
 
-Adapters for the buffer protocol (numpy, mmap, bytearray, memoryview, array), DLPack,
-`__cuda_array_interface__` and raw (pointer, length, device); and how device memory comes as a
-dma-buf. Nothing here knows a NIC; no CUDA library is loaded.
+They take the buffer protocol (numpy, mmap, bytearray, memoryview, array), DLPack,
+`__cuda_array_interface__` and raw (pointer, length, device). The export of device memory as a
+dma-buf is here too. Nothing here knows a NIC; no CUDA library is loaded.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Memory:
         nbytes: length, 1 or more.
         device: "cpu" or "cuda:N".
         readonly: True if nobody may write there.
-        owner: the object whose life keeps the bytes mapped; held as long as this record.
-        stands_for: what these bytes are a copy of, in words; "" = nothing. `explain` tells it.
+        owner: the object that keeps the bytes mapped while it lives; this record references it.
+        stands_for: names the memory that these bytes are a copy of, for `explain`; "" = none.
         stride: bytes of one entry of the first axis, if it is an array; else 1.
-        buffer: exactly these bytes, where they were given by the buffer protocol; else None.
+        buffer: exactly these bytes, if they came by the buffer protocol; else None.
     """
 
     ptr: int
@@ -78,19 +78,18 @@ class Memory:
 DmabufExport = Callable[[Memory], tuple[int, int]]
 """Exports device memory as a dma-buf: -> (file descriptor, offset of the first byte in it).
 
-Each call returns a descriptor of its own (one for each NIC), which belongs to the backend from then
-on: it registers the memory and closes the descriptor. Who exports a whole allocation, as
-cuMemGetHandleForAddressRange does, returns where in it the memory begins.
+Each call returns a new descriptor (one for each NIC). The backend owns it from then on: it
+registers the memory and closes the descriptor. An exporter of whole allocations, such as
+cuMemGetHandleForAddressRange, returns the offset at which the memory begins.
 """
 
 
 @contextlib.contextmanager
 def exported(export: DmabufExport, memory: Memory) -> Iterator[tuple[int, int]]:
-    """(descriptor, offset) of device memory while it is registered; closed after that, always.
+    """Give (descriptor, offset) of device memory for its registration; always close it after.
 
     Raises:
-        BadRequest: what the exporter returned is no such pair, or the memory is not within the
-            dma-buf.
+        BadRequest: the exporter returned no such pair, or the memory is not within the dma-buf.
     """
     found = export(memory)
     match found:
@@ -102,7 +101,7 @@ def exported(export: DmabufExport, memory: Memory) -> Iterator[tuple[int, int]]:
                 "it has to be (file descriptor, offset), both 0 or more"
             )
     try:
-        with contextlib.suppress(OSError):  # not every exporter's file can say how long it is
+        with contextlib.suppress(OSError):  # not every exporter's file has a length
             length = os.lseek(fd, 0, os.SEEK_END)
             if offset + memory.nbytes > length:
                 raise BadRequest(
@@ -156,15 +155,15 @@ def adapt(buffer: Buffer) -> Memory:
     owner, nbytes = (buffer, view), view.nbytes
     if view.readonly:
         ptr = int(np.frombuffer(view, np.uint8).ctypes.data)
-    else:  # the same in a fifth of the time
+    else:  # the same result in a fifth of the time
         ptr = ctypes.addressof(ctypes.c_char.from_buffer(view))
     return Memory(ptr, nbytes, "cpu", view.readonly, owner, stride=stride, buffer=view)
 
 
 def _stride(nbytes: int, shape: tuple[int, ...] | None) -> int:
-    """Bytes of one entry of the first axis of a contiguous array; without axes, all of them.
+    """Return the bytes of one entry of a contiguous array's first axis; without axes, all bytes.
 
-    Elements of less than a byte may share one: then 1.
+    Return 1 where elements of less than a byte share one.
     """
     if not shape:
         return nbytes
@@ -172,7 +171,7 @@ def _stride(nbytes: int, shape: tuple[int, ...] | None) -> int:
 
 
 def copied(what: str, payload: Buffer) -> bytes:
-    """A copy of the bytes of a buffer, an array or a tensor in CPU memory.
+    """Copy the bytes of a buffer, an array or a tensor in CPU memory.
 
     Raises:
         BadRequest: it has no bytes, or they are on a GPU.
@@ -194,7 +193,7 @@ def copied(what: str, payload: Buffer) -> bytes:
 
 
 def _no_bytes(buffer: object) -> BadRequest:
-    """What is said of memory that holds references: a peer that writes there ends the process."""
+    """Make the error for memory of Python objects: a peer's write there would crash the process."""
     return BadRequest(
         f"reg_mr: a {type(buffer).__name__} of Python objects holds pointers and no data; register "
         "the objects' own bytes, or an array of numbers"
@@ -234,7 +233,7 @@ def _from_raw(raw: tuple[object, ...]) -> Memory:
 
 
 def _from_foreign(buffer: object) -> Memory:
-    """Adapt what has no buffer protocol: DLPack first, since it names the device."""
+    """Adapt an object without the buffer protocol: DLPack first, since it names the device."""
     if isinstance(buffer, Exporter):
         return _from_dlpack(buffer)
     # Not isinstance() with a protocol: from Python 3.12 on that looks at the class alone, where CPU

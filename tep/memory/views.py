@@ -37,12 +37,12 @@ def check_slice(what: str, part: object, length: int, of: str = "bytes") -> tupl
 class Axis0(Generic[V]):
     """A region or descriptor by the first axis of the array that was registered.
 
-    `axis0[a:b]` is a view of these entries, whose own `axis0` counts the same entries;
+    `axis0[a:b]` is a view of these entries, and its own `axis0` counts the same entries;
     `axis0[k]` is a view of one entry, and counts bytes. len() is the length of the axis.
 
     Args:
         whole: the region or descriptor.
-        name: how errors call it.
+        name: its name in errors.
         nbytes: its length.
         stride: bytes of one entry.
         view: makes a view of bytes start..stop with a stride.
@@ -65,7 +65,7 @@ class Axis0(Generic[V]):
         return self._length
 
     def __getitem__(self, which: int | slice) -> V:
-        """One entry, or some.
+        """Return a view of one entry, or of a slice of them.
 
         Raises:
             IndexError: there is no such entry.

@@ -31,9 +31,9 @@ class WatchPage:
     """All watched words of one engine.
 
     Attributes:
-        callbacks: of those that are watched, by index.
-        pin: maps the page for a GPU; None = there is none, and only the host writes words.
-        device_ptr: where kernels find the page, once it is pinned; else None.
+        callbacks: the callback of each watched word, by index.
+        pin: maps the page for a GPU; None = no GPU, and only the host writes words.
+        device_ptr: the page's address for kernels, once it is pinned; else None.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class WatchPage:
 
     @cached_property
     def words(self) -> npt.NDArray[np.uint64]:
-        """All of them, watched or not; made when first asked for: few engines watch any."""
+        """All words, watched or not; allocated on first use, since few engines watch any."""
         raw = np.zeros(2 * WORDS, np.uint64)  # room for one whole page at a page's start
         skip = -raw.ctypes.data % _PAGE_BYTES // 8
         return raw[skip : skip + WORDS]
@@ -57,7 +57,7 @@ class WatchPage:
         return len(self.callbacks)
 
     def allocate(self, callback: Callback) -> int:
-        """Return the index of a word that is 0 and watched from now on."""
+        """Return the index of a word, set to 0 and watched from now on."""
         index = next((k for k in range(WORDS) if k not in self.callbacks), None)
         if index is None:
             raise BusyError(f"alloc_uvm_watcher: all {WORDS} words are in use; close some watchers")
@@ -68,7 +68,7 @@ class WatchPage:
         return index
 
     def _pin(self, pin: Callable[[Memory], int]) -> None:
-        """Have the page mapped for the GPU, once; a failure is told by whoever asks for it."""
+        """Map the page for the GPU, once; a failure is kept, for `device_address` to raise."""
         self.pin = None
         start = int(self.words.ctypes.data)
         try:
@@ -77,7 +77,7 @@ class WatchPage:
             self._why_not = f"pinning failed: {error}"
 
     def device_address(self) -> int:
-        """Where kernels find the page.
+        """Return the page's address for kernels.
 
         Raises:
             BackendUnavailable: it is pageable memory, which no kernel can write; says why.
@@ -87,7 +87,7 @@ class WatchPage:
         return self.device_ptr
 
     def describe(self) -> str:
-        """Who can write the words, for `explain`."""
+        """Say how many words are watched and whether kernels can write them, for `explain`."""
         if self.device_ptr is None:
             return f"{len(self)} in pageable memory, written by the host only: {self._why_not}"
         return f"{len(self)} in pinned memory; kernels write them at {self.device_ptr:#x}"
@@ -97,7 +97,7 @@ class WatchPage:
         self.callbacks.pop(index, None)
 
     def look(self) -> Iterator[tuple[Callback, int, int]]:
-        """(callback, old, new) of every watched word that changed since the last look.
+        """Yield (callback, old, new) of every watched word that changed since the last look.
 
         A watcher that is closed meanwhile, by a callback or by another thread, is left out.
         """
@@ -116,7 +116,7 @@ class Watcher:
     """One watched word.
 
     Attributes:
-        ptr: its address, for whoever writes it; 8 bytes, native byte order.
+        ptr: the word's address, for its writers; 8 bytes, native byte order.
     """
 
     def __init__(self, page: WatchPage, index: int, kick: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ class Watcher:
         return self._open().words[self._index : self._index + 1]
 
     def store(self, value: int) -> None:
-        """Write the word, 0 <= value < 2**64, and have the engine look at it."""
+        """Write the word, 0 <= value < 2**64, and wake the engine to look at it."""
         page = self._open()
         page.words[self._index] = check_int("Watcher.store: value", value, 0, U64_MAX)
         self._kick()

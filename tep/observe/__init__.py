@@ -1,1 +1,1 @@
-"""What engines did and do: traces, metrics, and answers to `tep top` and `tep stall`."""
+"""Observation of engines: traces, metrics, and the answers to `tep top` and `tep stall`."""

@@ -26,13 +26,13 @@ class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        name: as OpenTelemetry writes it, e.g. "tep.nic.io".
-        kind: what it is.
-        unit: as OpenTelemetry writes it: "By", "s", "{row}", "1".
-        text: what it counts.
+        name: OpenTelemetry's form, e.g. "tep.nic.io".
+        kind: its type.
+        unit: OpenTelemetry's form: "By", "s", "{row}", "1".
+        text: its description.
         labels: attributes beside the engine's name.
-        read: (values of the labels, number) from statistics; a histogram has none.
-        bounds: of a histogram: the upper bounds of its buckets.
+        read: gives (values of the labels, number) from statistics; a histogram has none.
+        bounds: the upper bounds of a histogram's buckets.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Metric(NamedTuple):
 
     @property
     def prometheus_name(self) -> str:
-        """As Prometheus writes it: the unit in the name, in full; a counter ends in _total."""
+        """The name in Prometheus' form: with the unit in full; a counter ends in _total."""
         unit = {"By": "_bytes", "s": "_seconds"}.get(self.unit, "")
         total = "_total" if self.kind == "counter" else ""
         return self.name.replace(".", "_") + unit + total
@@ -137,18 +137,18 @@ METRICS: Final = (
     Metric("tep.callback.errors", "counter", "{error}", "Callbacks that raised.",
            (), _one("callback_errors")),
 )  # fmt: skip
-"""Every metric, each with the engine's name as a label besides."""
+"""Every metric. The engine's name is a label of each."""
 
 
 class _Exporter:
-    """The engines that are exported, and what hears of their transfers."""
+    """The exported engines, with the callbacks that record their transfers."""
 
     def __init__(self) -> None:
         self._engines: dict[str, weakref.ref[TransferEngine]] = {}
         self._observers: dict[str, Callable[[list[Handle]], None]] = {}
 
     def add(self, engine: TransferEngine) -> None:
-        """Export an engine from now on; it is not kept alive by that.
+        """Export an engine from now on; this does not keep it alive.
 
         Raises:
             UsageError: another engine of this name is exported; names tell them apart.
@@ -169,13 +169,13 @@ class _Exporter:
         engine._machine.observe(observe)
 
     def remove(self, engine: TransferEngine) -> None:
-        """Export an engine no more; its histograms stay. One that is not exported is no error."""
+        """Stop exporting an engine; its histograms stay. It may be one that is not exported."""
         if self._engine(engine.name) is engine:
             del self._engines[engine.name]
             engine._machine.unobserve(self._observers.pop(engine.name))
 
     def close(self) -> None:
-        """Export nothing any more."""
+        """Stop exporting all engines."""
         for name in tuple(self._engines):
             engine = self._engine(name)
             if engine is not None:
@@ -190,7 +190,7 @@ class _Exporter:
         return [(name, engine.stats()) for name, engine in found if engine is not None]
 
     def _record(self, labels: tuple[str, str, str], seconds: float, nbytes: int) -> None:
-        """One transfer has settled; called on the thread that turns its engine."""
+        """Record a settled transfer; called on the thread that steps its engine."""
         raise NotImplementedError
 
 
@@ -207,7 +207,7 @@ class _Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many values up to there), as Prometheus wants them."""
+        """Return (upper bound, number of values up to it) of each bucket, for Prometheus."""
         found, so_far = [], 0
         bounds: Iterable[str] = (*map(repr, self._bounds), "+Inf")
         for bound, count in zip(bounds, tuple(self._counts), strict=True):
@@ -236,7 +236,7 @@ class Prometheus(_Exporter):
         self._registry.register(self)
 
     def close(self) -> None:
-        """Export nothing any more, and leave the registry."""
+        """Stop exporting all engines, and leave the registry."""
         super().close()
         if self._registry is not None:
             self._registry.unregister(self)
@@ -251,7 +251,7 @@ class Prometheus(_Exporter):
             found.add(value)
 
     def collect(self) -> Iterator[Any]:
-        """The registry: every metric of every engine."""
+        """Yield every metric of every engine, for the registry."""
         families = self._core
         stats = self._stats()
         for metric in METRICS:

@@ -1,11 +1,11 @@
-"""Sight into running engines: what a process tells of its engines, and who may ask.
+"""Introspection of running engines: a process's answers about its engines, and their clients.
 
-A process with a thread driver has one more thread, which sleeps on a UNIX socket until somebody
-asks, and answers even while the thread that turns an engine hangs. It only reads.
+A process with a thread driver has one more thread, which sleeps on a UNIX socket until a client
+asks. It answers even while the thread that steps an engine hangs, and it only reads.
 
-Rule 1: the socket lies in a folder of the user's own that nobody else may open. Rule 2: one
-question at a time, bounded in size, time and number, so that no client can hold an engine up.
-Rule 3: nothing here raises into an engine; what goes wrong is logged.
+Rule 1: the socket lies in the user's private folder, which nobody else may open. Rule 2: one
+question at a time, bounded in size, time and number, so that no client can delay an engine.
+Rule 3: nothing here raises into an engine; errors are logged.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SWITCH: Final = "TEP_SIGHT"
 _log = logging.getLogger("tep")
 
 _CLIENT_S: Final = 1.0
-"""How long a client may take to ask, and to take its answer."""
+"""Time limit for a client's question, and for it to read the answer, seconds."""
 
 _PAUSE_S: Final = 0.02
-"""Between two answers, so that a client that asks without end takes a small part of the time."""
+"""Pause between two answers, seconds: a client that asks without end takes little of the CPU."""
 
 _QUESTION_MAX: Final = 64
 _ANSWER_MAX: Final = 16 << 20
@@ -54,25 +54,25 @@ _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred { pid_t pid; uid_t uid
 
 @runtime_checkable
 class Seen(Protocol):
-    """What can be looked at: an engine."""
+    """The interface of an object that can be looked at: an engine."""
 
     name: str
 
     def stall_report(self) -> str:
-        """What each open handle waits for."""
+        """Report what each open handle waits for."""
 
     def snapshot(self) -> dict[str, object]:
-        """What it is and has done, as values that JSON knows."""
+        """Describe the engine and its work, in values that JSON knows."""
 
 
 class _Here:
-    """What this process shows.
+    """The engines that this process shows.
 
     Attributes:
         lock: guards `thread`; `seen` needs none.
         seen: the engines, by id.
-        thread: who answers, while there is an engine.
-        bell: an eventfd that wakes it.
+        thread: the thread that answers, while there is an engine.
+        bell: an eventfd that wakes the thread.
     """
 
     lock = threading.Lock()
@@ -82,12 +82,12 @@ class _Here:
 
 
 def show(machine: object) -> None:
-    """Have this process answer questions about an engine, until hide() or its end."""
+    """Make this process answer questions about an engine, until hide() or its end."""
     if not isinstance(machine, Seen) or os.environ.get(SWITCH) == "off":
         return
     key = id(machine)
 
-    def gone(_: object) -> None:  # by the collector, on any thread, whatever that thread holds
+    def gone(_: object) -> None:  # called by the collector, on any thread, with any lock held
         _Here.seen.pop(key, None)
         _ring()
 
@@ -119,7 +119,7 @@ def _ring() -> None:
 
 
 def _forked() -> None:
-    """In the child of a fork: the engines and the thread are the parent's."""
+    """Forget engines and thread in the child of a fork: they are the parent's."""
     if _Here.thread is not None and _Here.bell >= 0:
         os.close(_Here.bell)
     _Here.lock = threading.Lock()
@@ -127,17 +127,17 @@ def _forked() -> None:
     _Here.thread, _Here.bell = None, -1
     if (listener := _Listener.current) is not None:
         _Listener.current = None
-        listener.socket.close()  # else the child would take calls for its parent, and not answer
+        listener.socket.close()  # else the child would take its parent's connections
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
-# ---------------------------------------------------------------------- who answers
+# ---------------------------------------------------------------------- answering
 
 
 class _Listener:
-    """The socket of this process and its place."""
+    """The listening socket of this process, and its path."""
 
     current: _Listener | None = None
 
@@ -171,7 +171,7 @@ def _start() -> None:
         raise
     thread = threading.Thread(target=_serve, args=(listener, bell), name="tep-sight", daemon=True)
     _Listener.current, _Here.bell, _Here.thread = listener, bell, thread
-    # At the exit of the process; earlier, the thread does it.
+    # At the exit of the process; before that, the thread does it.
     remove = weakref.finalize(listener, _unlink, listener.path, os.getpid())
     try:
         thread.start()
@@ -190,7 +190,7 @@ def _unlink(path: Path, pid: int) -> None:
 
 
 def _serve(listener: _Listener, bell: int) -> None:
-    """The thread: answer until there is no engine any more."""
+    """Answer, on the thread, until there is no engine any more."""
     poller = select.poll()
     poller.register(bell, select.POLLIN)
     quiet = select.poll()
@@ -243,7 +243,7 @@ def _answer(question: str) -> dict[str, object]:
 
 
 def _again(read: Callable[[], object]) -> object:
-    """Read what another thread may be changing: a dict that grows meanwhile is read once more."""
+    """Read something that another thread may change: if a dict grows meanwhile, read it again."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(RuntimeError, KeyError, IndexError):
             return read()
@@ -255,7 +255,7 @@ def _command() -> str:
 
 
 def _stacks() -> list[dict[str, object]]:
-    """Where each thread is, innermost call last."""
+    """List the call stack of each thread, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         {
@@ -270,11 +270,11 @@ def _stacks() -> list[dict[str, object]]:
     ]
 
 
-# ---------------------------------------------------------------------- where
+# ---------------------------------------------------------------------- places
 
 
 def _own_folder() -> Path:
-    """The folder for the sockets of this user, made if need be.
+    """Return the folder for this user's sockets; make it if it is missing.
 
     Raises:
         UsageError: it belongs to somebody else, or others may open it.
@@ -285,7 +285,7 @@ def _own_folder() -> Path:
 
 
 def _sockets(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The sockets in a folder, with the numbers of their processes."""
+    """List the sockets in a folder, with their processes' ids."""
     for path in folder.iterdir():
         number = path.name.partition(".")[0]
         if number.isdecimal() and path.is_socket():
@@ -293,33 +293,33 @@ def _sockets(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the sockets of processes that were killed, and disturb nobody else."""
+    """Remove the sockets of killed processes, without disturbing others."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asked:
         for _, path in list(_sockets(folder)):
-            with contextlib.suppress(OSError):  # one that is served is of another type
+            with contextlib.suppress(OSError):  # a socket in use is of another type
                 try:
                     asked.connect(os.fspath(path))
-                except ConnectionRefusedError:  # nobody has it open any more
+                except ConnectionRefusedError:  # no process has it open any more
                     path.unlink()
 
 
 def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end."""
+    """Return process, user and group at the other end."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
 
 
-# ---------------------------------------------------------------------- who asks
+# ---------------------------------------------------------------------- asking
 
 
 class Found(NamedTuple):
     """A process that can be asked.
 
     Attributes:
-        pid: its number.
+        pid: its id.
         path: its socket.
-        uid: whose it is.
+        uid: its user.
     """
 
     pid: int
@@ -328,7 +328,7 @@ class Found(NamedTuple):
 
 
 def find(pid: int | None = None) -> list[Found]:
-    """The processes of this user with engines, or the one that is named; by number.
+    """Find the processes of this user with engines, or the named one; sorted by id.
 
     Root finds the named process of any user.
     """
@@ -347,7 +347,7 @@ def find(pid: int | None = None) -> list[Found]:
 
 
 def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any] | None:
-    """Ask a process; None: it has ended, and what it left behind is removed.
+    """Ask a process; None: it has ended, and its files are removed.
 
     Raises:
         TimeoutError: it does not answer in time.
@@ -360,7 +360,7 @@ def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any]
             asked.connect(os.fspath(process.path))
         except FileNotFoundError:
             return None
-        except ConnectionRefusedError:  # nobody has it open any more
+        except ConnectionRefusedError:  # no process has it open any more
             with contextlib.suppress(OSError):
                 process.path.unlink()
             return None
@@ -379,5 +379,5 @@ def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any]
     try:
         answer = json.loads(b"".join(parts))
     except ValueError:
-        return None  # it ended in the middle
+        return None  # the process ended in the middle
     return answer if isinstance(answer, dict) else None

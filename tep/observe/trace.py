@@ -1,7 +1,7 @@
-"""A trace: what engines did when, as spans and marks; a file for Perfetto, a picture, a summary.
+"""A trace of engines as spans and marks, with its Perfetto file, its picture and its summary.
 
 The one writer of traces, for hardware, for tcp and `local`, and for simulated runs. Values only:
-who records is tracing.py, for engines, and `tep.sim.row_log`, for rows of a simulated fabric.
+tracing.py records engines, and `tep.sim.row_log` the rows of a simulated fabric.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tep.base.errors import UsageError
 __all__ = ["Mark", "Span", "Trace", "lanes_of"]
 
 SpanKind = Literal["transfer", "wait", "batch", "step"]
-"""A transfer or message; an expectation; rows of one transfer on one NIC; a step of the engine."""
+"""Transfer or message; expectation; rows of one transfer on one NIC; step of the engine."""
 
 _US: Final = 1e6
 _COLOURS: Final = {"transfer": "#4c78a8", "wait": "#bab0ac", "batch": "#54a24b", "step": "#f58518"}
@@ -29,13 +29,13 @@ _LISTED_MAX: Final = 10
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """An event with a duration.
 
     Attributes:
         kind: see SpanKind.
-        engine: the engine, or node, that it happened at.
-        track: where it is drawn: "transfers", "expectations", "NIC 0 (name)", "worker".
-        name: what it is called in the picture.
+        engine: its engine, or node.
+        track: its row in the picture: "transfers", "expectations", "NIC 0 (name)", "worker".
+        name: its label in the picture.
         start_s, stop_s: seconds of the driver's clock.
         args: more about it. A batch: `nic`, `to`, `rows`, `bytes`. A transfer: `state`. A step:
             `cpu_us`, where the clock is real.
@@ -51,12 +51,12 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at one time.
+    """An event without a duration.
 
     Attributes:
         kind: "imm", with `imm` and `count` in args; "fault"; or a fabric's own: "place".
-        engine, track, name, args: as of a span.
-        at_s: when.
+        engine, track, name, args: same as for a span.
+        at_s: its time.
     """
 
     kind: str
@@ -68,15 +68,15 @@ class Mark(NamedTuple):
 
 
 class Trace:
-    """What was recorded. `engine.trace()` and `cluster.trace()` make one; it records until stop().
+    """A recording. `engine.trace()` and `cluster.trace()` make one; it records until stop().
 
     Use it as a context manager, and read it afterwards.
 
     Attributes:
-        spans, marks: what happened; spans in the order of their ends.
-        missed: how many spans and marks were not kept, because `events_max` were there.
+        spans, marks: the events; spans in the order of their ends.
+        missed: number of spans and marks that were dropped, because `events_max` were there.
         clock: "host": the monotonic clock, which all processes of a host share; or "simulated".
-        events_max: how many spans and marks are kept.
+        events_max: limit of spans and marks that are kept.
         stops: functions that end the recording; stop() calls each once.
     """
 
@@ -131,19 +131,19 @@ class Trace:
 
     @property
     def start_s(self) -> float:
-        """When the first thing in it began; 0 if there is none."""
+        """The start of the first event; 0 if there is none."""
         times = [span.start_s for span in self.spans] + [mark.at_s for mark in self.marks]
         return min(times, default=0.0)
 
     def of(self, kind: SpanKind, engine: str | None = None) -> list[Span]:
-        """The spans of one kind, of one engine or of all, in the order of their starts."""
+        """Return the spans of one kind, of one engine or of all, in the order of their starts."""
         found = [s for s in self.spans if s.kind == kind and engine in {None, s.engine}]
         return sorted(found, key=lambda span: span.start_s)
 
     # ------------------------------------------------------------------ the file
 
     def events(self) -> list[dict[str, Any]]:
-        """The events of the trace event format: a process an engine, a thread a lane of a track.
+        """Return events in the trace event format: a process an engine, a thread a lane of a track.
 
         Batches and steps are complete events, drawn in lanes so that none overlaps another;
         transfers and expectations are pairs of begin and end; immediates and faults are instants.
@@ -170,7 +170,7 @@ class Trace:
         pids = {name: pid for pid, name in enumerate(self.engines, 1)}
         for name, pid in pids.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        # Perfetto takes thread 0 for the one with its process's number, and drops what overlaps.
+        # Perfetto takes thread 0 for the process's main thread, and drops overlapping events.
         tid, number = len(pids) + 1, 0
         for (engine, track), found in sorted(tracks.items()):
             pid = pids[engine]
@@ -209,7 +209,7 @@ class Trace:
     # ------------------------------------------------------------------ the summary
 
     def summary(self) -> str:
-        """What stands out, as text: the busiest NIC, the longest gap, reordering, faults."""
+        """Summarise in text: the busiest NIC, the longest gap, reordering, faults."""
         lines = [self._head()]
         busy: dict[tuple[str, str], float] = {}
         for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
@@ -307,8 +307,8 @@ class Trace:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """A lane for each span, of spans sorted by their starts, so that no lane has two at a time."""
-    free: list[tuple[float, int]] = []  # lanes that are taken, by when they are free again
+    """Assign a lane to each span, of spans sorted by start, so that no lane has two at a time."""
+    free: list[tuple[float, int]] = []  # lanes in use, by the time at which they are free again
     idle: list[int] = []
     found = []
     for span in spans:
@@ -321,7 +321,7 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
 
 
 def overtaken(batches: Iterable[Span]) -> list[int]:
-    """For each batch, by start: how many that were posted before it to its peer ended after it."""
+    """Count for each batch, by start, those posted before it to its peer that ended after it."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     found = []
     for span in sorted(batches, key=lambda span: span.start_s):
@@ -332,7 +332,7 @@ def overtaken(batches: Iterable[Span]) -> list[int]:
 
 
 def _histogram(values: Iterable[int]) -> dict[str, int]:
-    """How many values are 0, 1, 2 to 3, 4 to 7, and so on."""
+    """Count the values that are 0, 1, 2 to 3, 4 to 7, and so on."""
     counts = Counter(value.bit_length() for value in values)
     found = {}
     for bits in sorted(counts):
@@ -342,7 +342,7 @@ def _histogram(values: Iterable[int]) -> dict[str, int]:
 
 
 def _covered_s(spans: Sequence[Span]) -> float:
-    """How long at least one of some spans lasted, by their starts."""
+    """Return the time covered by at least one span, of spans sorted by start."""
     covered = 0.0
     end = float("-inf")
     for span in spans:
@@ -352,7 +352,7 @@ def _covered_s(spans: Sequence[Span]) -> float:
 
 
 def _longest_gap(spans: Sequence[Span]) -> tuple[float, float]:
-    """The longest time without a span, of spans sorted by their starts, and when it began."""
+    """Find the longest time without a span, of spans sorted by start, and its begin."""
     longest, began, end = 0.0, 0.0, spans[0].stop_s
     for span in spans:
         if span.start_s - end > longest:
@@ -362,10 +362,10 @@ def _longest_gap(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to a nanosecond: Perfetto's step.
+    """Convert to microseconds, rounded to a nanosecond: Perfetto's resolution.
 
-    Finer times would be rounded there, start and length each by itself, and what then overlaps by
-    a nanosecond is dropped.
+    Perfetto would round finer times, start and length separately, and drop spans that then overlap
+    by a nanosecond.
     """
     return round(seconds * _US, 3)
 

@@ -1,8 +1,7 @@
-"""Records what an engine does, while somebody traces it: at the seam, around steps, as handles end.
+"""Records an engine while it is traced: at the backend interface, at each step and handle's end.
 
-Rule 1: an engine that is not traced has nothing of this in its way: recording puts taps before its
-NICs and a look around its turn, and takes them away again. Rule 2: it never changes what the engine
-does.
+Rule 1: an engine that is not traced pays nothing: recording wraps its NICs and its step, and
+unwraps them at the end. Rule 2: recording never changes the engine's behaviour.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _ROWS: Final = (int(Kind.WRITE), int(Kind.READ))
 _IMM: Final = int(Kind.IMM)
 _IMM_BYTE: Final = bytes([_IMM])
 _FEW: Final = 24
-"""Up to so many completions a loop is faster than columns."""
+"""Number of completions up to which a loop is faster than columns."""
 
 _IMMS_MAX: Final = 8
-"""So many different immediates of one poll get a mark each; more share one."""
+"""Number of different immediates of one poll up to which each gets a mark; more share one."""
 
 
 class _Group(Protocol):
@@ -53,7 +52,7 @@ class _Worker(Protocol):
 
 
 class Traced(Protocol):
-    """What a recorder needs of an engine; see `tep.engine.machine.Machine`."""
+    """The engine as a recorder uses it; see `tep.engine.machine.Machine`."""
 
     name: str
     driver: Driver
@@ -68,7 +67,7 @@ class Traced(Protocol):
 
 
 class _Out:
-    """Rows of one batch that a NIC has."""
+    """The rows of one batch that a NIC has."""
 
     __slots__ = ("args", "left", "name", "start_s")
 
@@ -80,7 +79,7 @@ class _Out:
 
 
 class _Tap:
-    """One NIC, as a traced engine sees it: notes rows posted and returned, and immediates."""
+    """A wrapper of one NIC that records posted and returned rows, and immediates."""
 
     def __init__(self, recorder: _Recorder, nic: Domain, index: int) -> None:
         self._nic = nic
@@ -92,7 +91,7 @@ class _Tap:
         self.caps = nic.caps
         self.address = nic.address
 
-    def __getattr__(self, name: str) -> Any:  # all that is not watched is the NIC's own
+    def __getattr__(self, name: str) -> Any:  # everything else goes to the NIC itself
         return getattr(self._nic, name)
 
     def post(self, batch: Any, start: int, stop: int) -> int:
@@ -170,7 +169,7 @@ class _Tap:
         recorder.trace.mark(Mark("imm", recorder.machine.name, self._arrivals, label, now_s, args))
 
     def end(self, now_s: float) -> None:
-        """The trace ends: so do the rows that the NIC still has."""
+        """End the spans of rows that the NIC still has, at the trace's end."""
         for out in self._out.values():
             out.args["in_flight"] = out.left
             self._end(out, now_s)
@@ -190,7 +189,7 @@ class _Recorder:
         self._taps: list[_Tap] = []
 
     def start(self) -> None:
-        """Between two steps: begin."""
+        """Begin recording, between two steps."""
         group = self.machine.worker.group
         if self.machine.tracer is not None:
             raise UsageError(
@@ -205,7 +204,7 @@ class _Recorder:
         self.machine.worker.journal.listeners.append(self.note)
 
     def stop(self) -> None:
-        """Between two steps: end, and record what is still open."""
+        """End recording, between two steps, and record the spans that are still open."""
         now_s, worker = self.now_s(), self.machine.worker
         worker.group.domains = self._nics
         self.machine.turn = self._turn
@@ -219,7 +218,7 @@ class _Recorder:
             tap.end(now_s)
 
     def turn(self) -> bool:
-        """As the worker's step(), timed."""
+        """Run the worker's step(), timed."""
         start_s = self.now_s()
         cpu_ns = time.thread_time_ns() if self._real else 0
         work = self._turn()
@@ -230,12 +229,12 @@ class _Recorder:
         return work
 
     def note(self, kind: str, text: str) -> None:
-        """The engine says that something has failed, or was mended."""
+        """Record a failure, or its repair, that the engine reports."""
         args = {"kind": kind}
         self.trace.mark(Mark("fault", self.machine.name, "faults", text, self.now_s(), args))
 
     def settled(self, handles: list[Handle]) -> None:
-        """These have settled."""
+        """Record handles that have settled."""
         now_s = self.now_s()
         for handle in handles:
             self._add(handle, now_s)
@@ -263,7 +262,7 @@ class _Recorder:
 
 
 def _sums(found: Completions) -> dict[int, int]:
-    """How many of each immediate there are."""
+    """Count each immediate."""
     imms, counts = found["imm"], found["count"]
     if (imms == imms[0]).all():
         return {int(imms[0]): int(counts.sum())}
@@ -273,7 +272,7 @@ def _sums(found: Completions) -> dict[int, int]:
 
 
 def record(machine: Traced, trace: Trace) -> Callable[[], None]:
-    """Record an engine into a trace from now on; return what ends that."""
+    """Record an engine into a trace from now on; return the function that ends it."""
     recorder = _Recorder(machine, trace)
     machine.driver.call(recorder.start)
 

@@ -1,1 +1,1 @@
-"""`tep doctor`: what of this machine works for transfers, what does not, and what mends it."""
+"""`tep doctor`: checks of a machine for transfers, with a remedy for each fault."""

@@ -1,4 +1,4 @@
-"""Write down what a machine says of itself: `python -m tep.host.doctor.capture > machine.json`."""
+"""Capture the files of a machine: `python -m tep.host.doctor.capture > machine.json`."""
 
 from __future__ import annotations
 

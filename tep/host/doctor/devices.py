@@ -1,7 +1,7 @@
-"""Which libraries are here, and what RDMA devices say to libibverbs and libefa that they can do.
+"""The libraries of this machine, and the abilities of its RDMA devices (libibverbs, libefa).
 
-Each device is opened, asked and closed; nothing is sent and nothing is registered. A captured
-machine cannot be asked: what is here needs the devices.
+Each device is opened, asked and closed; nothing is sent and nothing is registered. These checks
+need the devices, so none runs for a captured machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tep.host.topology import detect
 
 __all__ = ["check_devices", "check_gpu_libraries", "check_libraries", "size_text"]
 
-_ENDLESS: Final = 1 << 60  # what libraries say that know no limit
+_ENDLESS: Final = 1 << 60  # libraries without a limit return this
 _AMAZON: Final = 0x1D0F
 
 # Source: enum in providers/efa/efadv.h of rdma-core 64, EFADV_DEVICE_ATTR_CAPS_*.
@@ -38,7 +38,7 @@ _UNSOLICITED: Final = 1 << 4
 
 
 def check_libraries() -> Iterator[Finding]:
-    """Which libraries this process would use, with their versions; backends say what they lack."""
+    """Report the libraries this process would use, with versions, and those backends lack."""
     parts = []
     for name, load in (("libibverbs", ibverbs.load), ("libefa", efa.load)):
         try:
@@ -62,7 +62,7 @@ def check_libraries() -> Iterator[Finding]:
 
 
 def check_gpu_libraries(files: HostFiles) -> Iterator[Finding]:
-    """Look, where a GPU is: does libfabric take its memory on EFA, can kernels be compiled."""
+    """Check, if there is a GPU: does libfabric take its memory on EFA, can kernels be compiled."""
     if files.read("/sys/module/nvidia/version") is None:
         return
     if any(nic.is_efa for nic in detect(files).nics):
@@ -99,7 +99,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _mapped(soname: str) -> str:
-    """The file that the loader took for a name without a folder."""
+    """Return the file that the loader took for a name without a folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if path.rpartition("/")[2].startswith(soname):
@@ -108,13 +108,13 @@ def _mapped(soname: str) -> str:
 
 
 def _with_version(path: str) -> str:
-    """A library of rdma-core, with the version that its file's name ends with."""
+    """Name a library of rdma-core, with the version that its file's name ends with."""
     found = re.search(r"\.so(?:\.\d+){2}\.(\d+\.\d+)$", path)
     return f"{path} (rdma-core {found[1]})" if found else path
 
 
 def check_devices() -> Iterator[Finding]:
-    """Ask every device of this machine; nothing is found where there is no library or no device."""
+    """Ask every device of this machine; find nothing if there is no library or no device."""
     lib = _library()
     if lib is None:  # the self-test of the backends says what is missing
         return
@@ -141,7 +141,7 @@ def check_devices() -> Iterator[Finding]:
 
 
 def _library() -> ibverbs.Library | None:
-    """libibverbs with the calls of either backend: EFA's needs fewer of them."""
+    """Load libibverbs with the calls of either backend; EFA's needs fewer of them."""
     for load in (ibverbs.load, efa.load):
         with contextlib.suppress(BackendUnavailable):
             return load()
@@ -149,7 +149,7 @@ def _library() -> ibverbs.Library | None:
 
 
 def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
-    """Its largest sizes, in words."""
+    """Describe a device's largest sizes, in words."""
     longest = []
     for port in range(1, max(1, attr.phys_port_cnt) + 1):
         found = PortAttr()
@@ -164,7 +164,7 @@ def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
 
 
 def _verbs(area: str, attr: DeviceAttr) -> Finding:
-    """Whether a device with reliable connections can read: these write in any case."""
+    """Report if a device with reliable connections can read; all of these can write."""
     asked, served = attr.max_qp_init_rd_atom, attr.max_qp_rd_atom
     if asked > 0 and served > 0:
         return good(
@@ -180,7 +180,7 @@ def _verbs(area: str, attr: DeviceAttr) -> Finding:
 
 
 def _efa(name: str, area: str) -> Iterator[Finding]:
-    """What EFA's own library says."""
+    """Report the abilities that EFA's own library states."""
     try:
         lib = efa.load()
     except BackendUnavailable as error:
@@ -234,7 +234,7 @@ _INSTALL: Final = "install rdma-core 44 or later with its EFA provider: AWS's EF
 
 
 def size_text(count: int) -> str:
-    """A size in the largest unit that it is a whole number of."""
+    """Write a size as a whole number of the largest unit that fits."""
     if count >= _ENDLESS:
         return "any length"
     for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):

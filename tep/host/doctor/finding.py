@@ -1,4 +1,4 @@
-"""One thing that the doctor found: how bad it is, what it is, what mends it."""
+"""One finding of the doctor: its level, its text and its remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Finding", "Level", "bad", "good", "note", "warn"]
 
 
 class Level(Enum):
-    """How bad it is: BAD stops transfers that this machine could make."""
+    """The level of a finding: BAD stops transfers that this machine could make."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -18,13 +18,13 @@ class Level(Enum):
 
 
 class Finding(NamedTuple):
-    """What was found.
+    """One finding.
 
     Attributes:
-        level: how bad it is.
-        area: what it is about: a NIC's name, "memlock", a backend.
-        text: what is so, with its values.
-        remedy: the command or setting that mends it; "" where nothing has to be.
+        level: see Level.
+        area: its subject: a NIC's name, "memlock", a backend.
+        text: the fact, with its values.
+        remedy: the command or setting that mends it; "" if nothing has to be mended.
     """
 
     level: Level
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """As data."""
+        """Return the finding as plain data."""
         return {
             "level": self.level.value,
             "area": self.area,
@@ -43,20 +43,20 @@ class Finding(NamedTuple):
 
 
 def good(area: str, text: str) -> Finding:
-    """It is as it should be."""
+    """Make a finding that all is as it should be."""
     return Finding(Level.GOOD, area, text)
 
 
 def note(area: str, text: str, remedy: str = "") -> Finding:
-    """It matters to some."""
+    """Make a finding that matters to some users."""
     return Finding(Level.NOTE, area, text, remedy)
 
 
 def warn(area: str, text: str, remedy: str) -> Finding:
-    """It works, and slower or less safely than it could."""
+    """Make a finding that something works, but slower or less safely than it could."""
     return Finding(Level.WARN, area, text, remedy)
 
 
 def bad(area: str, text: str, remedy: str) -> Finding:
-    """It stops transfers."""
+    """Make a finding that stops transfers."""
     return Finding(Level.BAD, area, text, remedy)

@@ -1,4 +1,4 @@
-"""What files say of a machine's limits, kernel, CPUs and GPUs; nothing is opened or changed."""
+"""Checks of a machine's limits, kernel, CPUs and GPUs from files; nothing is opened or changed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tep.host.topology import number
 __all__ = ["check_host"]
 
 _CAPABILITIES: Final = {"CAP_IPC_LOCK": 14, "CAP_SYS_PTRACE": 19, "CAP_SYS_NICE": 23}
-"""Those that matter to transfers, with their bits (linux/capability.h)."""
+"""The capabilities that matter to transfers, with their bits (linux/capability.h)."""
 
 
 _DMABUF_KERNEL: Final = (5, 12)
-"""Linux from which on RDMA takes dma-bufs, and fork copies pinned pages (quoted)."""
+"""The first Linux in which RDMA takes dma-bufs, and fork copies pinned pages (quoted)."""
 
 _NEW_KERNEL: Final = (1 << 16, 0)
 
@@ -32,7 +32,7 @@ _NCCL: Final = {
 
 
 def check_host(files: HostFiles) -> Iterator[Finding]:
-    """Look at everything that is no NIC."""
+    """Check everything that is no NIC."""
     has_nic = bool(files.names("/sys/class/infiniband"))
     yield from _limits(files, has_nic=has_nic)
     yield from _hugepages(files)
@@ -191,7 +191,7 @@ def _gpus(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
 
 
 def kernel_version(files: HostFiles) -> tuple[int, int]:
-    """(major, minor) of the kernel; where it cannot be read, a new one."""
+    """Read (major, minor) of the kernel; if it cannot be read, return a new one."""
     found = re.match(r"(\d+)\.(\d+)", files.read("/proc/sys/kernel/osrelease") or "")
     return (int(found[1]), int(found[2])) if found else _NEW_KERNEL
 
@@ -209,7 +209,7 @@ def _kernel(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
 
 
 def _environment(files: HostFiles) -> Iterator[Finding]:
-    """Variables that other jobs have left, and that decide in silence."""
+    """Check variables left by other jobs that change transfers without a message."""
     if (files.environ("FI_EFA_USE_DEVICE_RDMA") or "1").strip() == "0":
         yield bad(
             "environment",

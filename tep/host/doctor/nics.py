@@ -1,4 +1,4 @@
-"""What files say of the RDMA NICs: ports, addresses, slots, counters, and the GPUs beside them."""
+"""Checks of the RDMA NICs from files: ports, addresses, slots, counters, and GPUs beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GIDS_MAX: Final = 256
 
 
 def check_nics(files: HostFiles) -> Iterator[Finding]:
-    """Look at every NIC, and at where the GPUs are."""
+    """Check every NIC, and the places of the GPUs."""
     names = files.names(_TOP)
     if not names:
         yield note(
@@ -43,7 +43,7 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
     for name in names:
         why_not = left.get(name, "")
         for found in _nic(files, name):
-            # What is wrong with a NIC that is not meant for this is of no great matter.
+            # A fault of a NIC that is not meant for transfers matters little.
             minor = why_not and "ACTIVE" not in why_not and found.level is not Level.GOOD
             yield found._replace(level=Level.NOTE) if minor else found
         if why_not and "ACTIVE" not in why_not:
@@ -88,7 +88,7 @@ def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
 
 
 def _traffic_class(files: HostFiles, roce: list[str]) -> Finding:
-    """Which class the packets of RoCE NICs carry, and whether somebody has set it for all."""
+    """Report the traffic class of RoCE packets, and whether it is forced for all of them."""
     for name in roce:
         if forced := files.read(f"{_TOP}/{name}/tc/1/traffic_class"):
             return note(
@@ -112,7 +112,7 @@ def _traffic_class(files: HostFiles, roce: list[str]) -> Finding:
 
 
 def _bond(files: HostFiles, name: str, path: str, net: list[str]) -> Iterator[Finding]:
-    """Tell whether several ports are behind one RDMA device."""
+    """Report if several ports are behind one RDMA device."""
     for device in net:
         ports = (files.read(f"{path}/net/{device}/master/bonding/slaves") or "").split()
         if len(ports) > 1:
@@ -126,7 +126,7 @@ def _bond(files: HostFiles, name: str, path: str, net: list[str]) -> Iterator[Fi
 
 
 def _neighbours(files: HostFiles, name: str, net: list[str]) -> Iterator[Finding]:
-    """Hosts that were asked for their Ethernet address through this NIC, and do not answer."""
+    """Report hosts that do not answer to requests for their Ethernet address through this NIC."""
     for line in (files.read("/proc/net/arp") or "").splitlines()[1:]:
         fields = line.split()
         if len(fields) == 6 and fields[5] in net and not number(fields[2].removeprefix("0x")):
@@ -227,7 +227,7 @@ def _distances(seen: Topology) -> Iterator[Finding]:
 
 
 def read_counters(files: HostFiles) -> dict[tuple[str, str], int]:
-    """Every hardware counter of every NIC, by (NIC, counter): what its driver counts."""
+    """Read every hardware counter of every NIC's driver, by (NIC, counter)."""
     found = {}
     for name in files.names(_TOP):
         folders = [f"{_TOP}/{name}/hw_counters"]

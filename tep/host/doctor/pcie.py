@@ -1,4 +1,4 @@
-"""PCIe between GPUs and NICs: do bridges let them speak to each other, or send all by the CPU?
+"""The PCIe bridges between GPUs and NICs: do they pass peer traffic, or redirect it by the CPU?
 
 Access Control Services (ACS) of a bridge can redirect what one device below it sends to another up
 to the root complex. That isolates virtual machines, and costs GPU memory most of its bandwidth.
@@ -20,17 +20,17 @@ from tep.host.topology import Topology
 
 __all__ = ["acs_control", "check_acs"]
 
-_EXTENDED: Final = 0x100  # where extended capabilities begin
+_EXTENDED: Final = 0x100  # offset at which extended capabilities begin
 _CAP_ACS: Final = 0x000D
-_CONTROL: Final = 6  # of the capability
+_CONTROL: Final = 6  # id of the capability
 _REDIRECTS: Final = 0x04 | 0x08  # PCI_ACS_RR, PCI_ACS_CR: of requests, of completions
-_CAPS_MAX: Final = 64  # more of them than a configuration space has room for make no sense
+_CAPS_MAX: Final = 64  # more than a configuration space has room for
 _AREA: Final = "PCIe ACS"
 _SHOWN: Final = 4
 
 
 def check_acs(files: HostFiles, seen: Topology) -> Iterator[Finding]:
-    """Look at the bridges between each GPU and its NICs."""
+    """Check the bridges between each GPU and its NICs."""
     shares = seen.shares()
     pairs = [(gpu.path, nic.path) for gpu in seen.gpus for nic in shares[gpu.pci]]
     if not pairs:
@@ -68,7 +68,7 @@ def check_acs(files: HostFiles, seen: Topology) -> Iterator[Finding]:
 
 
 def _bridges(path: str) -> list[str]:
-    """The bridges above a PCI device, from the root port on."""
+    """List the bridges above a PCI device, from the root port on."""
     found = []
     above = path.rpartition("/")[0]
     while re.search(r"/[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$", above):
@@ -82,7 +82,7 @@ def _config(files: HostFiles, path: str) -> bytes:
 
 
 def acs_control(config: bytes) -> int | None:
-    """The control register of ACS in a configuration space; None: it is not there."""
+    """Read the control register of ACS in a configuration space; None: it is not there."""
     at = _EXTENDED
     for _ in range(_CAPS_MAX):
         if at < _EXTENDED or at + 4 > len(config):

@@ -25,7 +25,7 @@ _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def capture(recorder: Recorder) -> None:
-    """Ask all that the doctor and the topology ask of files; the recorder keeps the answers."""
+    """Read all files that the doctor and the topology read; the recorder keeps the answers."""
     for _ in (*check_host(recorder), *check_nics(recorder)):
         pass
     detect(recorder)
@@ -35,8 +35,8 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
     """Look at a machine.
 
     Args:
-        files: of it.
-        try_backends: also ask the RDMA devices of this machine what they can do, and move bytes
+        files: the machine's files.
+        try_backends: also ask the RDMA devices of this machine for their abilities, and move bytes
             over its backends.
     """
     yield from check_host(files)
@@ -49,12 +49,12 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
 
 
 def passed(findings: list[Finding]) -> bool:
-    """Whether nothing is bad."""
+    """Return True if nothing is bad."""
     return all(found.level is not Level.BAD for found in findings)
 
 
 def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
-    """What a bug report needs: findings, versions, settings, and the machine as a capture.
+    """Make the bundle for a bug report: findings, versions, settings, and the machine's capture.
 
     It names NICs, addresses (GIDs) and GPUs, and no user, host or secret.
     """

@@ -1,7 +1,7 @@
 """Moving bytes over each backend that opens, between two engines of this process.
 
 A NIC sends to itself. Bytes and counts are checked, and the NIC's own counters are read before and
-after: they say whether the bytes went through it.
+after, to see whether the bytes went through it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _PAGES: Final = 64
 _PINGS: Final = 50
 _WAIT_S: Final = 20.0
 _SENT: Final = ("rdma_write_bytes", "port_xmit_data", "sent_pkts", "tx_bytes")
-"""Counters of what left a NIC: EFA, mlx5 (in words of 4 bytes), Soft-RoCE (packets), EFA's all."""
+"""Counters of sent bytes: EFA, mlx5 (in words of 4 bytes), Soft-RoCE (packets), EFA's all."""
 
 Way = tuple[str, dict[str, object]]
 
 
 def ways() -> Iterator[tuple[str, Way | str]]:
-    """(what, how to open it, or why it is not here) of everything that can move bytes here."""
+    """List (name, arguments to open it or reason why not) of all that could move bytes here."""
     for name in BACKENDS:
-        if name in {"auto", "sim"}:  # the one is another's name, the other has its own demo
+        if name in {"auto", "sim"}:  # the first is another's name, the second has its own demo
             continue
         try:
             module = load_backend(name)
@@ -61,7 +61,7 @@ def ways() -> Iterator[tuple[str, Way | str]]:
 
 
 def self_test(files: HostFiles) -> Iterator[Finding]:
-    """Try every way; one finding each, and one of each NIC whose counters moved."""
+    """Try every backend; make one finding for each, and one for the NICs' counters."""
     for what, way in ways():
         if isinstance(way, str):
             cure = BACKENDS[what.split()[0]].cure
@@ -85,7 +85,7 @@ def self_test(files: HostFiles) -> Iterator[Finding]:
 def _counted(
     what: str, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
 ) -> Iterator[Finding]:
-    """Whether the NICs say that the bytes went through them."""
+    """Report if the NICs' counters show that the bytes went through them."""
     grown = {
         key: after[key] - before.get(key, 0) for key in after if after[key] > before.get(key, 0)
     }
@@ -110,7 +110,7 @@ def _open(backend: str, options: dict[str, object]) -> TransferEngine:
 
 
 def _move(backend: str, options: dict[str, object]) -> str:
-    """Pages in another order, then single immediates back and forth; says how fast."""
+    """Move pages in another order, then single immediates back and forth; return the speeds."""
     rng = np.random.default_rng(7)
     source = rng.integers(0, 256, _PAGE * _PAGES, np.uint8)
     target = np.zeros_like(source)
