@@ -15,8 +15,8 @@ from tep.backends.base import Status
 from tep.base.checks import check_int
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.hashing import below
+from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import Nic, NicState, nobody
-from tep.sim.chaos_reads import ChaosReader
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.draws import Draws
 from tep.sim.faults import (
@@ -70,7 +70,7 @@ class ChaosNode:
         self._first_key = uid << 24
         if not fabric.chaos.key_reuse:
             self._first_key += (epoch & 0xFF) << 16
-        self.domains = tuple(ChaosReader(fabric, self, number) for number in range(nics))
+        self.domains = tuple(ChaosNic(fabric, self, number) for number in range(nics))
 
     def next_key(self) -> int:
         """Number the next region; with `key_reuse` each incarnation starts from the first."""
@@ -250,7 +250,7 @@ class ChaosFabric:
             pass
         raise BadDescriptor(f"{address[:80]!r} is not the address of a simulated NIC")
 
-    def find(self, name: str, nic: int, epoch: int) -> ChaosReader | None:
+    def find(self, name: str, nic: int, epoch: int) -> ChaosNic | None:
         """The NIC of an address, if that incarnation is the one that runs."""
         node = self.nodes.get(name)
         if node is None or node.epoch != epoch or nic >= len(node.domains):
@@ -274,7 +274,7 @@ class ChaosFabric:
             raise UsageError(f"no node {name!r}; there are: {', '.join(self.nodes)}")
         return self.nodes[name]
 
-    def _nic(self, name: str, nic: int) -> ChaosReader:
+    def _nic(self, name: str, nic: int) -> ChaosNic:
         domains = self._node(name).domains
         if not 0 <= nic < len(domains):
             raise UsageError(f"node {name!r} has NICs 0 to {len(domains) - 1}, not {nic}")

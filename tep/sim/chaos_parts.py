@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Final, Generic, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol
 
 from tep.backends.base import (
     COMPLETION_BYTES,
@@ -43,12 +43,12 @@ __all__ = [
 
 Trouble = Literal["clog", "deaf", "mute"]
 
-FragmentT = TypeVar("FragmentT")
-RowT = TypeVar("RowT")
 
+class Link:
+    """The link of one NIC: slow, clogged, deaf, cut off from some, or without acknowledgements.
 
-class Link(Generic[FragmentT, RowT]):
-    """What becomes of fragments and acknowledgements on their way to or from one NIC.
+    It holds what cannot pass and releases it in the order it came. How a row ends that waits too
+    long is the NIC's matter.
 
     Attributes:
         clogs: how many faults last by which nothing passes; 0: none.
@@ -81,35 +81,35 @@ class Link(Generic[FragmentT, RowT]):
     def __init__(
         self,
         env: FabricEnv,
-        land: Callable[[FragmentT], None],
-        acknowledge: Callable[[RowT], None],
+        land: Callable[[Fragment], None],
+        acknowledge: Callable[[Flight], None],
     ) -> None:
         self.clogs = 0
         self.deafs = 0
         self.mutes = 0
-        self.cuts: dict[Link[FragmentT, RowT], int] = {}
+        self.cuts: dict[Link, int] = {}
         self.factor = 1
         self._env = env
         self._land = land
         self._acknowledge = acknowledge
         self._slows: list[int] = []
-        self._fragments: list[FragmentT] = []
-        self._acks: list[RowT] = []
+        self._fragments: list[Fragment] = []
+        self._acks: list[Flight] = []
         self._healed = 0
 
-    def lets_in(self, source: Link[FragmentT, RowT]) -> bool:
+    def lets_in(self, source: Link) -> bool:
         """Whether fragments from another link come in here now."""
         return not (self.clogs or self.deafs or source.clogs or source in self.cuts)
 
-    def hears(self, target: Link[FragmentT, RowT]) -> bool:
+    def hears(self, target: Link) -> bool:
         """Whether answers of another link to what was sent from here come in now."""
         return not self.mutes and self.lets_in(target)
 
-    def hold(self, fragment: FragmentT) -> None:
+    def hold(self, fragment: Fragment) -> None:
         """Keep a fragment until the clog is gone."""
         self._fragments.append(fragment)
 
-    def hold_ack(self, row: RowT) -> None:
+    def hold_ack(self, row: Flight) -> None:
         """Keep an acknowledgement until it can be heard."""
         self._acks.append(row)
 
@@ -119,7 +119,7 @@ class Link(Generic[FragmentT, RowT]):
         if for_ps is not None:
             self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
 
-    def cut(self, source: Link[FragmentT, RowT], for_ps: int | None) -> None:
+    def cut(self, source: Link, for_ps: int | None) -> None:
         """Let nothing in that comes from another link."""
         self.cuts[source] = self.cuts.get(source, 0) + 1
         if for_ps is not None:
@@ -148,7 +148,7 @@ class Link(Generic[FragmentT, RowT]):
         self._count(what, -1)
         self._let_go()
 
-    def _joins(self, which: tuple[Link[FragmentT, RowT], int]) -> None:
+    def _joins(self, which: tuple[Link, int]) -> None:
         source, healed = which
         if healed != self._healed:
             return
@@ -235,74 +235,63 @@ class Peer:
 
 
 class Flight:
-    """One row, or message, from its post to its completion.
+    """One write, read or message, from its post to its completion.
 
     Attributes:
-        nic: the sender's.
-        peer: where it goes.
+        nic: that posted it.
+        peer: its other end.
         number: in order of posting, over the whole fabric.
         bits: drawn once; separate fields of it serve separate decisions.
-        ctx, index: what its completion names.
-        flying: False once it is acknowledged or doomed; what is left of it then changes nothing.
-        left: fragments that have not landed; -1 once the target has answered.
+        ctx, index: named by its completion.
+        kind: Kind.WRITE, READ or SENT.
+        flying: False once it is acknowledged or doomed; its fragments then change nothing.
+        left: fragments that have not landed, of a read those that are not placed yet. A write has
+            -1 once its target has answered, a read until its owner has.
         parked: whether it has waited for a receive.
-        timed: whether the time it may be stuck on a link runs already.
-        is_control: whether its payload is for the peer's engine, not for a user's buffer.
+        stuck_ps: since when it is stuck on a link, while its time for that runs; else -1.
         unheard: a message whose acknowledgement is lost on the way.
-        ghost: the bytes of a row that has failed, and of which more may land; None: nothing may.
-        payload: of a message; None for a write.
-        region: source of a write; None for 0 bytes.
-        src, dst: byte in the source region; address at the target.
+        is_control: whether its payload is for the peer's engine, not for a user's buffer.
+        ghost: the bytes of a write that has failed, while more of them may land. A read has b""
+            while more of it may be placed after its end. None: nothing may.
+        payload: of a message; None for others.
+        region: memory here: a write's source, or a read's sink; None for 0 bytes.
+        at: first byte in that region.
+        remote, rkey: address and key at the peer.
+        nbytes, imm: as posted.
     """
 
     __slots__ = (
-        "bits",
-        "ctx",
-        "dst",
-        "flying",
-        "ghost",
-        "imm",
-        "index",
-        "is_control",
-        "left",
-        "nbytes",
-        "nic",
-        "number",
-        "parked",
-        "payload",
-        "peer",
-        "region",
-        "rkey",
-        "src",
-        "timed",
-        "unheard",
-    )
+        "at", "bits", "ctx", "flying", "ghost", "imm", "index", "is_control", "kind", "left",
+        "nbytes", "nic", "number", "parked", "payload", "peer", "region", "remote", "rkey",
+        "stuck_ps", "unheard",
+    )  # fmt: skip
 
-    def __init__(self, nic: Nic, peer: Peer, number: int, bits: int, ctx: int) -> None:
+    def __init__(self, nic: Nic, peer: Peer, number: int, bits: int, ctx: int, kind: int) -> None:
         self.nic = nic
         self.peer = peer
         self.number = number
         self.bits = bits
         self.ctx = ctx
+        self.kind = kind
         self.index = 0
         self.flying = True
         self.left = 1
         self.parked = False
-        self.timed = False
+        self.stuck_ps = -1
         self.unheard = False
         self.is_control = False
         self.ghost: bytes | None = None
         self.payload: bytes | None = None
         self.region: Region | None = None
-        self.src = 0
-        self.dst = 0
+        self.at = 0
+        self.remote = 0
         self.rkey = 0
         self.nbytes = 0
         self.imm: int | None = None
 
 
 Fragment = tuple[Flight, int, int, bytes | None]
-"""Bytes from..to of a row, and the bytes where they were read early. A message is one fragment."""
+"""Bytes from..to of a row, and the bytes if they were read early. A message is one fragment."""
 
 
 class Host(Protocol):
@@ -328,7 +317,7 @@ class Nic(Protocol):
     """A NIC as other NICs see it; `chaos_nic.ChaosNic` is one."""
 
     state: NicState
-    link: Link[Fragment, Flight]
+    link: Link
 
     @property
     def address(self) -> bytes: ...
@@ -391,10 +380,10 @@ class Fabric(Protocol):
 
 
 class CompletionQueue:
-    """What a NIC has finished and its owner has not polled.
+    """Entries that a NIC has finished and its owner has not polled.
 
     Attributes:
-        entries: what poll() can return now.
+        entries: those that poll() can return now.
         waker: called when there is something new.
         imms_polled: immediates handed out so far.
         down_seen: whether the owner was told that the NIC is gone.

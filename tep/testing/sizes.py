@@ -37,7 +37,7 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.path._ROWS_MAX": (2,),
     "core.handles._TOOK_MAX": (1,),
     "engine.worker._SCALAR_MAX": (1, 3),
-    "sim.chaos_port.CONTROL_BYTES": (340,),  # few values fit a control message
+    "sim.chaos_target.CONTROL_BYTES": (340,),  # few values fit a control message
 }
 """Small values of each constant; its own value is meant where a scenario does not name it."""
 

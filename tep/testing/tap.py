@@ -26,8 +26,8 @@ from tep.backends.base import (
     take_completion,
 )
 from tep.control.membership import PeerChange, PeerEvent
+from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState
-from tep.sim.chaos_reads import ChaosReader
 from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
@@ -121,7 +121,7 @@ class Tap:
         unconnected: how often it could not connect.
     """
 
-    def __init__(self, nic: ChaosReader, ledger: Ledger) -> None:
+    def __init__(self, nic: ChaosNic, ledger: Ledger) -> None:
         self.nic = nic
         self.down = False
         self.fenced_off: set[bytes] = set()

@@ -13,7 +13,7 @@ from tep.control.membership import Membership
 from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.path import Arrivals, FarEnds, PathSums, expand
-from tep.sim.chaos_receiver import ChaosReceiver
+from tep.sim.chaos_target import ChaosTarget
 from tests.gate.registry import Bug, Change
 from tests.support.orders import Nic
 
@@ -48,13 +48,13 @@ def rows_of_before_land_after() -> list[Change]:
         self._fencing.pop(source, None)
         self._barred.pop(source, None)
 
-    return [(Nic, "unfence", unfence), (ChaosReceiver, "unfence", unbar)]
+    return [(Nic, "unfence", unfence), (ChaosTarget, "unfence", unbar)]
 
 
 @reopening
 def agreed_but_not_lifted() -> list[Change]:
     """The receiver agrees, and its NIC still refuses."""
-    return [(owner, "unfence", lambda *_: None) for owner in (Nic, ChaosReceiver)]
+    return [(owner, "unfence", lambda *_: None) for owner in (Nic, ChaosTarget)]
 
 
 @reopening

@@ -1,26 +1,48 @@
-"""The receiving side of a chaos NIC: fragments land, immediates come out, messages find buffers.
+"""The target side of a chaos NIC: its regions and peers, and what lands here.
 
-What is sent, and how rows end, is `chaos_nic`. Rule: the immediate of a row comes after all its
-bytes.
+Fragments are placed, immediates come out, messages find buffers, fences keep rows out. `chaos_nic`
+has the other side: what is posted here, and how it ends. Rule 1: the immediate of a row comes after
+all its bytes. Rule 2: no address of the process, and no `id`, reaches a draw or the row log; keys
+and bases are made up here.
 """
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
-from tep.backends.base import Completions, Kind, Status
+from tep.backends.base import Access, Completions, DomainCaps, DomainKey, Kind, Status
+from tep.backends.checks import check_memory
+from tep.base.errors import ClosedError, FabricError
 from tep.base.hashing import below
-from tep.base.units import PS_PER_NS
-from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, NicState, Peer
-from tep.sim.chaos_port import ChaosPort
+from tep.base.units import PS_PER_MS, PS_PER_NS, PS_PER_S, GiB, KiB
+from tep.memory.source import Memory
+from tep.sim.chaos_parts import (
+    CompletionQueue,
+    Fabric,
+    Flight,
+    Fragment,
+    Host,
+    NicState,
+    Peer,
+    Region,
+)
 from tep.sim.faults import KillNic
+from tep.sim.row_log import Record, RowLog, What
 
-__all__ = ["ACK_PS", "ChaosReceiver"]
+__all__ = ["ACK_PS", "CONTROL_BYTES", "ChaosTarget"]
 
 ACK_PS: Final = 100 * PS_PER_NS
 """The shortest way of an answer; a choice, as all sizes of an undisturbed row."""
+
+CONTROL_BYTES: Final = KiB
+"""The longest control message."""
+
+_LINK_BPS: Final = 256_000_000_000
+"""Nominal: the 32 bytes a ns of `chaos_nic`; no machine's figure."""
 
 _OK: Final = int(Status.OK)
 _IMM: Final = int(Kind.IMM)
@@ -29,13 +51,64 @@ _CONTROL: Final = int(Kind.CONTROL)
 _FENCED: Final = int(Kind.FENCED)
 _ALL: Final = 1 << 62  # more rows than any fabric sees
 
+_TEXTS: Final = {
+    int(Status.LOCAL_KEY): "the source's key is unknown here, revoked, or its range too short",
+    int(Status.REMOTE_KEY): "the target's NIC does not know the key; was it deregistered?",
+    int(Status.REMOTE_RANGE): "the row ends outside the target's region",
+    int(Status.RNR): "the peer posted no receive for rnr_retries tries",
+    int(Status.UNREACHABLE): "the peer's NIC is dead or closed, or nobody has that address",
+    int(Status.STALE_PEER): "the peer restarted; ask it for its new address and descriptors",
+    int(Status.NIC_DOWN): "this NIC was killed; whether the row landed is unknown",
+}
 
-class ChaosReceiver(ChaosPort):
-    """One NIC as far as rows of others are concerned."""
+
+class ChaosTarget:
+    """One NIC as far as others reach it.
+
+    Attributes:
+        state: how much of it is left.
+        rows: rows and messages accepted so far.
+        entries: those that poll() can return now.
+    """
 
     def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
-        super().__init__(fabric, node, number)
-        self._credits = self._chaos.imm_credits
+        chaos = fabric.chaos
+        self.fabric = fabric
+        self.node = node
+        self.number = number
+        self.state = NicState.UP
+        self.rows = 0
+        self._calls = 0
+        self._given_back: list[int] = []  # numbers of regions, with `key_again`
+        self.address = f"sim:{node.name}/{number}#{node.epoch}".encode()
+        self.caps = DomainCaps(
+            backend="sim",
+            nic=f"{node.name}/{number}",
+            link_bps=_LINK_BPS,
+            sq_depth=chaos.sq_depth,
+            max_write_bytes=2 * GiB,
+            max_msg_bytes=8 * KiB,
+            ordered=chaos.ordered,
+            imm_eats_recv=chaos.ordered,
+            peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
+            control_bytes=CONTROL_BYTES,
+            imm_source=True,
+            reads=chaos.sq_depth,
+        )
+        self._uid = (node.uid * 64 + number) << 32
+        self._chaos = chaos
+        self._env = fabric.env
+        self._row_log = fabric.row_log
+        self._draws = fabric.draws
+        self._cq = CompletionQueue(fabric.env, chaos, fabric.draws.post, self._uid)
+        self.entries = self._cq.entries
+        self._lkeys: dict[int, Region] = {}
+        self._rkeys: dict[int, Region] = {}
+        self._sinks: dict[int, Region] = {}
+        self._readable: dict[int, Region] = {}
+        self._peers: list[Peer] = []
+        self._peer_ids: dict[bytes, int] = {}
+        self._credits = chaos.imm_credits
         self._waiting: list[Flight] = []
         self._serving = False
         self._slots: list[bytearray] = []
@@ -47,6 +120,113 @@ class ChaosReceiver(ChaosPort):
         self._sources: dict[bytes, int] = {}
         self._barred: dict[bytes, int] = {}  # by sender, the last row that may not land
         self._fencing: dict[bytes, set[int]] = {}  # by sender, the fences that are not confirmed
+
+    def watch(self, row_log: RowLog) -> None:
+        """Record from now on."""
+        self._row_log = row_log
+
+    @property
+    def regions(self) -> int:
+        """How many regions are registered."""
+        return len(self._lkeys)
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        """Give a region keys that no other region or NIC here has now."""
+        self._check_open()
+        check_memory(self.caps, memory, access)
+        if self._fails(self._chaos.register_fails, 2):
+            self.fabric.seen["register failed"] += 1
+            raise FabricError(f"{self.caps.nic}: no memory for a key (F29)", code="PROVIDER")
+        number = self._given_back.pop() if self._given_back else self.node.next_key()
+        key = (number << 6 | self.number) << 1
+        region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)
+        self._lkeys[key] = region
+        if access.target:
+            self._rkeys[key + 1] = region
+        if access.sink:
+            self._sinks[key] = region
+        if access.readable:
+            self._readable[key + 1] = region
+        return DomainKey(key, key + 1, region.base)
+
+    def deregister(self, key: DomainKey) -> None:
+        region = self._lkeys.pop(key.lkey, None)
+        self._rkeys.pop(key.rkey, None)
+        self._sinks.pop(key.lkey, None)
+        self._readable.pop(key.rkey, None)
+        if region is not None:
+            region.alive = False
+            if self._chaos.key_again:
+                self._given_back.append(key.lkey >> 7)
+
+    def revoke(self) -> None:
+        """Lose every registration of this moment."""
+        self._control_fault("revoke")
+        for region in self._lkeys.values():
+            region.alive = False
+        for keys in (self._lkeys, self._rkeys, self._sinks, self._readable):
+            keys.clear()
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        known = self._peer_ids.get(peer)
+        if known is None:
+            name, nic, epoch = self.fabric.parse(peer)
+            if self._fails(self._chaos.connect_fails, 3):
+                self.fabric.seen["connect failed"] += 1
+                raise OSError(errno.EMFILE, f"{self.caps.nic}: no descriptor for a peer (F29)")
+            known = self._peer_ids[peer] = len(self._peers)
+            self._peers.append(Peer(name, nic, epoch))
+        return known
+
+    def _fails(self, often: int, index: int) -> int:
+        """Draw whether a call finds too few resources, `often` of 256 times; 0: it does not."""
+        if not often or self.fabric.healed:
+            return 0
+        self._calls += 1
+        bits = self._draws.post(self._uid + self._calls, index)
+        return 1 + (bits >> 8 & 3) if 255 - (bits & 0xFF) < often else 0
+
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._cq.waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        return True
+
+    def status_text(self, status: int) -> str:
+        return _TEXTS.get(status, "")
+
+    def _check_open(self) -> None:
+        if self.state in (NicState.CLOSED, NicState.GONE):
+            raise ClosedError(f"{self.caps.nic} is closed")
+
+    def _note(
+        self,
+        what: What,
+        row: Flight,
+        peer: str,
+        offset: int = 0,
+        nbytes: int = -1,
+        value: int = 0,
+    ) -> None:
+        assert self._row_log is not None
+        nbytes = row.nbytes if nbytes < 0 else nbytes
+        now, name, number = self._env.now, self.node.name, self.number
+        self._row_log.add(
+            Record(now, what, name, number, peer, row.number, row.ctx, offset, nbytes, value)
+        )
+
+    def _control_fault(self, fault: str) -> None:
+        if self._row_log is not None:
+            self._row_log.add(Record(self._env.now, "fault", self.node.name, self.number, fault))
+
+    # ------------------------------------------------------------------ what lands here
 
     def kill(self) -> None:
         """Die; the sending side knows how."""
@@ -78,7 +258,7 @@ class ChaosReceiver(ChaosPort):
         if region is None:
             row.nic.refuse(row, Status.REMOTE_KEY)
             return
-        offset = row.dst - region.base
+        offset = row.remote - region.base
         if offset < 0 or offset + row.nbytes > region.nbytes:
             row.nic.refuse(row, Status.REMOTE_RANGE)
             return
@@ -92,7 +272,7 @@ class ChaosReceiver(ChaosPort):
                 if not source.alive:  # deregistered while the row was on its way
                     row.nic.refuse(row, Status.LOCAL_KEY)
                     return
-                data = source.view[row.src + start : row.src + stop]
+                data = source.view[row.at + start : row.at + stop]
             region.view[offset + start : offset + stop] = data
             if self._chaos.corrupt:
                 self._turn_bit(row, region.view[offset + start : offset + stop], start)
@@ -136,7 +316,7 @@ class ChaosReceiver(ChaosPort):
             return
         if self._is_barred(row):
             return
-        offset = 0 if region is None else row.dst - region.base
+        offset = 0 if region is None else row.remote - region.base
         if region is None or offset < 0 or offset + row.nbytes > region.nbytes:
             return
         region.view[offset + start : offset + stop] = ghost[start:stop]
@@ -149,9 +329,7 @@ class ChaosReceiver(ChaosPort):
         imm = row.imm
         if row.left == 0 and imm is not None and self._chaos.late_land > 1 and self._credits:
             self._credits -= self._chaos.ordered
-            if self._row_log is not None:
-                self._note("imm", row, row.nic.node.name, value=imm)
-            self._cq.push((_IMM, _OK, 1, imm, 0, self._source_of(row.nic.address), 0))
+            self._announce(row, imm)
 
     def _overruns(self) -> bool:
         """Whether one more unsolicited immediate is too much for the completion queue: it dies."""
@@ -174,10 +352,13 @@ class ChaosReceiver(ChaosPort):
                     self._park(row)
                     return
                 self._credits -= 1
-            if self._row_log is not None:
-                self._note("imm", row, row.nic.node.name, value=imm)
-            self._cq.push((_IMM, _OK, 1, imm, 0, self._source_of(row.nic.address), 0))
+            self._announce(row, imm)
         self._answer(row)
+
+    def _announce(self, row: Flight, imm: int) -> None:
+        if self._row_log is not None:
+            self._note("imm", row, row.nic.node.name, value=imm)
+        self._cq.push((_IMM, _OK, 1, imm, 0, self._source_of(row.nic.address), 0))
 
     def _answer(self, row: Flight) -> None:
         row.left = -1
@@ -286,13 +467,14 @@ class ChaosReceiver(ChaosPort):
         self._check_open()
         if self._fails(self._chaos.fence_fails, 5):
             self.fabric.seen["fence failed"] += 1
-            self._env.call_at(self._env.now + ACK_PS, self._say_failed, ctx)
+            failed = source, ctx, int(Status.PROVIDER)
+            self._env.call_at(self._env.now + ACK_PS, self._end_fence, failed)
             return
         if not self._chaos.late_fence:
             self._barred[source] = _ALL
         self._fencing.setdefault(source, set()).add(ctx)
         delay_ps = 1 + below(self._draws.error(self._uid, ctx), ACK_PS * 4)
-        self._env.call_at(self._env.now + delay_ps, self._say_fenced, (source, ctx))
+        self._env.call_at(self._env.now + delay_ps, self._end_fence, (source, ctx, _OK))
 
     def unfence(self, source: bytes) -> None:
         """Take rows that a NIC posts from now on; what is still flying here was posted before."""
@@ -304,17 +486,13 @@ class ChaosReceiver(ChaosPort):
     def _is_barred(self, row: Flight) -> bool:
         return row.number <= self._barred.get(row.nic.address, 0)
 
-    def _say_fenced(self, fence: tuple[bytes, int]) -> None:
-        source, ctx = fence
+    def _end_fence(self, fence: tuple[bytes, int, int]) -> None:
+        source, ctx, status = fence
         if ctx in self._fencing.get(source, ()):  # it was not lifted meanwhile
             self._fencing[source].remove(ctx)
             self._barred[source] = _ALL
         if self.state in (NicState.UP, NicState.DEAD):
-            self._cq.push((_FENCED, _OK, 1, 0, 0, ctx, 0))
-
-    def _say_failed(self, ctx: int) -> None:
-        if self.state in (NicState.UP, NicState.DEAD):
-            self._cq.push((_FENCED, int(Status.PROVIDER), 1, 0, 0, ctx, 0))
+            self._cq.push((_FENCED, status, 1, 0, 0, ctx, 0))
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
