@@ -3,7 +3,7 @@
 A prepared transfer follows its verb by construction. What is not known to be fine (an offset out of
 bounds, a peer that was replaced, a region that was given back) goes through the checks of the verb
 itself, with the arguments that the verb would have been given. Which NICs and paths carry the rows
-is decided at each submit, as for every transfer (`tep.core.group`).
+is decided at each submit, as for every transfer (`tep.core.posting`).
 """
 
 from __future__ import annotations

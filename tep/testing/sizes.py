@@ -21,12 +21,12 @@ Sizes = tuple[tuple[str, int], ...]
 """(module.NAME, value) pairs."""
 
 SIZES: Final[dict[str, tuple[int, ...]]] = {
-    "core.group.LONG_BYTES": (40,),
-    "core.group.PIECE_BYTES": (16, 64),
-    "core.group._PIECES_MAX": (1000,),  # no least part of a transfer, where it has few rows
-    "core.group._SHARED_ROWS": (1,),
-    "core.group._LOOKED_AT": (1,),
-    "core.group._TEMPLATES_MAX": (1,),
+    "core.posting.LONG_BYTES": (40,),
+    "core.posting.PIECE_BYTES": (16, 64),
+    "core.posting._PIECES_MAX": (1000,),  # no least part of a transfer, where it has few rows
+    "core.posting._SHARED_ROWS": (1,),
+    "core.posting._LOOKED_AT": (1,),
+    "core.posting._TEMPLATES_MAX": (1,),
     "core.imm._SCALAR_MAX": (1, 3),
     "core.imm._LINES_FEW": (1,),
     "core.outbox.WINDOW_MAX": (8,),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from typing import Final, Protocol
 
-from tep.core.group import TURNS_MAX
+from tep.core.posting import TURNS_MAX
 
 __all__ = ["Turns", "Waiting"]
 

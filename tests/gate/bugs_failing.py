@@ -9,7 +9,8 @@ from tep.base.api import Routing
 from tep.control.channel import Channel
 from tep.control.messages import Pong
 from tep.core import plan as plans
-from tep.core.group import DomainGroup, Pending
+from tep.core.group import DomainGroup
+from tep.core.pending import Pending
 from tests.gate.registry import Change, bug
 
 LATE = 2000
@@ -144,7 +145,7 @@ def shards_from_live_nics() -> list[Change]:
             transfer.rows = transfer.left = len(found.shares)
             return found
 
-        with mock.patch("tep.core.group.plan_single", plan_living):
+        with mock.patch("tep.core.posting.plan_single", plan_living):
             deal(self, transfer, job, remote)
 
     return [(DomainGroup, "_deal_single", deal_living)]

@@ -8,8 +8,9 @@ from unittest import mock
 from tep.backends.base import WriteBatch
 from tep.base.api import Routing
 from tep.core import plan as plans
-from tep.core.group import DomainGroup, Pending
+from tep.core.group import DomainGroup
 from tep.core.handles import Transfer
+from tep.core.pending import Pending
 from tep.core.plan import Plan
 from tep.core.regions import PeerBook, PeerGroup, Remote
 from tep.engine import verbs
@@ -142,7 +143,7 @@ def remainder_dropped() -> list[Change]:
         cut = (s._replace(start=k * size, stop=(k + 1) * size) for k, s in enumerate(good.shares))
         return Plan(tuple(cut), good.imms, good.cursor)
 
-    return [("tep.core.group", "plan_single", equal), ("tep.core.requests", "plan_single", equal)]
+    return [("tep.core.posting", "plan_single", equal), ("tep.core.requests", "plan_single", equal)]
 
 
 @bug()
@@ -178,7 +179,7 @@ def scatter_rows_misaligned() -> list[Change]:
     def pick(column, rows):
         return column if isinstance(column, int) else column[: len(column[rows])]
 
-    return [("tep.core.group", "pick", pick)]
+    return [("tep.core.posting", "pick", pick)]
 
 
 @bug()

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from tep.base.units import PS_PER_MS
-from tep.core.group import DomainGroup, Pending
+from tep.core.group import DomainGroup
+from tep.core.pending import Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog

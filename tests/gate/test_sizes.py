@@ -36,7 +36,7 @@ def test_every_size_is_a_constant_of_the_engine() -> None:
 def test_other_sizes_are_refused() -> None:
     """A scenario that is pasted into a test must mean what it says."""
     drawn: Any = Scenario.draw(0)
-    for sizes in ((("core.group.NO", 1),), (("core.path.PRUNE_AT", 0),), ("x",), 5):
+    for sizes in ((("core.posting.NO", 1),), (("core.path.PRUNE_AT", 0),), ("x",), 5):
         with pytest.raises(BadRequest, match="sizes: "):
             replace(drawn, sizes=sizes)
 

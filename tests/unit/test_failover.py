@@ -11,8 +11,8 @@ from tep.backends.base import Status
 from tep.base.api import Pages, Routing
 from tep.base.errors import FabricError
 from tep.base.units import KiB
-from tep.core.group import LONG_BYTES, PIECE_BYTES
 from tep.core.path import PathEvent
+from tep.core.posting import LONG_BYTES, PIECE_BYTES
 from tests.support.ends import Ends, finish_all
 
 

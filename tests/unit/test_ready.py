@@ -9,7 +9,7 @@ import pytest
 
 from tep.base.api import Pages, ScatterDst
 from tep.base.units import KiB, MiB
-from tep.core.group import LONG_BYTES
+from tep.core.posting import LONG_BYTES
 from tests.support.ends import Ends, finish_all
 
 ROWS = 24

@@ -1,0 +1,734 @@
+"""Deal jobs out to the NICs of an engine, keep their queues, post rows, count completions.
+
+Rule 1: only this file posts rows. Rule 2: a row is posted with the local key of our NIC and the
+remote key of the peer's NIC; `route` chooses the two NICs together. Rule 3: a transfer settles only
+when none of its rows is posted or kept. Rows that fail are the business of `DomainGroup`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from typing import Final, cast
+
+from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.base.errors import FabricError, TepError
+from tep.core.handles import Pace, Transfer
+from tep.core.path import (
+    Event,
+    FarEnds,
+    Link,
+    PathShut,
+    Routes,
+)
+from tep.core.pending import (
+    NO_ROWS,
+    Acks,
+    Loss,
+    Pending,
+    Retransmission,
+    cut_column,
+    ints,
+    on_lanes,
+    pick,
+    template_of,
+    varies,
+)
+from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
+from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
+from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
+from tep.core.requests import DEFAULT, shares_of
+from tep.core.stats import Journal
+
+__all__ = ["LONG_BYTES", "PIECE_BYTES", "TURNS_MAX", "Posting"]
+
+TURNS_MAX: Final = 64
+"""Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
+
+_TEMPLATES_MAX: Final = 256
+"""Cursors for which a set of targets keeps its columns; unusual mixes of NIC counts have more."""
+
+_SHARED_ROWS: Final = 4
+"""With fewer rows it is not worth the time to share them with another NIC."""
+
+PIECE_BYTES: Final = 2 << 20
+"""The smallest piece of a long batch: 40 us of a link of 400 Gb/s."""
+
+_PIECES_MAX: Final = 64
+"""The most pieces of a transfer, since each piece costs some CPU time."""
+
+LONG_BYTES: Final = 32 << 20
+"""A batch with more than this is posted in pieces, so that it can be shared again between them:
+0.7 ms of such a link.
+"""
+
+
+_LOOKED_AT: Final = 64
+"""Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
+
+_OK: Final = int(Status.OK)
+
+
+class Posting:
+    """The queues of all NICs of one engine.
+
+    Attributes:
+        domains: the NICs, in order.
+        alive: which of them can still be posted on.
+        rows, nbytes: how many rows and bytes each NIC has taken so far.
+        backlog: queued rows of all NICs, without reads.
+        queued_reads: queued rows of reads, and immediates that wait for them; see `core.reads`.
+        offered: the backlog when post() began.
+        ended: transfers without a row in flight or queued; the caller empties the list, and a
+            transfer may be in it twice.
+        batches: batches that are not over, by ctx.
+        failover: whether lost rows are kept, to be retransmitted on other paths.
+        why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
+        closing: the error of retransmitted rows, since the engine is being closed; else None.
+        alone: whether a lone row that is started now may be posted at once: post() follows, and
+            would find nothing else.
+        losses: lost rows that are kept, by path, in the order of their loss.
+        acks: the sums of acknowledged immediates of all paths; None: there is no failover.
+        events: what was found out about peers, for those that handle it.
+        far_ends: the records of paths by address.
+        journal: where faults are told.
+        routes: changes with the state of any NIC or path.
+    """
+
+    __slots__ = (
+        "_back", "_can_fence", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues",
+        "_reads_addresses", "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches",
+        "closing", "domains", "ended", "events", "failover", "far_ends", "journal", "losses",
+        "nbytes", "offered", "queued_reads", "routes", "rows", "why_not",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        domains: tuple[Domain, ...],
+        rows_max: int,
+        *,
+        failover: bool,
+        why_not: str | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.domains = domains
+        self.alive = [True] * len(domains)
+        self.backlog = self.offered = self.queued_reads = 0
+        self.rows = [0] * len(domains)
+        self.nbytes = [0] * len(domains)
+        self._back = [0] * len(domains)
+        self.ended: list[Transfer] = []
+        self.batches: dict[int, Pending] = {}
+        self._queues: list[deque[Pending]] = [deque() for _ in domains]
+        self._rows_max = rows_max
+        self._in_turn_rows = min(IN_TURN_ROWS, rows_max)
+        self._shares = len(domains) > 1
+        self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
+        self.journal = Journal() if journal is None else journal
+        events = self.events = deque[Event]()
+        self.routes = Routes(self.journal, lambda path: events.append(PathShut(path)))
+        self._ctx = 0
+        self._cursor = 0
+        self._is_offered = False  # post() has done its work of this step
+        self.alone = False
+        self.failover = failover
+        self._can_fence = all(domain.caps.imm_source for domain in domains)
+        self.why_not = why_not
+        self.closing: TepError | None = None
+        self.losses: list[Loss] = []
+        self.acks = Acks() if failover else None
+        self.far_ends = FarEnds()
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Rows in flight, of each NIC."""
+        back = self._back.copy()  # first: another thread may ask, and none is back before it is out
+        return [rows - over for rows, over in zip(self.rows, back, strict=True)]
+
+    def _is_full(self, domain: int) -> bool:
+        out = self.rows[domain] - self._back[domain]
+        return out >= self.domains[domain].caps.sq_depth
+
+    # ------------------------------------------------------------------ dealing out
+
+    def start(self, transfer: Transfer) -> None:
+        """Deal a transfer's job out to the NICs' queues. Only a lone row may be posted already."""
+        job = transfer.job
+        remotes = job.remotes
+        if True not in self.alive:
+            self.lose(transfer, transfer.rows, self._down_error())
+        elif isinstance(remotes, Remote):
+            if job.split:
+                self._deal_single(transfer, job, remotes)
+            else:
+                self._deal_paged(transfer, job, remotes)
+        elif job.split:
+            self._deal_slices(transfer, job, remotes)
+        else:
+            self._deal_targets(transfer, job, remotes)
+
+    def _deal_single(self, transfer: Transfer, job: Job, remote: Remote) -> None:
+        nlocal = len(self.domains)
+        if job.n == 1 and job.routing is DEFAULT:
+            lane, self._cursor = plan_row(nlocal, remote.nics, self._cursor)
+            # As _enqueue(), without the call.
+            if remote.ways_version == self.routes.version and lane in remote.ways:
+                domain, nic, peer, rkey, shift = remote.ways[lane]
+            else:
+                domain, nic, peer, rkey, shift = self._find_way(remote, lane)
+            dst, mr = job.dst, job.mr
+            if shift:
+                dst = shifted(dst, shift)
+            assert mr is not None
+            lkey = mr.keys[domain].lkey
+            batch = WriteBatch(1, peer, job.src, lkey, dst, rkey, job.nbytes, job.imm, 0)
+            pending = Pending(transfer, domain, batch, remote, nic)
+            if not self.alone:
+                self._push(pending)
+                return
+            # As _push(), post() and _take(), in a third of the time.
+            self._ctx = ctx = self._ctx + 1
+            batch.ctx = ctx
+            transfer.queued = self.batches[ctx] = pending
+            try:
+                taken = self.domains[domain].post(batch, 0, 1)
+            except (OSError, MemoryError) as error:
+                self._go_on(pending, 0, [], error)
+                return
+            if taken != 1:
+                self._go_on(pending, taken, [])
+                return
+            pending.at = 1
+            self.rows[domain] += 1
+            self.nbytes[domain] += job.total
+            transfer.took = ((domain, 1, job.total),)
+            return
+        assert isinstance(job.src, int)
+        assert isinstance(job.dst, int)
+        assert isinstance(job.nbytes, int)
+        cursor = self._cursor % lanes(nlocal, remote.nics)
+        plan = plan_single(job.nbytes, nlocal, remote.nics, cursor, job.routing)
+        self._cursor = plan.cursor
+        for share in plan.shares:
+            columns = (job.src + share.start, job.dst + share.start, share.stop - share.start)
+            self._enqueue(transfer, share[:2], 1, columns, job.imm, remote)
+
+    def _deal_paged(self, transfer: Transfer, job: Job, remote: Remote) -> None:
+        nlocal = len(self.domains)
+        cursor = self._cursor % lanes(nlocal, remote.nics)
+        plan = plan_paged(job.n, nlocal, remote.nics, cursor, job.routing.domain)
+        self._cursor = plan.cursor
+        for share in plan.shares:
+            start, stop = share.start, share.stop
+            src, dst, imm = job.src, job.dst, job.imm
+            if stop - start != job.n:  # else a view of all would cost a microsecond
+                part = slice(start, stop)
+                src, dst, imm = pick(src, part), pick(dst, part), cut_column(imm, start, stop)
+            self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
+
+    def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
+        """Scatter by bytes: every slice is a single write over all NICs."""
+        nlocal = len(self.domains)
+        columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
+        for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
+            dst = remote.bases[0] + offset
+            cursor = self._cursor % lanes(nlocal, remote.nics)
+            shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
+            for share in shares:
+                part = (src + share.start, dst + share.start, share.stop - share.start)
+                self._enqueue(transfer, share[:2], 1, part, job.imm, remote)
+
+    def _deal_targets(self, transfer: Transfer, job: Job, targets: Targets) -> None:
+        """Scatter by peers, barrier: one row for each target, one batch for each local NIC."""
+        cycle = math.lcm(len(self.domains), targets.cycle)
+        cursor = self._cursor % cycle
+        self._cursor = cursor + min(job.n, cycle)
+        key = cursor, job.routing.domain
+        if targets.routes_version != self.routes.version or len(targets.templates) > _TEMPLATES_MAX:
+            targets.templates.clear()
+            targets.routes_version = self.routes.version
+        found = targets.templates.get(key)
+        if found is None:
+            found = targets.templates[key] = self._templates(targets, *key)
+        for part in found:
+            domain, rows, src = part.domain, part.rows, job.src
+            if rows is not None:
+                src = pick(src, rows)
+            nbytes, total = part.sizes(job)
+            lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
+            dst = part.places(job.dst)
+            batch = WriteBatch(part.n, part.peer, src, lkey, dst, part.rkey, nbytes, job.imm, 0)
+            pending = Pending(transfer, domain, batch, part.remotes, part.nics)
+            pending.nbytes = total
+            self._push(pending)
+
+    def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:
+        nlocal = len(self.domains)
+        routes: dict[int, list[tuple[int, int]]] = {}
+        for share in plan_targets(targets.nics, nlocal, cursor, pinned):
+            domain, nic = self.route(share.domain, targets.remotes[share.start].link, share.remote)
+            routes.setdefault(domain, []).append((share.start, nic))
+        return [template_of(targets, *route) for route in sorted(routes.items())]
+
+    def _enqueue(
+        self,
+        transfer: Transfer,
+        lane: tuple[int, int],
+        n: int,
+        columns: tuple[Column, Column, Column],
+        imm: Column | None,
+        remote: Remote,
+    ) -> None:
+        """Queue n rows on one lane; dst is an address for the target's NIC 0."""
+        if remote.ways_version == self.routes.version and lane in remote.ways:
+            domain, nic, peer, rkey, shift = remote.ways[lane]
+        else:
+            domain, nic, peer, rkey, shift = self._find_way(remote, lane)
+        src, dst, nbytes = columns
+        if shift:
+            dst = shifted(dst, shift)
+        mr = transfer.job.mr
+        assert mr is not None
+        batch = WriteBatch(n, peer, src, mr.keys[domain].lkey, dst, rkey, nbytes, imm, 0)
+        self._push(Pending(transfer, domain, batch, remote, nic))
+
+    def _find_way(self, remote: Remote, lane: tuple[int, int]) -> Way:
+        """Where the rows of a lane go today; it is remembered until a route changes."""
+        if remote.ways_version != self.routes.version:
+            remote.ways.clear()
+            remote.ways_version = self.routes.version
+        link = remote.link
+        domain, nic = self.route(lane[0], link, lane[1])
+        shift = remote.bases[nic] - remote.bases[0]
+        way = Way(domain, nic, link.peer(domain, nic), remote.rkeys[nic], shift)
+        remote.ways[lane] = way
+        return way
+
+    def _push(self, pending: Pending) -> None:
+        batch = pending.batch
+        self._ctx = ctx = self._ctx + 1
+        # As _enter(), without the call.
+        batch.ctx = ctx
+        self.batches[ctx] = pending
+        transfer = pending.transfer
+        pending.older = transfer.queued
+        transfer.queued = pending
+        self._queues[pending.domain].append(pending)
+        self.backlog += batch.n
+
+    def _enter(self, pending: Pending, ctx: int) -> None:
+        """Know a batch by its number."""
+        pending.batch.ctx = ctx
+        self.batches[ctx] = pending
+        pending.older, pending.transfer.queued = pending.transfer.queued, pending
+
+    def enter(self, pending: Pending) -> None:
+        """Know a batch of reads, which `tep.core.reads` queues and posts."""
+        self._ctx += 1
+        self._enter(pending, self._ctx)
+        self.queued_reads += pending.batch.n
+
+    def enqueue_imm(self, transfer: Transfer, remote: Remote, imm: int | None) -> None:
+        """Queue one empty row that carries an immediate. Raises FabricError if there is no way."""
+        self.first_alive()
+        lane, self._cursor = plan_row(len(self.domains), remote.nics, self._cursor)
+        self._enqueue(transfer, lane, 1, (0, remote.bases[0], 0), imm, remote)
+
+    def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
+        """The path to use for a lane; see Link.route. Raises FabricError if all are fenced off."""
+        found = link.route(self.alive, domain, nic)
+        if link.is_fenced(*found):
+            name = link.addr.name
+            text = f"every path to {name} is fenced off; a path is opened again when {name} answers"
+            raise FabricError(text, code="UNREACHABLE", peer=name)
+        return found
+
+    # ------------------------------------------------------------------ prepared writes
+
+    def dealt(self, job: Ready) -> Dealt | None:
+        """How a prepared write is dealt out now, if it was dealt out so before."""
+        laid = job.laid()
+        return None if laid is None else laid.find(self._cursor, self.routes.version)
+
+    def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
+        """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
+        cursor = self._cursor
+        self.alone = False
+        self.start(transfer)
+        if transfer.queued is None:  # no NIC is alive
+            return
+        made = cast("list[Pending]", list(transfer.batches()))
+        laid = job.laid()
+        if laid is not None and not (self._shares and any(map(_is_long, made))):
+            laid.learn(cursor, job, transfer, self._cursor)
+
+    def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
+        """start() of a prepared write; also post() if it is `alone`, without a backlog."""
+        self._cursor = dealt.cursor
+        if not alone or dealt.in_turn:
+            columns = dealt.at(job.here, job.there)
+            for part in dealt.parts:
+                self._push(part.pending(transfer, columns[part.place], job.imm))
+            return
+        base = self._ctx + 1
+        self._ctx += len(dealt.parts)
+        domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
+        posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
+        for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
+            batch = pending.batch
+            # As _enter(), without the call.
+            batch.ctx = ctx = base + place
+            batch.imm = imm
+            pending.transfer = transfer
+            pending.back = 0
+            pending.lost = NO_ROWS
+            batches[ctx] = pending
+            try:
+                taken = domains[domain].post(batch, 0, n)
+            except (OSError, MemoryError) as error:
+                self._stop(pending, 0, dealt, posts, error)
+                return
+            if taken != n:
+                self._stop(pending, taken, dealt, posts)
+                return
+            rows[domain] += n
+            nbytes[domain] += total
+        transfer.queued = posts[-1]
+        transfer.took = dealt.took
+
+    def _stop(
+        self,
+        stopped: Pending,
+        taken: int,
+        dealt: Dealt,
+        posts: list[Pending],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """Queue what is left of a prepared write of which a batch was not taken whole."""
+        transfer, dealt.kept = stopped.transfer, []
+        stopped.at = 0
+        at = posts.index(stopped)
+        transfer.queued, transfer.took = stopped, dealt.took[:at]
+        base = stopped.batch.ctx - dealt.by_nic[at].place
+        rest = []
+        for part, post in zip(dealt.by_nic[at + 1 :], posts[at + 1 :], strict=True):
+            batch = post.batch  # it may be of the submit before, but for its columns
+            waiting = part.pending(transfer, (batch.src, batch.dst), stopped.batch.imm)
+            self._enter(waiting, base + part.place)
+            rest.append(waiting)
+        self._go_on(stopped, taken, rest, error)
+
+    def _go_on(
+        self,
+        pending: Pending,
+        taken: int,
+        rest: list[Pending],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """A NIC did not take all of a batch that was in no queue: go on as post() would."""
+        domain = pending.domain
+        queue = self._queues[domain]
+        for waiting in rest:
+            self._queues[waiting.domain].append(waiting)
+        queue.append(pending)
+        self.backlog += pending.batch.n + sum(waiting.batch.n for waiting in rest)
+        if error is not None:
+            self.give_up(domain, error)
+        else:
+            if taken:
+                self._take(pending, domain, taken)
+            if not self._is_full(domain):
+                self._post_on(domain, queue, refused=int(not taken))
+        self.post(domain + 1)
+        self._is_offered = self.backlog > 0
+
+    # ------------------------------------------------------------------ posting
+
+    def post(self, first: int = 0) -> bool:
+        """Offer each NIC from `first` on its queued batches in turn; True if one took a row."""
+        if first == 0 and self._is_offered:  # by start_ready(), in this step
+            self._is_offered = False
+            return False
+        work = False
+        self.offered = self.backlog
+        for domain, queue in enumerate(self._queues):
+            if queue and domain >= first:
+                work |= self._post_on(domain, queue)
+        # A NIC is full. If another one has nothing left to do, the links are not equally fast.
+        if self.backlog >= _SHARED_ROWS and not all(self._queues):
+            work |= self._share_backlog()
+        return work
+
+    def _post_on(self, domain: int, queue: deque[Pending], refused: int = 0) -> bool:
+        """Offer a NIC its queue; of the last `refused` batches of it nothing was taken just now."""
+        nic, work = self.domains[domain], False
+        for _ in range(TURNS_MAX):
+            if refused >= len(queue):
+                break
+            pending = queue[0]
+            start, stop = pending.at, pending.stop
+            if start == stop:  # its rest was cut off while it was queued
+                while queue and queue[0].at == queue[0].stop:
+                    queue.popleft()
+                if not queue:
+                    break
+                pending = queue[0]
+                start, stop = pending.at, pending.stop
+            batch = pending.batch
+            if self._shares and batch.n > _SHARED_ROWS and _is_long(pending):
+                if not self._cut_piece(pending, domain, queue):
+                    refused += 1
+                    queue.rotate(-1)
+                    continue
+                pending = queue[0]
+                batch, start, stop = pending.batch, pending.at, pending.stop
+            if len(queue) > 1 and stop - start > self._in_turn_rows:
+                most = self._in_turn_rows if _is_in_turn(pending, queue) else self._rows_max
+                stop = min(stop, start + most)
+            try:
+                taken = nic.post(batch, start, stop)
+            except (OSError, MemoryError) as error:
+                self.give_up(domain, error)
+                return True  # no NIC has news of it: turn again
+            assert 0 <= taken <= stop - start, (taken, start, stop)
+            if taken == 0:
+                if self._is_full(domain):
+                    break
+                # The NIC is not full: this peer's rows must wait, and others need not.
+                refused += 1
+                queue.rotate(-1)
+                continue
+            refused, work = 0, True
+            self._take(pending, domain, taken)
+            if pending.at < pending.stop:
+                queue.rotate(-1)
+                if self._is_full(domain):
+                    break
+                continue
+            queue.popleft()
+        return work
+
+    def _take(self, pending: Pending, domain: int, taken: int) -> None:
+        """A NIC has taken rows of a batch that is in its queue."""
+        at = pending.at + taken
+        nbytes = pending.batch.nbytes
+        if not isinstance(nbytes, int):
+            nbytes = pending.sum_bytes(pending.at, at)
+        elif taken > 1:
+            nbytes *= taken
+        pending.at = at
+        self.backlog -= taken
+        self.rows[domain] += taken
+        self.nbytes[domain] += nbytes
+        transfer = pending.transfer
+        if transfer.took:
+            transfer.count_posted(domain, taken, nbytes)
+        else:
+            transfer.took = ((domain, taken, nbytes),)
+
+    # ------------------------------------------------------------------ sharing long batches
+    #
+    # Queued rows can move to another NIC, posted rows cannot. So a long batch is posted in pieces,
+    # and a NIC that has nothing left takes half of the rows queued at another. Pieces grow while
+    # NICs keep up with each other; a NIC that falls behind gets small ones. No time is measured,
+    # and nothing is remembered beyond a transfer, so that a link that recovers has its full share
+    # at once. Rows are not divided, so that the number of immediates depends on the shape alone. A
+    # single write is one row for each NIC, and keeps its equal shards.
+
+    def _share_backlog(self) -> bool:
+        """Give a NIC that has nothing to post half of the largest batch queued at another."""
+        idle = [d for d, queue in enumerate(self._queues) if not queue and self.alive[d]]
+        first = (p for queue in self._queues for p in itertools.islice(queue, _LOOKED_AT))
+        found = max(first, key=_waiting)
+        rows = (found.stop - found.at) // 2
+        if not idle or rows == 0 or _waiting(found) <= PIECE_BYTES:
+            return False
+        remote, _ = found.target(0)
+        domain = idle[0]
+        here, nic = remote.link.route(self.alive, domain, domain % remote.nics)
+        if here != domain:
+            return False  # it has no path to this peer
+        try:
+            moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
+        except TepError:  # it cannot connect; the rows stay where they are
+            return False
+        self._pace(found.transfer)
+        found.stop -= rows
+        self.backlog -= rows
+        self._push(moved)
+        return True
+
+    def _cut_piece(self, pending: Pending, domain: int, queue: deque[Pending]) -> bool:
+        """Put a piece of a long batch in front of the queue, and the rest of the batch at the end.
+
+        Returns:
+            False: the NIC has enough pieces for now.
+        """
+        nbytes = pending.batch.nbytes
+        assert isinstance(nbytes, int)
+        transfer = pending.transfer
+        pace = self._pace(transfer)
+        last = pace.last[domain]
+        if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is still queued
+            return False
+        # Pieces become smaller and smaller, so that giving the last one to the wrong NIC costs
+        # little, and there are few of them. The last piece is a batch as well, because a NIC may
+        # wait for its end.
+        part = self.offered // (pace.part[domain] * len(self.domains))
+        part = max(1, PIECE_BYTES // nbytes, transfer.rows // _PIECES_MAX, part)
+        rows = min(part, pending.stop - pending.at)
+        piece = on_lanes(pending, pending.stop - rows, pending.stop, domain, [pending.target(0)[1]])
+        piece.is_piece = True
+        piece.older, transfer.queued = transfer.queued, piece
+        pace.last[domain] = piece
+        pace.out[domain] += 1
+        pending.stop -= rows
+        self._ctx = piece.batch.ctx = self._ctx + 1
+        self.batches[self._ctx] = piece
+        if pending.stop > pending.at:
+            queue.rotate(-1)
+        else:
+            queue.popleft()
+            self.cut(pending)
+        queue.appendleft(piece)
+        return True
+
+    def _pace(self, transfer: Transfer) -> Pace:
+        if transfer.pace is None:
+            transfer.pace = Pace(len(self.domains))
+        return transfer.pace
+
+    # ------------------------------------------------------------------ completing
+
+    def finish_rows(self, domain: int, ctx: int, count: int, status: int, row: int) -> None:
+        """Take back `count` rows of batch `ctx` from a NIC."""
+        pending = self.batches[ctx]
+        assert pending.domain == domain, (pending.domain, domain)
+        pending.back = back = pending.back + count
+        assert back <= pending.at, f"NIC {domain} returned more rows of batch {ctx} than it took"
+        self._back[domain] += count
+        transfer = pending.transfer
+        over = back == pending.stop  # else the batch is over when its rest is cut off
+        held = status != _OK and self._fail_rows(pending, count, status, row)
+        if not held:
+            transfer.left -= count
+        if over:
+            if self.acks is None and not pending.is_piece:  # as _forget(), without the call
+                del self.batches[ctx]
+            else:
+                self._forget(pending)
+            if pending.retransmission is not None and not held:
+                self.finish_retransmission(pending.retransmission, missed=status != _OK)
+        if transfer.left == 0:
+            self.ended.append(transfer)
+
+    def drop_queued(self, transfer: Transfer) -> int:
+        """Remove a transfer's queued rows from the queues; return how many there were."""
+        mine = []
+        pending, transfer.queued = transfer.queued, None
+        while pending is not None:
+            assert isinstance(pending, Pending)
+            if pending.at < pending.stop:
+                mine.append(pending)
+            pending = pending.older
+        dropped = sum(pending.stop - pending.at for pending in mine)
+        transfer.dropped += dropped  # before cut(), because finish_retransmission() looks at it
+        for pending in reversed(mine):
+            self.cut(pending)
+        transfer.left -= dropped
+        if not self.backlog:  # all batches that are still in the queues have ended
+            for queue in self._queues:
+                queue.clear()
+        return dropped
+
+    def cut(self, pending: Pending) -> int:
+        """End a batch after its posted rows; return how many rows were cut off.
+
+        It is removed from its queue when it becomes the first there.
+        """
+        rest = pending.stop - pending.at
+        pending.stop = pending.at
+        if pending.is_read:
+            self.queued_reads -= rest
+        else:
+            self.backlog -= rest
+        if pending.back == pending.stop:
+            self._forget(pending)
+            if pending.retransmission is not None:
+                self.finish_retransmission(pending.retransmission, missed=True)
+        return rest
+
+    def _forget(self, pending: Pending) -> None:
+        """Forget a batch that is over."""
+        del self.batches[pending.batch.ctx]
+        if self.acks is not None:
+            self.acks.add(pending)
+        if pending.is_piece and (pace := pending.transfer.pace) is not None:
+            pace.end(pending.domain, pending.back)
+
+    def first_alive(self) -> int:
+        """The first NIC that can be posted on. Raises FabricError if there is none."""
+        if not any(self.alive):
+            raise self._down_error()
+        return self.alive.index(True)
+
+    def _down_error(self) -> FabricError:
+        names = ", ".join(domain.caps.nic for domain in self.domains)
+        return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
+
+    # ------------------------------------------------------------------ for DomainGroup
+    #
+    # What a failure makes of rows is decided there.
+
+    def lose(
+        self,
+        transfer: Transfer,
+        rows: int,
+        error: TepError,
+        retransmission: Retransmission | None = None,
+    ) -> None:
+        """Fail rows that no NIC will ever take; of a retransmission one."""
+        raise NotImplementedError
+
+    def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
+        """Take a NIC for dead, whose post() or poll() raised; False: call it again."""
+        raise NotImplementedError
+
+    def finish_retransmission(
+        self, retransmission: Retransmission, *, missed: bool = False
+    ) -> None:
+        """Count a row of a retransmission that is over."""
+        raise NotImplementedError
+
+    def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
+        """Handle rows that came back with an error; True: they are kept, to be retransmitted."""
+        raise NotImplementedError
+
+
+def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:
+    """Whether a batch stands beside one of its own transfer that goes to another NIC of the peer.
+
+    Posted one behind the other, these would keep first the one and then the other busy; where that
+    side is the slower, the transfer takes longer by the time for which one of its NICs is idle.
+    """
+    for beside in (queue[1], queue[-1]):
+        if beside.transfer is pending.transfer and beside.nics != pending.nics:
+            return not pending.is_piece
+    return False
+
+
+def _waiting(pending: Pending) -> int:
+    """Queued bytes of a batch that another NIC could post; 0 if they cannot be shared."""
+    nbytes = pending.batch.nbytes
+    if not isinstance(nbytes, int) or pending.transfer.job.routing.domain is not None:
+        return 0
+    return 0 if varies(pending) else nbytes * (pending.stop - pending.at)
+
+
+def _is_long(pending: Pending) -> bool:
+    """Whether a batch is posted in pieces, because it is long or the rest of a long one."""
+    if pending.is_piece:
+        return False
+    nbytes = _waiting(pending)
+    return nbytes > LONG_BYTES or (nbytes > 0 and pending.transfer.pace is not None)
