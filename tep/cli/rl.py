@@ -24,10 +24,9 @@ from tep.cli.show import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tep.apps.rl.job import Job
+    from tep.apps.rl.job import Job, RankedJob
     from tep.apps.rl.ports import UpdateReport
     from tep.apps.rl.predict import Prediction
-    from tep.apps.rl.processes import LocalJob
     from tep.apps.rl.routes import Schedule
     from tep.apps.rl.study import Deployment
     from tep.rendezvous import Place
@@ -240,8 +239,7 @@ def run(
     actors; the files must be on all nodes.
     """
     from tep.apps.rl import study
-    from tep.apps.rl.job import Job
-    from tep.apps.rl.processes import work_as_rank
+    from tep.apps.rl.job import Job, work_as_rank
     from tep.rendezvous.launch import own_address, place_here
 
     if ray:
@@ -283,9 +281,8 @@ def _run_here(
     import tempfile
 
     from tep.apps.rl import timeline
-    from tep.apps.rl.processes import LocalJob, RankedJob
+    from tep.apps.rl.job import LocalJob, RankedJob
     from tep.base.units import MiB
-    from tep.rendezvous.launch import own_address
 
     limit = watermark_mib * MiB
     with (
@@ -295,7 +292,7 @@ def _run_here(
         started = (
             LocalJob(job, folder, watermark_bytes=limit)
             if place is None
-            else RankedJob(job, place, own_address(place), watermark_bytes=limit)
+            else RankedJob(job, place, watermark_bytes=limit)
         )
         rows, reports = asyncio.run(
             _updates(started, updates, lambda: bar.advance(bar.task_ids[0]))
@@ -315,7 +312,7 @@ def _run_here(
 
 
 async def _updates(
-    started: LocalJob, updates: int, tick: Callable[[], object]
+    started: RankedJob, updates: int, tick: Callable[[], object]
 ) -> tuple[list[dict[str, object]], list[UpdateReport]]:
     """Start the processes, update, compare each worker's region with the checkpoint."""
     from tep.apps.rl.models import load_model

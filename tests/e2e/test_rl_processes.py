@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tep.apps.rl.job import Job
+from tep.apps.rl.job import Job, LocalJob, RankedJob, work_as_rank
 from tep.apps.rl.models import load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas
-from tep.apps.rl.processes import LocalJob, RankedJob, work_as_rank
 from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tep.base.errors import UsageError
@@ -262,6 +261,6 @@ def test_ranks_that_others_have_started(tmp_path, libfabric) -> None:
         model=str(config), weights=str(weights), train=TrainLayout(fsdp=1), infer=InferLayout(ep=1)
     )
     with pytest.raises(UsageError, match="2 processes were started, and the job takes 3"):
-        RankedJob(small, few, "127.0.0.1", watermark_bytes=1 << 20)
+        RankedJob(small, few, watermark_bytes=1 << 20)
     with pytest.raises(UsageError, match="rank 0 is the controller"):
         work_as_rank(small, Place(rank=0, size=3, token="t"))  # noqa: S106  # no secret

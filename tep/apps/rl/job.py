@@ -1,37 +1,59 @@
-"""A job of real processes: what it is, how its workers start, and what they answer.
+"""A job of real processes: rank 0 is the controller, the next ranks train, the last ones serve.
 
-`python -m tep.apps.rl.job JOB ROLE NAME HOST PORT` is one worker; the controller starts it.
+Whoever starts the processes, on any machines, tells them their places as `tep.rendezvous.launch`
+says. `RankedJob` is rank 0's side of it and `work_as_rank` the others'. `LocalJob` starts the
+other ranks itself, on this machine, each as `python -m tep.apps.rl.job JOB`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
-from tep import TepError, TransferEngine, UsageError
+from tep import FabricError, TepError, TransferEngine, UsageError
+from tep.apps.rl.controller import Controller
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.models import Model, load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
-from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
-from tep.apps.rl.remote import Hello, answer
+from tep.apps.rl.ports import LoadReport
+from tep.apps.rl.remote import (
+    Caller,
+    Hello,
+    Listener,
+    RemoteRollout,
+    RemoteTraining,
+    answer,
+)
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.stages import Threads
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
+from tep.base.units import MiB
+from tep.rendezvous import Place
+from tep.rendezvous.launch import RankProcesses
 
-__all__ = ["TOKEN", "Job", "RolloutService", "TrainingService", "be_worker", "main"]
+__all__ = [
+    "Job",
+    "LocalJob",
+    "RankedJob",
+    "RolloutService",
+    "TrainingService",
+    "main",
+    "work_as_rank",
+]
 
-TOKEN: Final = "TEP_RL_TOKEN"  # noqa: S105  # the name of the variable, not a secret
-"""Environment variable that holds the secret which workers and controller share."""
-
+_START_S: Final = 120.0
+_END_S: Final = 10.0
 _REQUEST_BYTES: Final = 1 << 20  # of the weights that one request of the load looks at
 
 
@@ -78,61 +100,34 @@ class Job:
         return TransferEngine.open(self.backend, **options)
 
 
-class TrainingService:
-    """A training rank as its process answers for it."""
+class TrainingService(TrainingWorker):
+    """A training rank that takes other checkpoints, as training would change its shards."""
 
-    def __init__(self, worker: TrainingWorker, model: Model) -> None:
-        self._worker = worker
+    def __init__(
+        self, engine: TransferEngine, meta: TrainMeta, model: Model, weights: Checkpoint
+    ) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.tensors}
-
-    async def param_meta(self) -> TrainMeta:
-        return await self._worker.param_meta()
-
-    async def set_routing(self, schedule: bytes) -> bytes:
-        return await self._worker.set_routing(schedule)
-
-    async def connect(self, peers: list[bytes], rollouts: dict[str, bytes]) -> None:
-        await self._worker.connect(peers, rollouts)
-
-    async def transfer_weights(self, attempt: int, skip: list[str]) -> TrainReport:
-        return await self._worker.transfer_weights(attempt, skip)
-
-    async def abort(self) -> None:
-        await self._worker.abort()
+        shards = {(n, box): weights.read(self._tensors[n], box) for n, box in meta.shards}
+        super().__init__(engine, meta, shards, compute=Threads())
 
     async def load(self, path: str) -> None:
-        """Overwrite the shards with those of another checkpoint, as training would."""
+        """Overwrite the shards with those of another checkpoint."""
         checkpoint = Checkpoint(path)
-        for (name, box), array in self._worker.shards.items():
+        for (name, box), array in self.shards.items():
             array[...] = checkpoint.read(self._tensors[name], box)
 
 
-class RolloutService:
-    """A rollout worker as its process answers for it, with a load of requests if asked for."""
+class RolloutService(RolloutWorker):
+    """A rollout worker that answers a load of requests, if asked for."""
 
-    def __init__(self, worker: RolloutWorker) -> None:
-        self._worker = worker
+    def __init__(self, engine: TransferEngine, meta: RolloutMeta) -> None:
+        super().__init__(engine, meta)
         self._served = self._refused = 0
         self._answers: dict[int, dict[str, None]] = {}
 
-    async def param_meta(self) -> RolloutMeta:
-        return await self._worker.param_meta()
-
-    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
-        return await self._worker.begin(attempt, version, data_imms)
-
-    async def finished(self, timeout_s: float) -> int:
-        return await self._worker.finished(timeout_s)
-
-    async def abort(self) -> RolloutState:
-        return await self._worker.abort()
-
-    async def state(self) -> RolloutState:
-        return await self._worker.state()
-
     async def digest(self) -> str:
         """SHA-256 of the weight region."""
-        return hashlib.sha256(self._worker.region.data).hexdigest()
+        return hashlib.sha256(self.region.data).hexdigest()
 
     async def load_report(self) -> LoadReport:
         """What was served since the last report."""
@@ -143,11 +138,11 @@ class RolloutService:
 
     async def serve(self) -> None:
         """Answer requests for ever: each reads a slice of every part of the weights."""
-        region = self._worker.region
+        region = self.region
         step = max(1, len(region) // _REQUEST_BYTES)
         while True:
             try:
-                with self._worker.lease() as version:
+                with self.lease() as version:
                     found = await asyncio.to_thread(
                         lambda: hashlib.sha256(region[::step].tobytes()).hexdigest()
                     )
@@ -158,28 +153,186 @@ class RolloutService:
                 await asyncio.sleep(0.005)
 
 
-async def be_worker(job: Job, role: str, name: str, host: str, port: int, token: str) -> None:
-    """Be one worker: connect to the controller, and answer until it hangs up."""
+class RankedJob:
+    """Rank 0 of a job, the controller; an async context manager. Others start the other ranks.
+
+    Args:
+        job: what to run.
+        place: of this process; the controller listens there.
+        watermark_bytes, bundle_bytes, timeout_s: of the controller.
+
+    Attributes:
+        controller: drives the updates.
+        trains, rollouts: the workers, as the controller sees them.
+
+    Raises:
+        UsageError: another number of processes was started.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        *,
+        watermark_bytes: int = 64 * MiB,
+        bundle_bytes: int = 4 * MiB,
+        timeout_s: float = 120.0,
+    ) -> None:
+        _check_size(job, place)
+        self.job = job
+        self.trains: list[RemoteTraining] = []
+        self.rollouts: dict[str, RemoteRollout] = {}
+        self._place = place
+        self._sizes = (watermark_bytes, bundle_bytes)
+        self._timeout_s = timeout_s
+        self._listener = Listener(place.token, place.host, place.port)
+
+    async def __aenter__(self) -> Self:
+        await self._listener.__aenter__()
+        try:
+            await self._gather()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _gather(self) -> None:
+        for role, name in _roles(self.job):
+            caller = await self._caller(role, name)
+            if role == "train":
+                self.trains.append(RemoteTraining(caller))
+            else:
+                self.rollouts[name] = RemoteRollout(caller)
+        watermark, bundle = self._sizes
+        self.controller = Controller(
+            self.trains,
+            list(self.rollouts.values()),
+            watermark_bytes=watermark,
+            bundle_bytes=bundle,
+            timeout_s=self._timeout_s,
+        )
+
+    async def _caller(self, role: str, name: str) -> Caller:
+        try:
+            return await self._listener.wait_for(role, name, _START_S)
+        except TimeoutError:
+            raise FabricError(f"{name} has not come within {_START_S:g} s", peer=name) from None
+
+    async def load(self, path: str) -> None:
+        """Have all training ranks take another checkpoint."""
+        await asyncio.gather(*(train.load(path) for train in self.trains))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listener.__aexit__()
+
+
+class LocalJob(RankedJob):
+    """A job whose processes all run here; it starts them.
+
+    Args:
+        job: what to run.
+        folder: for the job's file and the workers' logs.
+        sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
+    """
+
+    def __init__(self, job: Job, folder: str | os.PathLike[str], **sizes: Any) -> None:
+        token = secrets.token_hex(16)
+        super().__init__(job, Place(rank=0, size=1 + len(_roles(job)), token=token), **sizes)
+        self._folder = Path(folder)
+        self._ranks = {name: 1 + k for k, (_, name) in enumerate(_roles(job))}
+
+    async def _gather(self) -> None:
+        place = dataclasses.replace(self._place, port=self._listener.port)
+        self._processes = RankProcesses(place, self._folder)
+        path = str(self._folder / "job.json")
+        self.job.write(path)
+        self._command = (sys.executable, "-m", "tep.apps.rl.job", path)
+        await asyncio.gather(*map(self._start, self._ranks))
+        await super()._gather()
+
+    async def _start(self, name: str) -> None:
+        await self._processes.start(self._ranks[name], self._command)
+
+    async def _caller(self, role: str, name: str) -> Caller:
+        rank = self._ranks[name]
+        ended = asyncio.ensure_future(self._processes.ended(rank))
+        came = asyncio.ensure_future(super()._caller(role, name))
+        await asyncio.wait({ended, came}, return_when=asyncio.FIRST_COMPLETED)
+        if not came.done():
+            came.cancel()
+            words = self._processes.last_words(rank)
+            raise FabricError(f"{name} ended with status {ended.result()}:\n{words}")
+        ended.cancel()
+        return came.result()
+
+    async def kill(self, name: str) -> None:
+        """Kill a worker's process, as a machine that fails would."""
+        await self._processes.kill(self._ranks[name])
+
+    async def restart_rollout(self, name: str) -> RemoteRollout:
+        """Start a rollout worker again and have it join."""
+        await self._start(name)
+        self.rollouts[name] = RemoteRollout(await self._caller("rollout", name))
+        self.controller.add(self.rollouts[name])
+        return self.rollouts[name]
+
+    async def restart_train(self, rank: int, weights: str) -> RemoteTraining:
+        """Start a training rank again, with the weights of a checkpoint."""
+        name = f"train{rank}"
+        await self._start(name)
+        self.trains[rank] = RemoteTraining(await self._caller("train", name))
+        await self.trains[rank].load(weights)
+        self.controller.replace(rank, self.trains[rank])
+        return self.trains[rank]
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        await self._processes.close(_END_S)
+
+
+def _roles(job: Job) -> list[tuple[str, str]]:
+    """Return role and name of each worker, from rank 1 on."""
+    trains = [("train", f"train{k}") for k in range(job.train.world)]
+    return trains + [("rollout", f"rollout{k}") for k in range(job.infer.world)]
+
+
+def _check_size(job: Job, place: Place) -> None:
+    train, infer = job.train.world, job.infer.world
+    if place.size != 1 + train + infer:
+        raise UsageError(
+            f"{place.size} processes were started, and the job takes {1 + train + infer}: a "
+            f"controller, {train} in training, {infer} in inference"
+        )
+
+
+def work_as_rank(job: Job, place: Place) -> None:
+    """Be one worker of a job, by rank, until the controller hangs up.
+
+    Raises:
+        UsageError: rank 0, which is the controller; or another number of processes was started.
+    """
+    _check_size(job, place)
+    if not place.rank:
+        raise UsageError("rank 0 is the controller: RankedJob")
+    asyncio.run(_work(job, place, Hello(*_roles(job)[place.rank - 1])))
+
+
+async def _work(job: Job, place: Place, hello: Hello) -> None:
     model = load_model(job.model)
-    hello = Hello(role, name)
-    with job.open(name) as engine:
+    controller = (place.host, place.port, place.token, hello)
+    with job.open(hello.name) as engine:
         nics = len(engine.main_address.domains)
-        if role == "train":
-            meta = train_metas(model, job.train, nics)[int(name.removeprefix("train"))]
-            checkpoint = Checkpoint(job.weights)
-            checkpoint.check(model)
-            tensors = {tensor.name: tensor for tensor in model.tensors}
-            shards = {(n, box): checkpoint.read(tensors[n], box) for n, box in meta.shards}
-            worker = TrainingWorker(engine, meta, shards, compute=Threads())
-            await answer(TrainingService(worker, model), host, port, token, hello)
+        if hello.role == "train":
+            weights = Checkpoint(job.weights)
+            weights.check(model)
+            meta = train_metas(model, job.train, nics)[place.rank - 1]
+            await answer(TrainingService(engine, meta, model, weights), *controller)
             return
-        metas = {meta.name: meta for meta in rollout_metas(model, job.infer, nics)}
-        if role != "rollout" or name not in metas:
-            raise UsageError(f"role {role!r}, name {name!r}; rollout workers are {list(metas)}")
-        service = RolloutService(RolloutWorker(engine, metas[name]))
+        metas = rollout_metas(model, job.infer, nics)
+        service = RolloutService(engine, metas[place.rank - 1 - job.train.world])
         load = asyncio.ensure_future(service.serve()) if job.load else None
         try:
-            await answer(service, host, port, token, hello)
+            await answer(service, *controller)
         finally:
             if load is not None:
                 load.cancel()
@@ -187,13 +340,12 @@ async def be_worker(job: Job, role: str, name: str, host: str, port: int, token:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be one worker of a job until the controller hangs up."""
-    path, role, name, host, port = argv
+    """Be one worker of the job in a file, at the place that the environment says."""
+    place = Place.from_env()
     try:
-        token = os.environ.get(TOKEN, "")
-        asyncio.run(be_worker(Job.read(path), role, name, host, int(port), token))
+        work_as_rank(Job.read(argv[0]), place)
     except TepError as error:
-        sys.stderr.write(f"{role} {name}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
         return 1
     return 0
 

@@ -10,12 +10,14 @@ a connection speaks for the worker that it began as.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import itertools
 import logging
 import typing
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from types import NoneType
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,7 +28,16 @@ from tep.rendezvous.door import Door, listen
 from tep.rendezvous.proof import challenge, enter, refuse, welcome
 from tep.rendezvous.wire import Peer
 
-__all__ = ["Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"]
+__all__ = [
+    "Call",
+    "Caller",
+    "Hello",
+    "Listener",
+    "Remote",
+    "RemoteRollout",
+    "RemoteTraining",
+    "answer",
+]
 
 T = TypeVar("T")
 
@@ -58,10 +69,6 @@ class _Answer(msgspec.Struct, array_like=True):
     value: Any = None
 
 
-class _Worker(Protocol):
-    """Anything whose public coroutine methods may be called."""
-
-
 async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
     length = int.from_bytes(await reader.readexactly(4), "little")
     if length > limit:
@@ -91,7 +98,7 @@ def _decode(data: bytes, kind: type[T]) -> T:
 
 
 async def answer(
-    worker: _Worker, host: str, port: int, token: str, hello: Hello, *, patience_s: float = 60.0
+    worker: object, host: str, port: int, token: str, hello: Hello, *, patience_s: float = 60.0
 ) -> None:
     """Connect to a controller and answer its calls until it hangs up.
 
@@ -132,7 +139,7 @@ async def answer(
         writer.close()
 
 
-async def _serve(worker: _Worker, call: _Call, writer: asyncio.StreamWriter) -> None:
+async def _serve(worker: object, call: _Call, writer: asyncio.StreamWriter) -> None:
     try:
         method = _method(worker, call.method)
         args = _typed(method, call.args)
@@ -151,7 +158,7 @@ def _log(error: Exception, what: str) -> None:
         logger.warning("%s raised", what, exc_info=error)
 
 
-def _method(worker: _Worker, name: str) -> Callable[..., Awaitable[object]]:
+def _method(worker: object, name: str) -> Callable[..., Awaitable[object]]:
     found = None if name.startswith("_") else getattr(worker, name, None)
     if not inspect.iscoroutinefunction(found):
         raise UsageError(f"{type(worker).__name__} has no method {name!r} to call from afar")
@@ -260,7 +267,14 @@ class Listener:
         return self._port
 
     async def __aenter__(self) -> Listener:
-        sockets = await listen(*self._where)
+        host, port = self._where
+        try:
+            sockets = await listen(host, port)
+        except OSError as error:
+            raise UsageError(
+                f"the controller cannot listen on {host}:{port}: {error}; if torch has taken the "
+                "port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
+            ) from error
         self._port = sockets[0].getsockname()[1]
         self._door = Door(sockets, self._admit)
         return self
@@ -305,11 +319,35 @@ class Listener:
                 await self._news.wait()
 
 
-class RemoteTraining:
-    """A training rank in another process."""
+class Call(Generic[T]):
+    """A method of a worker in another process, by the same name: declares what it returns."""
+
+    def __init__(self, returns: type[T]) -> None:
+        self._returns = returns
+        self._method = ""
+
+    def __set_name__(self, owner: type[Remote], name: str) -> None:
+        self._method = name
+
+    def __get__(self, remote: Remote, owner: type[Remote]) -> Callable[..., Coroutine[Any, Any, T]]:
+        return functools.partial(remote.caller.call, self._returns, self._method)
+
+
+class Remote:
+    """A worker in another process, as a port of the controller."""
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
+
+
+class RemoteTraining(Remote):
+    """A training rank in another process."""
+
+    set_routing = Call(bytes)
+    connect = Call(NoneType)
+    transfer_weights = Call(TrainReport)
+    abort = Call(NoneType)
+    load = Call(NoneType)
 
     async def param_meta(self) -> TrainMeta:
         found, name = await self.caller.call(TrainMeta, "param_meta"), self.caller.hello.name
@@ -317,51 +355,19 @@ class RemoteTraining:
             raise FabricError(f"training rank {name} says that it is {found.rank}", peer=name)
         return found
 
-    async def set_routing(self, schedule: bytes) -> bytes:
-        return await self.caller.call(bytes, "set_routing", schedule)
 
-    async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
-        await self.caller.call(object, "connect", list(peers), rollouts)
-
-    async def transfer_weights(self, attempt: int, skip: Sequence[str] = ()) -> TrainReport:
-        return await self.caller.call(TrainReport, "transfer_weights", attempt, list(skip))
-
-    async def abort(self) -> None:
-        await self.caller.call(object, "abort")
-
-    async def load(self, path: str) -> None:
-        """Take the weights of another checkpoint."""
-        await self.caller.call(object, "load", path)
-
-
-class RemoteRollout:
+class RemoteRollout(Remote):
     """A rollout worker in another process."""
 
-    def __init__(self, caller: Caller) -> None:
-        self.caller = caller
+    begin = Call(bytes)
+    finished = Call(int)
+    abort = Call(RolloutState)
+    state = Call(RolloutState)
+    digest = Call(str)
+    load_report = Call(LoadReport)
 
     async def param_meta(self) -> RolloutMeta:
         found, name = await self.caller.call(RolloutMeta, "param_meta"), self.caller.hello.name
         if found.name != name:
             raise FabricError(f"rollout worker {name!r} says that it is {found.name!r}", peer=name)
         return found
-
-    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
-        return await self.caller.call(bytes, "begin", attempt, version, data_imms)
-
-    async def finished(self, timeout_s: float) -> int:
-        return await self.caller.call(int, "finished", timeout_s)
-
-    async def abort(self) -> RolloutState:
-        return await self.caller.call(RolloutState, "abort")
-
-    async def state(self) -> RolloutState:
-        return await self.caller.call(RolloutState, "state")
-
-    async def digest(self) -> str:
-        """SHA-256 of its weight region."""
-        return await self.caller.call(str, "digest")
-
-    async def load_report(self) -> LoadReport:
-        """What it served since it was last asked."""
-        return await self.caller.call(LoadReport, "load_report")
