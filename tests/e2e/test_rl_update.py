@@ -324,7 +324,7 @@ def test_an_update_that_was_given_up_twice_still_drains():
 
         async def main():
             assert not (await world.update(1)).ok
-            world.controller._timeout_s = 1.0
+            world.controller.timeout_s = 1.0
             for name in world.actors:
                 if name not in world.controller.members:
                     world.controller.add(world.actors[name])

@@ -9,8 +9,7 @@ import pytest
 
 import tep
 from tep.integrations.weights.hub import Hub
-from tep.integrations.weights.receiver import WeightReceiver
-from tep.integrations.weights.sender import WeightSender
+from tep.integrations.weights.ranks import WeightReceiver, WeightSender
 from tep.sim import Faults
 from tests.property.test_rl_faults import _serves_while_rows_move
 
@@ -45,9 +44,9 @@ class Trial:
         """Put a new rollout rank where there is none, or its engine has gone."""
         for k, engine in enumerate(self.cluster.engines[RANKS:]):
             old = self.receivers.get(k)
-            if old is None or old._engine is not engine or old.name not in self.hub.receivers:
+            if old is None or old.engine is not engine or old.name not in self.hub.receivers:
                 self.receivers[k] = WeightReceiver(engine, f"r{k}")
-                await self.hub.add(f"r{k}", self.receivers[k])
+                await self.hub.welcome(f"r{k}", self.receivers[k])
 
     async def read(self):
         while True:
@@ -91,7 +90,7 @@ class Trial:
             self.cluster.restart(RANKS + k)
         await self.join()
         self.hub.keep([one.name for one in self.receivers.values()])
-        alive = all(all(sender._engine.stats().nics_up) for sender in self.senders)
+        alive = all(all(sender.engine.stats().nics_up) for sender in self.senders)
         assert await self.send(VERSIONS + 1) or not alive, "nothing is wrong any more"
         reading.cancel()
         (ended,) = await asyncio.gather(reading, return_exceptions=True)

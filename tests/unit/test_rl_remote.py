@@ -9,8 +9,7 @@ import pytest
 
 import tep
 from tep.apps.rl import Hello, Listener, answer
-from tep.integrations.weights.member import Fabric, Meeting
-from tep.integrations.weights.round import Worker
+from tep.integrations.weights.member import Fabric, Meeting, Worker
 from tep.rendezvous.proof import enter, prove
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer
 

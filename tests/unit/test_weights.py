@@ -16,8 +16,7 @@ from tep.apps.rl import Placed, placed_box
 from tep.integrations.weights.hub import Hub
 from tep.integrations.weights.member import Fabric, Member
 from tep.integrations.weights.params import Param, piece_of, wire_form
-from tep.integrations.weights.receiver import Want, WeightReceiver
-from tep.integrations.weights.sender import WeightSender
+from tep.integrations.weights.ranks import Want, WeightReceiver, WeightSender
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,7 +46,7 @@ class World:
 
     async def join(self):
         for receiver in self.receivers:
-            await self.hub.add(receiver.name, receiver)
+            await self.hub.welcome(receiver.name, receiver)
 
     async def send(self, version, weights):
         """All ranks send; rank 0's hub brings it over."""

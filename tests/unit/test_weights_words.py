@@ -13,7 +13,7 @@ import tep
 from tep.apps.rl import Hello, Listener, RemoteRollout, RemoteTraining, answer, remote, whole
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.integrations.weights.member import Fabric, Member
-from tep.integrations.weights.receiver import Want
+from tep.integrations.weights.ranks import Want
 
 TIMEOUT_S = 120.0
 SOON_S = 40.0  # much less than anybody waits

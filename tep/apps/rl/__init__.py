@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from tep.apps.rl.predict import Prediction
     from tep.apps.rl.quantise import numpy_dtype, scale_dtype
-    from tep.apps.rl.remote import Caller, Hello, Listener, RemoteRollout, RemoteTraining, answer
+    from tep.apps.rl.remote import Call, Hello, Listener, RemoteRollout, RemoteTraining, answer
     from tep.apps.rl.rollout import RolloutWorker
     from tep.apps.rl.routes import Schedule
     from tep.apps.rl.schedule import make_schedule
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AtOnce",
     "Box",
-    "Caller",
+    "Call",
     "Compute",
     "Controller",
     "DType",
@@ -119,7 +119,7 @@ _ROOMS = {
     "ports": ("RolloutPort", "RolloutState", "TrainReport", "TrainingPort", "UpdateReport"),
     "predict": ("Prediction",),
     "quantise": ("numpy_dtype", "scale_dtype"),
-    "remote": ("Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"),
+    "remote": ("Call", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"),
     "rollout": ("RolloutWorker",),
     "routes": ("Schedule",),
     "schedule": ("make_schedule",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
@@ -30,12 +30,16 @@ from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
 __all__ = ["Controller"]
 
 T = TypeVar("T")
+K = TypeVar("K")
+P = TypeVar("P")
+Train = TypeVar("Train", bound=TrainingPort)
+Rollout = TypeVar("Rollout", bound=RolloutPort)
 
 _FAULTS: Final = (TepError, OSError, TimeoutError)
 """What a peer that is gone, or a fabric, may answer with."""
 
 
-class Controller:
+class Controller(Generic[Train, Rollout]):
     """Drives weight updates between training ranks and rollout workers.
 
     Args:
@@ -48,12 +52,15 @@ class Controller:
         schedule: the routing in force.
         version: of the last update that went well; None before.
         watermark_bytes, bundle_bytes: of the next schedule.
+        trains: the training ranks, in rank order.
+        rollouts: the rollout workers that the next update will reach, as far as is known, by name.
+        metas: what each of them holds.
     """
 
     def __init__(
         self,
-        trains: Sequence[TrainingPort],
-        rollouts: Sequence[RolloutPort] = (),
+        trains: Sequence[Train],
+        rollouts: Sequence[Rollout] = (),
         *,
         watermark_bytes: int = WATERMARK_BYTES,
         bundle_bytes: int = 0,
@@ -61,13 +68,13 @@ class Controller:
     ) -> None:
         self.schedule: Schedule | None = None
         self.version: int | None = None
-        self._trains = list(trains)
+        self.trains = list(trains)
         self._joining = list(rollouts)
-        self._rollouts: dict[str, RolloutPort] = {}
-        self._metas: dict[str, RolloutMeta] = {}
+        self.rollouts: dict[str, Rollout] = {}
+        self.metas: dict[str, RolloutMeta] = {}
         self._train_metas: list[TrainMeta] = []
         self.watermark_bytes, self.bundle_bytes = watermark_bytes, bundle_bytes
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._attempt = 0
         self._staging: list[bytes] = []
         self._encoded = b""
@@ -78,7 +85,7 @@ class Controller:
 
     # ------------------------------------------------------------------ membership
 
-    def add(self, rollout: RolloutPort) -> None:
+    def add(self, rollout: Rollout) -> None:
         """Have a rollout worker take part from the next update on; a restarted one replaces itself.
 
         May be called while an update runs.
@@ -87,36 +94,39 @@ class Controller:
 
     def remove(self, name: str) -> None:
         """Leave a rollout worker out from the next update on."""
-        if name not in self._rollouts:
-            raise UsageError(f"no rollout worker {name!r}; there are: {sorted(self._rollouts)}")
+        if name not in self.rollouts:
+            raise UsageError(f"no rollout worker {name!r}; there are: {sorted(self.rollouts)}")
         self._forget(name)
 
-    def replace(self, rank: int, train: TrainingPort) -> None:
+    def replace(self, rank: int, train: Train) -> None:
         """Put a restarted training rank in the place of the one that failed."""
-        if not 0 <= rank < len(self._trains):
-            raise UsageError(f"no training rank {rank}; there are {len(self._trains)}")
-        self._trains[rank] = train
-        self._train_metas = []
-        self._changed = True
+        if not 0 <= rank < len(self.trains):
+            raise UsageError(f"no training rank {rank}; there are {len(self.trains)}")
+        self.trains[rank] = train
+        self.ask_again()
 
-    def append(self, train: TrainingPort) -> None:
+    def append(self, train: Train) -> None:
         """Have another training rank take part from the next update on, with the next number."""
-        self._trains.append(train)
+        self.trains.append(train)
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """Ask the training ranks before the next update what they hold, and route anew."""
         self._train_metas = []
         self._changed = True
 
     @property
     def members(self) -> tuple[str, ...]:
         """Names of the rollout workers that the next update will reach, as far as is known."""
-        return tuple(self._rollouts)
+        return tuple(self.rollouts)
 
     def _forget(self, name: str) -> None:
-        del self._rollouts[name], self._metas[name]
+        del self.rollouts[name], self.metas[name]
         self._descs.pop(name, None)
         self._changed = True
 
-    async def _admit(self) -> list[PeerResult]:
-        """Ask those who join what they hold."""
+    async def admit(self) -> list[PeerResult]:
+        """Ask those who join what they hold; return those that did not answer."""
         refused = []
         joining, self._joining = self._joining, []
         for port in joining:
@@ -125,9 +135,9 @@ class Controller:
             except _FAULTS as error:
                 refused.append(PeerResult("a joining worker", "lost", _say(error)))
                 continue
-            if self._metas.get(meta.name) != meta:
+            if self.metas.get(meta.name) != meta:
                 self._changed = True
-            self._rollouts[meta.name], self._metas[meta.name] = port, meta
+            self.rollouts[meta.name], self.metas[meta.name] = port, meta
             self._descs.pop(meta.name, None)
         return refused
 
@@ -140,23 +150,23 @@ class Controller:
             UsageError: no rollout worker is there, or the two sides do not fit together.
             TepError: a training rank cannot be reached.
         """
-        if not self._rollouts:
+        if not self.rollouts:
             raise UsageError("no rollout worker takes part; add() one")
         rerouted = self._changed
         if rerouted:
             await self._route()
         if rerouted or self._stale:
-            answers = (self._ask(port.set_routing(self._encoded)) for port in self._trains)
+            answers = (self._ask(port.set_routing(self._encoded)) for port in self.trains)
             self._staging = list(await asyncio.gather(*answers))
         self._changed = self._stale = False
         return rerouted
 
     async def _route(self) -> None:
         if not self._train_metas:
-            self._train_metas = [await self._ask(port.param_meta()) for port in self._trains]
+            self._train_metas = [await self._ask(port.param_meta()) for port in self.trains]
         self.schedule = make_schedule(
             self._train_metas,
-            list(self._metas.values()),
+            list(self.metas.values()),
             watermark_bytes=self.watermark_bytes,
             bundle_bytes=self.bundle_bytes,
         )
@@ -188,7 +198,7 @@ class Controller:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         try:
-            peers = await self._admit()
+            peers = await self.admit()
             try:
                 rerouted = await self.prepare()
             except _FAULTS as error:
@@ -206,7 +216,7 @@ class Controller:
             reports = await self._transfer(tuple(gone))
         except _FAULTS as error:
             self._stale = True
-            peers += await self._abort(list(self._rollouts), version, gone)
+            peers += await self._abort(list(self.rollouts), version, gone)
             return self._failed(version, start_s, _say(error), peers)
         for report in reports:
             for name, why in report.lost.items():
@@ -231,8 +241,8 @@ class Controller:
         """Have the rollout workers stop and count; return those that are gone, and why."""
         assert self.schedule is not None
         counts = self._counts()
-        answers = await self._ask_all(
-            self._rollouts,
+        answers = await self.ask_all(
+            self.rollouts,
             lambda name, port: port.begin(self._attempt, version, counts[name]),
         )
         self._descs = {name: found for name, found in answers.items() if isinstance(found, bytes)}
@@ -248,7 +258,7 @@ class Controller:
         for k, name in enumerate(self.schedule.receivers):
             mine = rows["receiver"] == k
             sizes, sender_nics = rows["nbytes"][mine].tolist(), nics[mine].tolist()
-            remote = self._metas[name].nics
+            remote = self.metas[name].nics
             found[name] = sum(
                 count_rows([nbytes], local, remote) for nbytes, local in zip(sizes, sender_nics)
             )
@@ -257,24 +267,24 @@ class Controller:
     async def _transfer(self, skip: Sequence[str]) -> list[TrainReport]:
         """Run all training ranks; the first that fails ends the others."""
         await asyncio.gather(
-            *(self._ask(port.connect(self._staging, self._descs)) for port in self._trains)
+            *(self._ask(port.connect(self._staging, self._descs)) for port in self.trains)
         )
         running = [
             asyncio.ensure_future(port.transfer_weights(self._attempt, skip))
-            for port in self._trains
+            for port in self.trains
         ]
         done, pending = await asyncio.wait(
-            running, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            running, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION
         )
         failed = [task for task in running if task in done and task.exception() is not None]
         if not failed and not pending:
             return [task.result() for task in running]
-        await self._ask_all(dict(enumerate(self._trains)), lambda _, port: port.abort())
+        await self.ask_all(dict(enumerate(self.trains)), lambda _, port: port.abort())
         for task in pending:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         if not failed:
-            raise TimeoutError(f"{len(pending)} training ranks not through in {self._timeout_s} s")
+            raise TimeoutError(f"{len(pending)} training ranks not through in {self.timeout_s} s")
         number = running.index(failed[0])
         error = failed[0].exception()
         assert error is not None
@@ -284,8 +294,8 @@ class Controller:
 
     async def _settle(self, version: int, gone: Mapping[str, str]) -> list[PeerResult]:
         """Collect the rollout workers' ends; those that cannot end are aborted."""
-        alive = {name: port for name, port in self._rollouts.items() if name not in gone}
-        answers = await self._ask_all(alive, lambda _, port: port.finished(self._timeout_s))
+        alive = {name: port for name, port in self.rollouts.items() if name not in gone}
+        answers = await self.ask_all(alive, lambda _, port: port.finished(self.timeout_s))
         lost = dict(gone)
         for name, found in answers.items():
             if isinstance(found, Exception):
@@ -297,8 +307,8 @@ class Controller:
         self, names: Sequence[str], version: int, lost: Mapping[str, str]
     ) -> list[PeerResult]:
         """End an update at rollout workers and say how each stands; those that are gone leave."""
-        ports = {name: self._rollouts[name] for name in names}
-        answers = await self._ask_all(ports, lambda _, port: port.abort())
+        ports = {name: self.rollouts[name] for name in names}
+        answers = await self.ask_all(ports, lambda _, port: port.abort())
         results = []
         for name, found in answers.items():
             why = lost.get(name, "")
@@ -322,12 +332,12 @@ class Controller:
     # ------------------------------------------------------------------ questions
 
     async def _ask(self, question: Awaitable[T]) -> T:
-        return await asyncio.wait_for(question, self._timeout_s)
+        return await asyncio.wait_for(question, self.timeout_s)
 
-    async def _ask_all(
+    async def ask_all(
         self, ports: Mapping[K, P], ask: Callable[[K, P], Awaitable[T]]
     ) -> dict[K, T | Exception]:
-        """Ask many at once; a peer's fault is its answer."""
+        """Ask many at once, in so much time each; a peer's fault is its answer."""
 
         async def one(key: K, port: P) -> T | Exception:
             try:
@@ -337,10 +347,6 @@ class Controller:
 
         answers = await asyncio.gather(*(one(key, port) for key, port in ports.items()))
         return dict(zip(ports, answers))
-
-
-K = TypeVar("K")
-P = TypeVar("P")
 
 
 def _stands(state: RolloutState) -> str:

@@ -54,6 +54,23 @@ class RolloutWorker:
         meta: RolloutMeta,
         region: npt.NDArray[np.uint8] | Mapping[str, Parameter] | None = None,
     ) -> None:
+        self.engine = engine
+        self.hold(meta, region)
+        self._attempt = 0
+        self._version = 0
+        self._expected = 0
+        self._leases = 0
+        self._free = asyncio.Event()
+        self._free.set()
+        self._updating = False
+        self._aborts = 0
+
+    def hold(
+        self,
+        meta: RolloutMeta,
+        region: npt.NDArray[np.uint8] | Mapping[str, Parameter] | None = None,
+    ) -> None:
+        """Hold other parameters from now on, in other memory; no version of them is here yet."""
         self._parameters: Mapping[str, Parameter] = {}
         if isinstance(region, Mapping):
             self._parameters, self._memory = region, _memory_of(meta, region)
@@ -64,18 +81,9 @@ class RolloutWorker:
                     f"{meta.name}: a region of {arena.nbytes} bytes, the layout needs {meta.nbytes}"
                 )
             self._memory = {0: (arena, meta.nbytes)}
-        self.engine = engine
         self._meta = meta
-        self._register()
-        self._attempt = 0
         self._waiting: list[Expectation] = []
-        self._version = 0
-        self._expected = 0
-        self._leases = 0
-        self._free = asyncio.Event()
-        self._free.set()
-        self._updating = False
-        self._aborts = 0
+        self._register()
 
     def _register(self) -> None:
         """Register all memory, with keys that nobody has yet."""

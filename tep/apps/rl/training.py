@@ -46,9 +46,6 @@ class TrainingWorker:
         *,
         compute: Compute | None = None,
     ) -> None:
-        missing = [tuple(shard) for shard in meta.shards if tuple(shard) not in shards]
-        if missing:
-            raise UsageError(f"rank {meta.rank}: no array for {missing[:3]}")
         self.rank = meta.rank
         self.schedule: Schedule | None = None
         self.engine = engine
@@ -57,12 +54,24 @@ class TrainingWorker:
         self.staging: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.peers: list[MrDesc] = []
         self.rollouts: dict[str, Regions] = {}
-        self._meta = meta
         self._mr: MrHandle | None = None
         self._running: asyncio.Task[TrainReport] | None = None
         self._work: Attempt | None = None
         self._idle = asyncio.Event()
         self._cancelled = False
+        self.hold(meta)
+
+    def hold(self, meta: TrainMeta) -> None:
+        """Hold other tensors from now on; a new routing has to follow.
+
+        Raises:
+            UsageError: an array is missing.
+        """
+        missing = [tuple(shard) for shard in meta.shards if tuple(shard) not in self.shards]
+        if missing:
+            raise UsageError(f"rank {meta.rank}: no array for {missing[:3]}")
+        self._meta = meta
+        self.schedule = None
 
     @property
     def mr(self) -> MrHandle:

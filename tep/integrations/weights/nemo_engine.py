@@ -13,9 +13,8 @@ from typing import Any
 import ray
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from tep.integrations.weights.loading import named_tensors
-from tep.integrations.weights.member import Fabric
-from tep.integrations.weights.round import Worker
+from tep.integrations.weights.member import Fabric, Worker
+from tep.integrations.weights.ranks import named_tensors
 
 __all__ = ["TepCheckpointEngine"]
 

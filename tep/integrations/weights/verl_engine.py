@@ -12,9 +12,8 @@ from typing import Any
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from tep.integrations.weights.loading import named_tensors
-from tep.integrations.weights.member import Fabric
-from tep.integrations.weights.round import Worker
+from tep.integrations.weights.member import Fabric, Worker
+from tep.integrations.weights.ranks import named_tensors
 
 __all__ = ["TepCheckpointEngine"]
 

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tep import TepError, UsageError
-from tep.integrations.weights.loading import named_tensors
 from tep.integrations.weights.member import Fabric, Meeting, Member
+from tep.integrations.weights.ranks import named_tensors
 from tep.integrations.weights.vllm_plugin import NAME as PLUGIN
 
 __all__ = [

@@ -1,0 +1,423 @@
+"""The two kinds of ranks of a weight update: what a training rank sends, a rollout rank gives out.
+
+Both are the workers of `tep.apps.rl`, with weights that the framework names as it goes along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tep import FabricError, TepError, TransferEngine, UsageError, WaitTimeout
+from tep.apps.rl import (
+    Box,
+    Compute,
+    DType,
+    MeshGroup,
+    RolloutMeta,
+    RolloutWorker,
+    SourceShard,
+    TrainingWorker,
+    TrainMeta,
+    box_shape,
+    box_size,
+    lay_out,
+    numpy_dtype,
+    scale_dtype,
+    scale_shape,
+    whole,
+)
+from tep.integrations.weights.params import Param, as_tensor, piece_of, wire_form
+
+if TYPE_CHECKING:
+    Array = npt.NDArray[Any]
+
+__all__ = [
+    "Held",
+    "Want",
+    "Wants",
+    "Weight",
+    "WeightReceiver",
+    "WeightSender",
+    "as_sent",
+    "named_tensors",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one training rank has of a version.
+
+    Attributes:
+        params: all that it was given, in order.
+        boxes: what it sends of each, in the shape in which that travels; empty ones are left out.
+    """
+
+    params: tuple[Param, ...]
+    boxes: dict[str, tuple[Box, ...]]
+
+
+class WeightSender(TrainingWorker):
+    """One training rank over one engine, whose weights change in shape; a port of the hub.
+
+    Args:
+        engine: of this rank; the caller closes it.
+        rank, world: this rank's number, and how many there are.
+        compute: where copies and quantisation run.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, rank: int, world: int, *, compute: Compute | None = None
+    ) -> None:
+        if not 0 <= rank < world:
+            raise UsageError(f"training rank {rank} of {world}")
+        self.world = world
+        self._shards: dict[tuple[str, Box], Array] = {}
+        nics = len(engine.main_address.domains)
+        super().__init__(engine, TrainMeta(rank, nics, (), {}, ()), self._shards, compute=compute)
+        self._held = Held((), {})
+        self._version: int | None = None
+        self._ready = asyncio.Event()
+        self._sent: asyncio.Future[str] | None = None
+        self._gone = ""
+
+    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Copy this rank's part of a version; see loading()."""
+        with self.loading() as add:
+            for name, tensor in weights:
+                add(name, tensor)
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[str, Any], None]]:
+        """Copy this rank's part of a version: nobody else may change it while it is sent.
+
+        Yields a function that takes a name and a tensor. A DTensor is sent as it is sharded, of any
+        other tensor each rank sends a share. All ranks must give the same names.
+
+        Raises:
+            UsageError: a name that comes twice, or what is no tensor.
+        """
+        params: list[Param] = []
+        boxes: dict[str, tuple[Box, ...]] = {}
+        shards: dict[tuple[str, Box], Array] = {}
+
+        def add(name: str, tensor: Any) -> None:
+            if name in boxes:
+                raise UsageError(f"rank {self.rank}: the weights have {name!r} twice")
+            param, box, values = piece_of(name, tensor, self.rank, self.world)
+            params.append(param)
+            boxes[name] = (box,) if box_size(box) else ()
+            if boxes[name]:
+                mine = self._shards.get((name, box))
+                if mine is None or mine.dtype != values.dtype:
+                    mine = np.empty_like(values)
+                mine[...] = values
+                shards[name, box] = mine
+
+        yield add
+        self._shards.clear()
+        self._shards.update(shards)
+        self._held = Held(tuple(params), boxes)
+
+    async def send(self, version: int, timeout_s: float) -> None:
+        """Offer what was loaded as a version, and wait until the hub has sent it.
+
+        Raises:
+            TepError: it could not be sent.
+        """
+        if self._gone:
+            raise FabricError(f"rank {self.rank}: {self._gone}", code="NO_HUB")
+        self._sent = asyncio.get_running_loop().create_future()
+        self._version = version
+        self._ready.set()
+        try:
+            why = await asyncio.wait_for(self._sent, timeout_s)
+        except TimeoutError:
+            text = f"rank {self.rank}: version {version} was not asked for in {timeout_s} s"
+            raise FabricError(text, code="TIMEOUT") from None
+        finally:
+            self._ready.clear()
+            self._version = None
+        if why:
+            raise TepError(why)
+
+    # ------------------------------------------------------------------ for the hub
+
+    async def held(self, version: int) -> Held:
+        """Wait until a version is loaded; return what there is of it."""
+        await self._ready.wait()
+        if self._version != version:
+            raise UsageError(
+                f"rank {self.rank} sends version {self._version}, rank 0 version {version}"
+            )
+        return self._held
+
+    async def plan(self, groups: tuple[MeshGroup, ...]) -> None:
+        """Take the mesh groups, which belong to what held() said."""
+        await self.abort()
+        self.close()
+        shards = tuple(SourceShard(name, box) for name, box in self._shards)
+        dtypes = {param.name: wire_form(param)[0] for param in self._held.params}
+        nics = len(self.engine.main_address.domains)
+        self.hold(TrainMeta(self.rank, nics, shards, dtypes, groups))
+
+    async def ended(self, why: str) -> None:
+        """The version has been sent, or could not be."""
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(why)
+
+    async def gone(self, why: str) -> None:
+        """The hub hung up."""
+        self._gone = why
+        await self.ended(why)
+
+
+class Want(NamedTuple):
+    """What a rollout rank wants of a parameter.
+
+    Attributes:
+        dtype: to convert to, or to quantise to.
+        box: of the parameter in the shape in which it travels.
+    """
+
+    dtype: DType
+    box: Box
+
+
+Wants = Callable[[Param], Want | None]
+"""Says what is wanted of a parameter; None: nothing."""
+
+
+class Weight(NamedTuple):
+    """A parameter that has arrived.
+
+    Attributes:
+        param: as the trainer has it.
+        dtype: in which it is here; "u8": the bytes of param.dtype.
+        values: in the shape of the box that was wanted.
+        scales: of a quantised one.
+    """
+
+    param: Param
+    dtype: DType
+    values: Array
+    scales: Array | None
+
+
+def as_sent(param: Param) -> Want:
+    """All of a parameter, in its own dtype."""
+    dtype, shape = wire_form(param)
+    return Want(dtype, whole(shape))
+
+
+class WeightReceiver(RolloutWorker):
+    """One rollout rank over one engine, with memory for a version beside the model that serves.
+
+    The model goes on with its version while the next one arrives. A version is given out only when
+    all of it is here, by count, and the hub has said that every other rank has it too; and while it
+    is being read, no update begins.
+
+    Args:
+        engine: of this rank; the caller closes it.
+        name: its own among all rollout ranks.
+        wants: what it wants of each parameter; all of each, as it is sent.
+    """
+
+    def __init__(self, engine: TransferEngine, name: str, wants: Wants = as_sent) -> None:
+        self._nics = len(engine.main_address.domains)
+        super().__init__(engine, RolloutMeta(name, self._nics, (), 0), {})
+        self.name = name
+        self._wants = wants
+        self._params: tuple[Param, ...] = ()
+        self._wanted: dict[str, tuple[Param, Want]] = {}
+        self._arrays: dict[str, Array | tuple[Array, Array]] = {}
+        self._complete: int | None = None
+        self._taken = True
+        self._failed: tuple[int, str] | None = None
+        self._gone = ""
+        self._news = asyncio.Condition()
+        self.welcomed = asyncio.Event()
+
+    @property
+    def why_gone(self) -> str:
+        """Why nothing more will come, "" while the hub is there."""
+        return self._gone
+
+    # ------------------------------------------------------------------ for its engine
+
+    async def whole(self, version: int | None, timeout_s: float) -> int:
+        """Wait for a version; None: for the next one that was not waited for. Return its number.
+
+        Raises:
+            TepError: the update failed, or the trainer is gone.
+            WaitTimeout: neither came.
+        """
+
+        def settled() -> bool:
+            return self._is_here(version) or self._why(version) != ""
+
+        try:
+            async with asyncio.timeout(timeout_s), self._news:
+                await self._news.wait_for(settled)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{self.name}: version {'(any)' if version is None else version} did not come in "
+                f"{timeout_s} s; {await self.state()}"
+            ) from None
+        if not self._is_here(version):
+            why, self._failed = self._why(version), None
+            raise FabricError(f"{self.name}: {why}", code="UPDATE_FAILED")
+        assert self._complete is not None
+        self._taken = True
+        return self._complete
+
+    def _is_here(self, version: int | None) -> bool:
+        if self._complete is None or self._complete != self.serving:
+            return False
+        return not self._taken if version is None else self._complete == version
+
+    def _why(self, version: int | None) -> str:
+        """Why a version will not come, "" if it may."""
+        if self._failed is not None and version in {None, self._failed[0]}:
+            return self._failed[1]
+        return self._gone
+
+    @contextmanager
+    def read(self, version: int) -> Iterator[list[Weight]]:
+        """Give out a version; no update begins before the exit. Scales follow their values.
+
+        Raises:
+            UsageError: another version is here, or none.
+        """
+        if self._complete != version or not self._is_here(version):
+            raise UsageError(
+                f"{self.name}: version {version} is asked for, {self._complete} is here; a version "
+                "that is not whole on all ranks is not given out"
+            )
+        with self.lease():
+            yield [self._weight(param) for param, _ in self._wanted.values()]
+
+    def _weight(self, param: Param) -> Weight:
+        _, want = self._wanted[param.name]
+        own = self._arrays[param.name]
+        values, scales = own if isinstance(own, tuple) else (own, None)
+        return Weight(param, want.dtype, values, scales)
+
+    # ------------------------------------------------------------------ for the hub
+
+    async def welcome(self) -> None:
+        """The hub knows this rank."""
+        self.welcomed.set()
+
+    async def describe(self, params: tuple[Param, ...]) -> None:
+        """Allocate memory for the parameters that are wanted, if they are others than before.
+
+        Raises:
+            UsageError: wants raised, wants nothing at all, or what does not fit its parameter.
+        """
+        if params == self._params:
+            return
+        await self.abort()
+        self.close()
+        self._params, self._arrays = (), {}
+        self._wanted = {p.name: (p, want) for p in params if (want := self._want(p))}
+        if params and not self._wanted:
+            raise UsageError(f"{self.name}: wants says None for all {len(params)} parameters")
+        targets = []
+        for param, (dtype, box) in self._wanted.values():
+            shape = box_shape(box)
+            self._check(param, dtype, box)
+            values: Array = np.zeros(shape, numpy_dtype(dtype))
+            self._arrays[param.name] = values
+            if dtype.startswith("fp8"):
+                scales = np.zeros(scale_shape(shape, dtype), scale_dtype(dtype))
+                self._arrays[param.name] = values, scales
+            if values.size:
+                targets.append((param.name, dtype, (SourceShard(param.name, box),)))
+        meta = RolloutMeta(self.name, self._nics, *lay_out(targets, apart=True))
+        self.hold(meta, {name: self._arrays[name] for name, _, _ in targets})
+        self._params = params
+
+    def _want(self, param: Param) -> Want | None:
+        """Return what the user's function says of a parameter; an error names the parameter."""
+        try:
+            found = self._wants(param)
+            want = None if found is None else msgspec.convert(tuple(found), Want)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            text = f"{self.name}: wants({param}) is no Want, or raised: {why}"
+            raise UsageError(text) from error
+        return want
+
+    def _check(self, param: Param, dtype: DType, box: Box) -> None:
+        sent, shape = wire_form(param)
+        inside = len(box) == len(shape) and all(
+            0 <= low <= high <= extent for (low, high), extent in zip(box, shape)
+        )
+        if not inside or (sent == "u8") != (dtype == "u8"):
+            raise UsageError(
+                f"{self.name}: {param.name} travels as {sent}{list(shape)}; wanted is {dtype} of "
+                f"{list(box)}"
+            )
+
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
+        regions = await super().begin(attempt, version, data_imms)
+        self._complete = self._failed = None
+        return regions
+
+    async def complete(self, version: int) -> None:
+        """Every rank has all of a version: it may be loaded."""
+        self._complete, self._taken = version, False
+        await self._tell()
+
+    async def failed(self, version: int, why: str) -> None:
+        """The update of a version has failed, here or elsewhere: it is not to be waited for."""
+        self._failed = version, why
+        await self._tell()
+
+    async def gone(self, why: str) -> None:
+        """The trainer hung up: nothing more will come."""
+        self._gone = why
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+
+_NAMES: Final[dict[DType, str]] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_channel": "float8_e4m3fn",
+    "fp8_ue8m0": "float8_e4m3fn",
+}
+_SCALES: Final[dict[DType, tuple[str, str]]] = {
+    "fp8": ("_scale_inv", "float32"),
+    "fp8_channel": ("_scale", "float32"),
+    "fp8_ue8m0": ("_scale_inv", "float8_e8m0fnu"),
+}
+"""What is put behind the name of a quantised weight, and the dtype of the scales. Source: names in
+DeepSeek-V3's checkpoint (blocks) and of compressed-tensors (channels), quoted."""
+
+
+def named_tensors(weights: Iterable[Weight], device: Any = "cpu") -> Iterator[tuple[str, Any]]:
+    """Name and torch tensor of each weight; its scales follow it.
+
+    On the CPU a tensor is a view of memory that the next version is written to: use it before the
+    version is given back, or copy it.
+    """
+    for param, dtype, values, scales in weights:
+        shape = param.shape if dtype == "u8" or not param.shape else values.shape
+        yield param.name, as_tensor(values, _NAMES.get(dtype, param.dtype), shape).to(device)
+        if scales is not None:
+            suffix, kind = _SCALES[dtype]
+            yield param.name + suffix, as_tensor(scales, kind, scales.shape).to(device)
