@@ -17,13 +17,7 @@ from typing import Final
 from tep.backends.base import Status
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
-from tep.core.path import (
-    Link,
-    Path,
-    PathEvent,
-    PeerNicDown,
-    PeerRestarted,
-)
+from tep.core.path import Link, Path, PathEvent, PeerNicDown, PeerRestarted
 from tep.core.pending import (
     NO_IMM,
     Loss,

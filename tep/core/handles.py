@@ -23,19 +23,9 @@ from tep.core.regions import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
 
 __all__ = [
-    "PENDING",
-    "Expectation",
-    "Handle",
-    "Message",
-    "Owner",
-    "Pace",
-    "Removal",
-    "State",
-    "Transfer",
-    "Waits",
-    "closed_error",
-    "names_of",
-]
+    "PENDING", "Expectation", "Handle", "Message", "Owner", "Pace", "Removal", "State",
+    "Transfer", "Waits", "closed_error", "names_of",
+]  # fmt: skip
 
 
 class State(Enum):

@@ -27,29 +27,10 @@ from tep.base.wire import NetAddr
 from tep.core.stats import Journal
 
 __all__ = [
-    "KEYS_MAX",
-    "PRUNE_AT",
-    "TRANSITIONS",
-    "Arrivals",
-    "Event",
-    "FarEnd",
-    "FarEnds",
-    "Fence",
-    "Link",
-    "Path",
-    "PathEvent",
-    "PathShut",
-    "PathState",
-    "PathSums",
-    "PeerHeard",
-    "PeerNicDown",
-    "PeerRestarted",
-    "Routes",
-    "Run",
-    "Sums",
-    "expand",
-    "runs_of",
-]
+    "KEYS_MAX", "PRUNE_AT", "TRANSITIONS", "Arrivals", "Event", "FarEnd", "FarEnds", "Fence",
+    "Link", "Path", "PathEvent", "PathShut", "PathState", "PathSums", "PeerHeard", "PeerNicDown",
+    "PeerRestarted", "Routes", "Run", "Sums", "expand", "runs_of",
+]  # fmt: skip
 
 KEYS_MAX: Final = 1 << 18
 """Values in one `Sums`, about 30 MB; with more of them it forgets all and sets `forgot`."""

@@ -15,13 +15,7 @@ from typing import Final, cast
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Pace, Transfer
-from tep.core.path import (
-    Event,
-    FarEnds,
-    Link,
-    PathShut,
-    Routes,
-)
+from tep.core.path import Event, FarEnds, Link, PathShut, Routes
 from tep.core.pending import (
     NO_ROWS,
     Acks,

@@ -26,23 +26,10 @@ from tep.memory.source import Memory
 from tep.memory.views import Axis0, check_slice
 
 __all__ = [
-    "Job",
-    "MrHandle",
-    "MrView",
-    "PeerBook",
-    "PeerGroup",
-    "Places",
-    "Quarantine",
-    "Remote",
-    "Targets",
-    "Template",
-    "Way",
-    "check_source",
-    "deregistered",
-    "register",
-    "shifted",
+    "Job", "MrHandle", "MrView", "PeerBook", "PeerGroup", "Places", "Quarantine", "Remote",
+    "Targets", "Template", "Way", "check_source", "deregistered", "register", "shifted",
     "summand",
-]
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 
