@@ -62,7 +62,7 @@ _WAITING_MAX: Final = 1 << 16
 """Burnt immediates of one peer that are in no notice yet; the peer never learns of further ones."""
 
 _TRIES_MAX: Final = 30
-"""How often a peer that does not answer is sent its notices. Then they are sent only when it is
+"""The number of times that a silent peer is sent its notices. Then they are sent only when it is
 heard, or when the engine is turned anyway."""
 
 _NAME_BYTES: Final = 120
@@ -210,7 +210,7 @@ class Channel:
 
     @property
     def queued(self) -> int:
-        """How many control messages no NIC has taken yet."""
+        """The number of control messages that no NIC has taken yet."""
         return len(self._queue)
 
     @property

@@ -183,7 +183,7 @@ class Failover:
         loss.path.losses.remove(loss)
 
     def acknowledged(self, path: Path, wanted: Iterable[int]) -> dict[int, int]:
-        """How many of these immediates were acknowledged on a path, less what was pruned."""
+        """Count the acknowledged ones of these immediates on a path, less what was pruned."""
         group = self._group
         if group.acks is not None:
             group.acks.fold()

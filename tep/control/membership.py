@@ -1,4 +1,4 @@
-"""What one engine knows of its peers: lost, back, restarted, removed; and the events about it.
+"""The states of an engine's peers: lost, back, restarted, removed; and the events about them.
 
 It learns of a loss by heartbeats, if a user watches the peer, and by rows that fail, which costs
 nothing. A peer's NIC that failed is asked repeatedly whether it is back. What a peer says of its
@@ -55,7 +55,7 @@ class PeerState(Enum):
 
 
 class PeerChange(Enum):
-    """What a PeerEvent says."""
+    """The kind of a PeerEvent."""
 
     LOST = "lost"
     BACK = "back"
@@ -103,7 +103,7 @@ class Nic:
 
 
 class Peer:
-    """What is known of one incarnation of a peer.
+    """The state of one incarnation of a peer.
 
     Attributes:
         since_ns: when its state began.

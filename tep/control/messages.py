@@ -181,10 +181,10 @@ def decode(data: bytes) -> ControlMessage:
 
 
 def values_max(control_bytes: int) -> int:
-    """How many immediates one question may name, so that its answer, 9 bytes each, fits too."""
+    """Return how many immediates one question may name: its answer, 9 bytes each, fits too."""
     return max(1, (control_bytes - _HEAD_BYTES) // 9)
 
 
 def runs_max(control_bytes: int) -> int:
-    """How many runs fit into one message."""
+    """Return how many runs fit into one message."""
     return max(1, (control_bytes - _HEAD_BYTES) // RUN_BYTES)

@@ -47,7 +47,7 @@ _CANCELLED: Final = State.CANCELLED
 
 
 class Waits(Protocol):
-    """What handles need of the driver; see `tep.drivers.threads.Driver`."""
+    """The driver's part that handles need; see `tep.drivers.threads.Driver`."""
 
     lock: AbstractContextManager[object]
 
@@ -62,7 +62,7 @@ class Waits(Protocol):
 
 
 class Owner(Protocol):
-    """What handles need of the engine."""
+    """The engine's part that handles need."""
 
     @property
     def driver(self) -> Waits: ...
@@ -133,7 +133,7 @@ class Handle:
 
     @property
     def error(self) -> TepError | None:
-        """What went wrong, if it failed or was cancelled."""
+        """The error, if it failed or was cancelled."""
         return self._error
 
     def describe(self) -> str:
@@ -443,14 +443,14 @@ class Transfer(Handle):
         self.took += ((nic, rows, nbytes),)
 
     def _taken(self) -> list[NicBytes]:
-        """What each NIC has taken."""
+        """Return the rows and bytes that each NIC has taken."""
         nics = [NicBytes(0, 0) for _ in self._owner.domains]
         for nic, rows, nbytes in self.took:
             nics[nic] = NicBytes(nics[nic].rows + rows, nics[nic].nbytes + nbytes)
         return nics
 
     def stats(self) -> TransferStats:
-        """What it has done so far; see TransferStats."""
+        """Return its counts so far; see TransferStats."""
         nics = self._taken()
         posted = sum(nic.rows for nic in nics)
         end_s = self._owner.driver.now_s() if self.settled_s is None else self.settled_s
@@ -584,7 +584,7 @@ class Expectation(Handle):
 
     @property
     def arrived(self) -> int:
-        """How many have arrived; `count` once it is ok; if it failed, how many had by then."""
+        """The number of arrivals; `count` once it is ok; if it failed, those until then."""
         if self.ok:
             return self.count
         came: int | None = getattr(self, "_came", None)  # it is set by fix_arrived() only

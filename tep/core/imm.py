@@ -148,7 +148,7 @@ class Counts(Mapping[int, int]):
         return isinstance(imm, int) and self.get(imm) > 0
 
     def get(self, imm: int, default: int = 0) -> int:  # type: ignore[override]  # counts are ints
-        """How many of one value there are."""
+        """Return the count of one value."""
         if self._pages and (page := self._pages.get(imm >> _PAGE_BITS)) is not None:
             return page.item(imm & _PAGE_MASK) or default
         return self._rest.get(imm, default)
@@ -360,7 +360,7 @@ class ImmTable(Generic[W]):
 
     @property
     def waiting(self) -> int:
-        """How many expectations are not reached; may be asked from any thread."""
+        """The number of expectations that are not reached; any thread may ask."""
         return len(self._lines) + len(self._behind)
 
     def add(self, imm: int, count: int) -> None:

@@ -53,7 +53,7 @@ Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]
 
 
 class Sums:
-    """How often each key came; a key is a number of 64 bits.
+    """Counts by key; a key is a number of 64 bits.
 
     Args:
         limit: the most keys that it holds.
@@ -107,7 +107,7 @@ class Sums:
             self._fold()
 
     def sum(self, key: int) -> int:
-        """How often a key came."""
+        """Return the count of a key."""
         self._fold()
         return self._sums.get(key, 0)
 
@@ -321,7 +321,7 @@ class Arrivals:
         return self._sources
 
     def sums(self, nic: ControlDomain, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
-        """How many of each came from the NIC at an address, less what was pruned."""
+        """Return the counts that came from the NIC at an address, less what was pruned."""
         sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
         return tuple(sum(self.counted.sum(at | imm) for at in sources) for imm in imms)
 
@@ -390,7 +390,7 @@ class PathState(Enum):
 
 
 class PathEvent(Enum):
-    """What changes the state of a path."""
+    """The event that changes the state of a path."""
 
     LOST = "a row ended, and nobody knows whether it landed"
     ASKED = "the peer is asked to fence it off"
@@ -434,11 +434,11 @@ _TOLD: Final = {
     _FENCED: ("fence", logging.INFO),
     _UP: ("reopen", logging.INFO),
 }
-"""How the journal calls it that a path gets into a state."""
+"""The journal's word for a path that gets into a state."""
 
 
 class Rows(Protocol):
-    """What a path needs of a batch: how many rows are posted, and how many are back."""
+    """The part of a batch that a path needs: how many rows are posted, and how many are back."""
 
     at: int
     back: int
@@ -521,7 +521,7 @@ class Path:
 
 
 class Routes:
-    """What one engine remembers of routes is valid as long as `version` is the same.
+    """The version of all routes of one engine: what was remembered is valid while it stays.
 
     Attributes:
         version: how often it has changed which NICs and paths rows are sent over.
@@ -695,7 +695,7 @@ class Fence:
 
 
 class FarEnd:
-    """What is known of a path by the address of its other end, even of a peer that was never met.
+    """The record of a path by the address of its other end, even of a peer that was never met.
 
     Attributes:
         fence: ours against its rows; None: there is none.

@@ -224,7 +224,7 @@ def message_error(message: Message, nic: Domain, domain: int, status: int) -> Fa
 
 
 def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) -> Template:
-    """What the rows of one NIC have in common; `mine` are (target, its NIC) pairs."""
+    """Return the columns that rows of one NIC share; `mine` are (target, its NIC) pairs."""
     whole = len(mine) == len(targets.remotes)
     remotes = targets.remotes if whole else [targets.remotes[k] for k, _ in mine]
     nics = [nic for _, nic in mine]
@@ -295,7 +295,7 @@ class _Wide:
 
 
 class Acks:
-    """What one engine's peers have acknowledged.
+    """The rows that one engine's peers have acknowledged.
 
     A scatter or barrier in a steady group uses the same lanes each time. It is counted by (lanes,
     immediate), and divided among the paths only when somebody asks, or when there are too many.

@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who carries what.
+    """The shares of one request.
 
     Attributes:
         shares: in order of `start`; they tile the request.
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 def lanes(nlocal: int, nremote: int) -> int:
-    """How many (local, remote) NIC pairs a request is dealt out to: the least common multiple.
+    """Return the number of (local, remote) NIC pairs of a request: the least common multiple.
 
     With it every local NIC and every remote NIC carries the same share, also where the counts
     differ; lane k joins local NIC k % nlocal with remote NIC k % nremote.
@@ -148,7 +148,7 @@ def is_one_row(nbytes: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan_row(nlocal: int, nremote: int, cursor: int) -> tuple[tuple[int, int], int]:
-    """What plan_single says of one row without routing: its lane, and where the next one starts.
+    """Plan one row without routing: return its lane, and where the next one starts.
 
     Short writes are many, and its objects would cost them a microsecond.
     """
@@ -222,7 +222,7 @@ def plan_targets(
 
 
 def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
-    """How many immediates one request makes at each of its targets; feed it to `expect_imm_count`.
+    """Count the immediates that one request makes at each target; feed it to `expect_imm_count`.
 
     Args:
         shape: Single, Paged, Scatter, Barrier or Read.

@@ -288,7 +288,7 @@ class Posting:
         self._push(Pending(transfer, domain, batch, remote, nic))
 
     def _find_way(self, remote: Remote, lane: tuple[int, int]) -> Way:
-        """Where the rows of a lane go today; it is remembered until a route changes."""
+        """Resolve a lane to a path; the result is remembered until a route changes."""
         if remote.ways_version != self.routes.version:
             remote.ways.clear()
             remote.ways_version = self.routes.version
@@ -341,7 +341,7 @@ class Posting:
     # ------------------------------------------------------------------ prepared writes
 
     def dealt(self, job: Ready) -> Dealt | None:
-        """How a prepared write is dealt out now, if it was dealt out so before."""
+        """Find the batches of a prepared write, if it was dealt out like this before."""
         laid = job.laid()
         return None if laid is None else laid.find(self._cursor, self.routes.version)
 

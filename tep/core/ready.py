@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Dealt:
-    """How a request is dealt out at one cursor.
+    """The batches of a request at one cursor.
 
     The batches of the last submit that was posted at once are kept with their columns, and posted
     again once it has ended well: then only the offsets are added, in place.
@@ -170,7 +170,7 @@ class Dealt:
 
 
 class Laid:
-    """How the group dealt one prepared write out so far: good as long as no route changes.
+    """The batches of one prepared write by cursor: good as long as no route changes.
 
     Attributes:
         cycle: the lanes are the same again after so many cursors.
@@ -187,7 +187,7 @@ class Laid:
         self.dealt: dict[int, Dealt] = {}
 
     def find(self, cursor: int, version: int) -> Dealt | None:
-        """How it is dealt out at this cursor, if that is known."""
+        """Find the batches at this cursor, if they are known."""
         if self.version != version:
             self.dealt.clear()
             self.version = version

@@ -102,7 +102,7 @@ class MrHandle:
 
     @property
     def start(self) -> int:
-        """Where in the region it begins: 0, unless it is a view."""
+        """The offset in the region at which it begins: 0, unless it is a view."""
         return 0
 
     def __getitem__(self, part: slice) -> MrView:
@@ -167,17 +167,17 @@ class MrView(MrHandle):
 
     @property
     def readers(self) -> frozenset[int]:  # type: ignore[override]  # the region has it
-        """As of the region."""
+        """Same as MrHandle.readers."""
         return self.root.readers
 
     @property
     def given_up(self) -> bool:  # type: ignore[override]  # the region has it
-        """As of the region."""
+        """Same as MrHandle.given_up."""
         return self.root.given_up
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
-        """As of the region, as far as these bytes are concerned; offsets are the view's."""
+        """Same as MrHandle.quarantined, for these bytes; offsets are the view's."""
         at, nbytes = self.start, self.memory.nbytes
         spans = (
             Quarantine(max(found.start - at, 0), min(found.stop - at, nbytes), found.why)
@@ -205,7 +205,7 @@ def check_source(mr: object, owner: RegionOwner, what: str) -> None:
 
 
 def deregistered(mr: MrHandle, what: str) -> ClosedError:
-    """What a request gets whose source region was given back."""
+    """The error of a request whose source region was given back."""
     return ClosedError(f"{what}: the source region {mr.desc.region} was deregistered")
 
 
@@ -234,7 +234,7 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
 
 
 class Way(NamedTuple):
-    """Where rows to one region go that were planned for one lane.
+    """The path of rows to one region on one lane.
 
     Attributes:
         domain, nic: our NIC, the peer's.
@@ -368,7 +368,7 @@ def shifted(column: Column | None, shift: int) -> Column:
 
 @lru_cache(maxsize=1024)
 def summand(shift: int) -> U64:
-    """What to add to a column of addresses.
+    """Return the number to add to a column of addresses.
 
     Unsigned arithmetic wraps, so a negative shift is the addition of its complement. An array of no
     dimension adds in half of the time that a scalar needs.
@@ -379,7 +379,7 @@ def summand(shift: int) -> U64:
 
 
 class Template:
-    """What the rows of one local NIC have in common in every request to the same targets.
+    """The columns of one local NIC that every request to the same targets shares.
 
     Attributes:
         domain: the local NIC.

@@ -53,7 +53,7 @@ ImmArg = int | npt.NDArray[np.integer] | Sequence[int] | None
 """No immediate, one for every page, or one for each."""
 
 DEFAULT: Final = Routing()
-"""What a request without routing gets; known by identity, so that it needs no checking."""
+"""The routing of a request without one; known by identity, so that it needs no checking."""
 
 
 def single_job(

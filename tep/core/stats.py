@@ -69,7 +69,7 @@ class Failover(Enum):
 
 
 class NicBytes(NamedTuple):
-    """What one NIC carried.
+    """The rows and bytes of one NIC.
 
     Attributes:
         rows: writes posted on it.

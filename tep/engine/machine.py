@@ -1,4 +1,4 @@
-"""What a driver turns: the worker, the states of peers, the regions; and how an engine ends.
+"""The machine that a driver turns: worker, states of peers, regions; and how an engine ends.
 
 It has the methods that drivers, handles and regions call. The users' verbs are in `verbs`.
 Rule: nothing here checks arguments, and only the way it ends is private.
@@ -263,7 +263,7 @@ class Machine:
         return report.stall_report(self)
 
     def snapshot(self) -> dict[str, object]:
-        """What it is and has done, for `tep top`; may be called from any thread."""
+        """Describe it for `tep top`; any thread may call this."""
         return report.snapshot(self)
 
     # ------------------------------------------------------------------ for regions and peers

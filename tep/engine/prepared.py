@@ -41,7 +41,7 @@ Key = tuple[int | None, int, int]
 
 
 class _Verb(NamedTuple):
-    """What the verbs differ in.
+    """The differences between the verbs.
 
     Attributes:
         name: the verb that is prepared.

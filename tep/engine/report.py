@@ -25,13 +25,13 @@ __all__ = ["Describes", "Reported", "engine_stats", "explain", "snapshot", "stal
 
 @runtime_checkable
 class Describes(Protocol):
-    """What says of itself in one line what it is: a NIC its port, a prepared transfer its rows."""
+    """The protocol of things that describe themselves in one line."""
 
     def describe(self) -> str: ...
 
 
 class Reported(Protocol):
-    """What reports need of an engine; see `Machine`."""
+    """The engine's part that reports need; see `Machine`."""
 
     name: str
     address: NetAddr
@@ -49,7 +49,7 @@ _LISTED_MAX: Final = 20
 _NOT_SHOWN: Final = {
     "peers", "imms_unexpected", "control_dropped", "failover", "nics_up", "faults"
 }  # fmt: skip
-"""What a snapshot has in another form, or not at all."""
+"""The fields that a snapshot has in another form, or not at all."""
 
 _UNEXPECTED_MAX: Final = 1000
 
@@ -123,7 +123,7 @@ def _notice_lines(engine: Reported) -> list[str]:
 
 
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
-    """How many control messages were dropped, by reason."""
+    """Count the dropped control messages, by reason."""
     return tuple((reason.value, times) for reason, times in list(worker.channel.dropped.items()))
 
 
@@ -233,7 +233,7 @@ def stall_report(engine: Reported) -> str:
 
 
 def snapshot(engine: Reported) -> dict[str, object]:
-    """What `tep top` shows of an engine, as values that JSON knows; times are seconds."""
+    """Return the values that `tep top` shows of an engine, for JSON; times are seconds."""
     worker, stats, now_s = engine.worker, engine_stats(engine), engine.driver.now_s()
     group = worker.group
     waiting = worker.unsettled()

@@ -71,7 +71,7 @@ TRACE_EVENTS_MAX: Final = 200_000
 
 POOL_BUFFERS_MAX: Final = 2**20
 POOL_BYTES_MAX: Final = 2**34
-"""Of one submit_recvs on one NIC; each buffer costs memory and a call of the NIC's."""
+"""The limit of one submit_recvs on one NIC; each buffer costs memory and a call of the NIC's."""
 
 
 _KNOWN: Final = int(Access.SOURCE_AND_TARGET | Access.READABLE | Access.SINK)
@@ -183,12 +183,12 @@ class TransferEngine:
 
     @property
     def name(self) -> str:
-        """How reports and peers call it."""
+        """The name that reports and peers use."""
         return self._machine.name
 
     @property
     def wait_timeout_s(self) -> float:
-        """What wait() uses when no timeout is given, seconds."""
+        """The time-out of wait() where none is given, seconds."""
         return self._machine.wait_timeout_s
 
     @property
@@ -728,7 +728,7 @@ class TransferEngine:
         return self._machine.stall_report()
 
     def stats(self) -> EngineStats:
-        """What this engine has done; see EngineStats."""
+        """Return the engine's counts; see EngineStats."""
         return engine_stats(self._machine)
 
     def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> Trace:

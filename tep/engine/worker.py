@@ -72,10 +72,10 @@ _WHOLE_MAX: Final = 256
 
 _LAST_WORDS_S: Final = 0.05
 _LAST_TURNS: Final = 1000
-"""How long, and how often, close() looks whether its last control messages have been sent."""
+"""The time and the number of looks by which close() waits for its last control messages."""
 
 _RAISES_MAX: Final = 16
-"""How often poll() of a NIC that is down may raise before its rows and messages are ended."""
+"""The number of errors of poll() of a NIC that is down, before its rows and messages are ended."""
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED, _READ = map(int, Kind)
 _OK: Final = int(Status.OK)
@@ -316,7 +316,7 @@ class Worker:
                 domain.recv_done(slot)
 
     def _sender(self, domain: Domain, slot: int) -> Sender:
-        """Who sent a message."""
+        """Return the sender of a message."""
         nic = domain.recv_source(slot)
         speaks = domain.caps.control_bytes > 0
         engine_of = cast("ControlDomain", domain).engine_of if speaks else bytes
