@@ -25,7 +25,7 @@ _BYTES_MAX = 1 << 46
 
 
 class Arena:
-    """Bytes on one device, from `alloc`; what reg_mr takes on any of them.
+    """Memory on one device, from `alloc`, that reg_mr takes.
 
     Attributes:
         ptr: address of the first byte, at the start of a page.
@@ -48,20 +48,20 @@ class Arena:
         return f"Arena({self.nbytes} bytes on {self.device}, {state})"
 
     def __tep_memory__(self) -> Memory:
-        """What reg_mr registers; it keeps the bytes."""
+        """The memory for reg_mr; it keeps the bytes alive."""
         self._check(0, 0)
         return Memory(self.ptr, self.nbytes, self.device, readonly=False, owner=self._kept)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """So that torch, cupy and numba see it without a copy; host memory has none."""
+        """The interface by which torch, cupy and numba use it without a copy; not on the host."""
         if self.device == "cpu":
             raise AttributeError("host memory: use view()")
         where = (self.__tep_memory__().ptr, False)
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": where, "version": 3}
 
     def write(self, data: Buffer, offset: int = 0) -> None:
-        """Copy the bytes of a buffer, array or tensor in CPU memory there."""
+        """Copy the bytes of a buffer, array or tensor in CPU memory into the arena."""
         raw = copied("Arena.write", data)
         self._check(offset, len(raw))
         if not raw:
@@ -74,7 +74,7 @@ class Arena:
             self._cuda.call("cuMemcpyHtoD", self.ptr + offset, ctypes.addressof(where), len(raw))
 
     def read(self, offset: int = 0, nbytes: int = -1) -> bytes:
-        """Copy bytes from there; -1: to its end."""
+        """Copy bytes out of the arena; -1: to its end."""
         nbytes = self.nbytes - offset if nbytes == -1 else nbytes
         self._check(offset, nbytes)
         if self._cuda is None:
@@ -92,7 +92,7 @@ class Arena:
         check_int("Arena: offset", offset, 0, self.nbytes - nbytes)
 
     def close(self) -> None:
-        """Let go of it; it is freed when no engine holds it any more. Idempotent."""
+        """Release the memory; it is freed when no engine uses it any more. Idempotent."""
         self._closed = True
         self._kept = None
 
@@ -104,10 +104,10 @@ class Arena:
 
 
 class _Device:
-    """An allocation on a GPU, freed with the last who holds it."""
+    """An allocation on a GPU, freed with its last reference."""
 
     def __init__(self, cuda: Driver, index: int, nbytes: int) -> None:
-        # The driver begins small memory anywhere in a page, hence a page more than is used.
+        # The driver starts small allocations anywhere in a page, so allocate one page more.
         with cuda.on(index):
             base = int(cuda.call("cuMemAlloc", nbytes + mmap.PAGESIZE))
         self.ptr = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -120,7 +120,7 @@ def _free(cuda: Driver, index: int, ptr: int) -> None:
 
 
 def alloc(nbytes: int, device: str = "cpu") -> Arena:
-    """Allocate zeroed bytes for transfers on "cpu" or "cuda:N", in whole pages of their own.
+    """Allocate zeroed bytes for transfers on "cpu" or "cuda:N", in whole pages.
 
     Raises:
         BadRequest: no such length or device.
@@ -133,7 +133,7 @@ def alloc(nbytes: int, device: str = "cpu") -> Arena:
         return Arena(start, nbytes, device, pages, None)
     index, cuda = device_number(device), driver()
     cuda.device(index)
-    # Whole pages, so that a dma-buf of it shows a NIC nothing of a neighbour.
+    # Whole pages, so that its dma-buf shows a NIC no other allocation.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     kept = _Device(cuda, index, whole)
     # Else the memset below, and the copies of `write`, may return before they are done.
@@ -146,16 +146,16 @@ def alloc(nbytes: int, device: str = "cpu") -> Arena:
 class Staged:
     """GPU memory with a registered copy in pinned host memory, for NICs that cannot reach the GPU.
 
-    Nothing is copied unasked: `push` before bytes are sent, `pull` after they were counted. Both
-    cost PCIe's bandwidth and the host's memory once more. `explain` names every such region.
+    The caller copies: `push` before bytes are sent, `pull` after they were counted. Both use
+    bandwidth of PCIe and of the host's memory again. `explain` names every such region.
 
     Args:
-        engine: where the copy is registered.
-        buffer: what reg_mr takes, on a GPU.
-        access: as for reg_mr; None = peers may write.
+        engine: the engine that registers the copy.
+        buffer: memory on a GPU that reg_mr takes.
+        access: same as for reg_mr; None = peers may write.
 
     Attributes:
-        mr, desc: of the copy, for submits here and for the peers.
+        mr, desc: the copy's handle and descriptor, for submits here and for the peers.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Staged:
             self._cuda.call("cuMemcpyDtoH", self._host + offset, self._there.ptr + offset, nbytes)
 
     def pull(self, offset: int = 0, nbytes: int = -1) -> None:
-        """Copy bytes that have arrived to the GPU; kernels that start afterwards see them."""
+        """Copy bytes that have arrived to the GPU; kernels started afterwards see them."""
         offset, nbytes = self._range(offset, nbytes)
         with self._cuda.on(self._index):
             self._cuda.call("cuMemcpyHtoD", self._there.ptr + offset, self._host + offset, nbytes)
@@ -214,7 +214,7 @@ class Staged:
 
 
 class _Pinned:
-    """Page-locked host memory, freed with the last who holds it."""
+    """Page-locked host memory, freed with its last reference."""
 
     def __init__(self, cuda: Driver, index: int, ptr: int) -> None:
         weakref.finalize(self, _free_host, cuda, index, ptr).atexit = False

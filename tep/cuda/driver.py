@@ -45,7 +45,7 @@ class Driver:
             ) from error
 
     def call(self, name: str, *args: object) -> Any:
-        """Make one call; return what it returns beside its code: None, one value or a tuple.
+        """Make one call; return its results without the code: None, one value or a tuple.
 
         Raises:
             FabricError: any other code than CUDA_SUCCESS; names the call and the code. Or there is
@@ -61,16 +61,16 @@ class Driver:
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
     def count(self) -> int:
-        """How many GPUs the driver shows."""
+        """Return the number of GPUs that the driver shows."""
         return int(self.call("cuDeviceGetCount"))
 
     def attribute(self, index: int, name: str) -> int:
-        """One CU_DEVICE_ATTRIBUTE_... of a GPU, named without that prefix."""
+        """Return one CU_DEVICE_ATTRIBUTE_... of a GPU, named without that prefix."""
         enum = getattr(self.m.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", enum, self.device(index)))
 
     def device(self, index: int) -> Any:
-        """The driver's handle of a GPU.
+        """Return the driver's handle of a GPU.
 
         Raises:
             BackendUnavailable: there is no such GPU.
@@ -83,9 +83,9 @@ class Driver:
         return self.call("cuDeviceGet", index)
 
     def somewhere(self) -> int:
-        """A GPU that has a context in this process already; the first where there is none.
+        """Return a GPU that has a context in this process; if there is none, the first GPU.
 
-        A context takes some hundred MB of its GPU, and fails where another process has it alone.
+        A context takes some hundred MB of its GPU, and fails if another process has it exclusively.
         """
         for index in self._contexts:
             return index
@@ -96,10 +96,10 @@ class Driver:
         return 0
 
     def wait_for_copies(self, index: int) -> None:
-        """Have synchronous copies in a GPU's primary context return only when they are done.
+        """Make synchronous copies in a GPU's primary context return only when they are done.
 
-        It is done once a GPU, and not again where somebody else did: it takes the context's lock,
-        and can deadlock with a thread that holds it while it launches (openucx/ucx pull 11705).
+        It is set once a GPU, and not if others have set it: the call takes the context's lock, and
+        can deadlock with a thread that launches with that lock (openucx/ucx pull 11705).
 
         Raises:
             FabricError: the driver is older than 12.1.
@@ -114,7 +114,7 @@ class Driver:
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
-        """Have a GPU's primary context current in this thread meanwhile."""
+        """Make a GPU's primary context current in this thread meanwhile."""
         context = self._contexts.get(index)
         if context is None:
             context = self.call("cuDevicePrimaryCtxRetain", self.device(index))
@@ -128,7 +128,7 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The driver of this process, loaded at the first call.
+    """Return the driver of this process, loaded at the first call.
 
     Raises:
         BackendUnavailable: no cuda-python, no driver or no GPU; says which.
@@ -143,7 +143,7 @@ def driver() -> Driver:
 
 
 def device_number(device: str) -> int:
-    """N of "cuda:N".
+    """Return N of "cuda:N".
 
     Raises:
         BadRequest: not such a name.
@@ -155,10 +155,10 @@ def device_number(device: str) -> int:
 
 
 def list_devices() -> list[CudaDevice]:
-    """Every GPU that the driver shows, in its order.
+    """List every GPU that the driver shows, in its order.
 
     Raises:
-        BackendUnavailable: as `driver`.
+        BackendUnavailable: same as for `driver`.
     """
     found = []
     cuda = driver()
@@ -171,6 +171,6 @@ def list_devices() -> list[CudaDevice]:
 
 
 def _text(raw: bytes | str) -> str:
-    """A C string as text."""
+    """Decode a C string."""
     plain = raw if isinstance(raw, str) else raw.decode("ascii", "replace")
     return plain.split("\0")[0].strip()

@@ -1,4 +1,4 @@
-"""What a pointer is to CUDA, and how a NIC gets at it: dma-bufs, SYNC_MEMOPS, flushes.
+"""The kinds of CUDA memory, and a NIC's access to them: dma-bufs, SYNC_MEMOPS, flushes.
 
 Facts are from the documents of the driver API and of GPUDirect RDMA:
 
@@ -34,14 +34,14 @@ _CAPABLE: Final = "IS_GPU_DIRECT_RDMA_CAPABLE"
 
 
 class Pointer(NamedTuple):
-    """What the driver says of an address.
+    """The driver's answer about an address.
 
     Attributes:
         kind: "device", "pinned", "managed", or "pageable" for memory that CUDA does not know.
         device: number of the GPU that it belongs to; -1 for pageable memory.
         start, nbytes: the allocation that it is in, or the mapped part of it; 0: none.
-        is_pooled: whether it comes from a stream-ordered pool.
-        is_capable: whether the driver lets NICs at it.
+        is_pooled: True if it comes from a stream-ordered pool.
+        is_capable: True if the driver gives NICs access to it.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Pointer(NamedTuple):
 
 
 def inspect(ptr: int) -> Pointer:
-    """Ask the driver what an address is.
+    """Ask the driver about an address.
 
     Raises:
         BackendUnavailable: no driver.
@@ -62,13 +62,13 @@ def inspect(ptr: int) -> Pointer:
 
 
 def _inspect(ptr: int, index: int) -> Pointer:
-    """Ask it in the context of one GPU; memory of the others is known there as well."""
+    """Ask in the context of one GPU, which knows the memory of the others as well."""
     cuda = driver()
     names = ("MEMORY_TYPE", "DEVICE_ORDINAL", "IS_MANAGED", "MEMPOOL_HANDLE", _CAPABLE)
     enum = cuda.m.CUpointer_attribute
     wanted = [getattr(enum, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
     with cuda.on(index):
-        # This call answers for any address; what CUDA does not know has zeros.
+        # This call answers for any address, with zeros for memory that CUDA does not know.
         kind, device, managed, pool, capable = cuda.call(
             "cuPointerGetAttributes", len(wanted), wanted, ptr
         )
@@ -85,16 +85,16 @@ def _inspect(ptr: int, index: int) -> Pointer:
 
 
 def export_dmabuf(memory: Memory, *, by_pcie: bool = False) -> tuple[int, int]:
-    """Export GPU memory as a dma-buf of its own, and have synchronous copies there complete.
+    """Export GPU memory as a new dma-buf, and make synchronous copies to it complete.
 
     Args:
-        memory: on a GPU.
-        by_pcie: have NICs reach it by PCIe, on machines where the GPU has another way to the host
+        memory: memory on a GPU.
+        by_pcie: let NICs reach it by PCIe, on machines where the GPU has another link to the host
             as well (Grace; NICs with data-direct); driver 570 or later. False: the driver's choice.
 
     Returns:
-        The descriptor, which belongs to the caller, and where in it the memory begins: only whole
-        pages can be exported, so it is the distance to the start of a page.
+        The descriptor, which belongs to the caller, and the offset in it at which the memory
+        begins: only whole pages can be exported, so it is the distance to the start of a page.
 
     Raises:
         BadRequest: not memory of that GPU, or not all of it.
@@ -125,7 +125,7 @@ def export_dmabuf(memory: Memory, *, by_pcie: bool = False) -> tuple[int, int]:
 
 
 def _check_exportable(what: str, memory: Memory) -> Pointer:
-    """What the driver says of memory that is to be exported; raises where it cannot be."""
+    """Return the driver's answer about memory to be exported; raise if it cannot be."""
     index = device_number(memory.device)
     found = _inspect(memory.ptr, index)
     if found.kind != "device":
@@ -150,7 +150,7 @@ def _check_exportable(what: str, memory: Memory) -> Pointer:
 
 
 def _cure(found: Pointer, start: int, end: int) -> str:
-    """What may help where the driver refuses to export whole pages."""
+    """Say what may help if the driver refuses to export whole pages."""
     if found.is_pooled:
         return (
             "; it comes from a stream-ordered pool (cudaMallocAsync); torch: "
@@ -172,7 +172,7 @@ def _cure(found: Pointer, start: int, end: int) -> str:
 
 
 def set_sync_memops(memory: Memory) -> None:
-    """Have synchronous CUDA calls on an allocation return only when they are over.
+    """Make synchronous CUDA calls on an allocation return only when they are done.
 
     cudaMemcpy and cudaMemset may return before they are; a NIC that reads then sends old bytes.
     Memory of cuMemCreate cannot be marked, so all copies of its GPU's primary context wait then.
@@ -202,7 +202,7 @@ def set_sync_memops(memory: Memory) -> None:
 
 
 def needs_flush(device: int) -> bool:
-    """Whether bytes that a NIC has written need `flush` before a kernel of this GPU reads them.
+    """Return True if a NIC's writes need `flush` before a kernel of this GPU reads them.
 
     Raises:
         BackendUnavailable: no driver, or no such GPU.
@@ -211,9 +211,9 @@ def needs_flush(device: int) -> bool:
 
 
 def flush(device: int) -> bool:
-    """Have all that NICs have written to a GPU be seen by its kernels; False: nothing was needed.
+    """Make all writes of NICs to a GPU visible to its kernels; False: nothing was needed.
 
-    To be called after the immediates are counted, before the kernel is started or told.
+    Call it after the immediates are counted, and before the kernel is started or signalled.
 
     Raises:
         FabricError: it is needed, and this GPU cannot do it for the host.

@@ -24,9 +24,9 @@ _FLAG_BYTES = 8
 
 
 def pinner(device: str) -> Callable[[Memory], int]:
-    """What maps host memory for a GPU's kernels, and unmaps it when its owner goes.
+    """Make a function that maps host memory for a GPU's kernels until its owner is freed.
 
-    The result raises FabricError or BackendUnavailable where that cannot be done.
+    That function raises FabricError or BackendUnavailable if the memory cannot be mapped.
     """
     index = device_number(device)
 
@@ -48,9 +48,9 @@ def _unpin(cuda: Driver, index: int, ptr: int) -> None:
 class GpuFlag:
     """A 64-bit word in GPU memory that the host sets and kernels spin on.
 
-    What NICs wrote before is flushed before it is set, so a kernel that sees the flag (a load with
-    acquire order, of system scope) sees these bytes as well. It is set on a stream of its own: a
-    kernel that spins does not hold it up.
+    The earlier writes of NICs are flushed before it is set, so a kernel that sees the flag (a load
+    with acquire order, of system scope) sees these bytes as well. It is set on its own stream, so
+    that a spinning kernel does not block it.
 
     Args:
         device: "cuda:N".
@@ -79,7 +79,7 @@ class GpuFlag:
         self._closed = False
 
     def set(self, value: int) -> None:
-        """Make what NICs have written visible, then write the word, 0 <= value < 2**64."""
+        """Make the writes of NICs visible, then write the word, 0 <= value < 2**64."""
         if self._closed:
             raise ClosedError("this flag is closed")
         value = check_int("GpuFlag.set: value", value, 0, U64_MAX)
@@ -104,7 +104,7 @@ class GpuFlag:
         return engine.expect_imm_count(imm, count, on_done=done)
 
     def close(self) -> None:
-        """Free it. No kernel may look at it any more. Idempotent."""
+        """Free it. No kernel may read it any more. Idempotent."""
         if not self._closed:
             self._closed = True
             with self._cuda.on(self._index):

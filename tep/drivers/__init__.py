@@ -1,1 +1,1 @@
-"""Drivers own time and turn engines: worker threads, inline, and callers that turn."""
+"""Drivers own the time of engines and step them: by worker threads, inline, or by callers."""

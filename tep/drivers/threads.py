@@ -1,9 +1,9 @@
-"""The drivers: what owns time and turns the engine. The home of threads, but for `sight`.
+"""The drivers: they own an engine's time and step it. All threads are here, but for `sight`.
 
 The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
 callbacks outside the step. Here are the thread driver (hardware, tcp, local) and the inline driver
-(benchmarks, tests); turning.py lets callers turn beside the thread, and the simulated one lives in
-`tep.sim.driver`.
+(benchmarks, tests); turning.py lets callers step the engine beside the thread, and the simulated
+driver is in `tep.sim.driver`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
 T = TypeVar("T")
 
 _LOOK_S: Final = 0.2
-"""How often a blocked caller looks whether the worker still lives, seconds."""
+"""Interval at which a blocked caller checks that the worker still lives, seconds."""
 
 _NICE_MAX: Final = 19
 _DROP_LOOKS: Final = 10
-_EXIT_S: Final = 1.0  # how long the end of the process waits for each worker
+_EXIT_S: Final = 1.0  # time that the end of the process waits for each worker
 _write: Final = os.eventfd_write
 
 _WORKERS: Final[dict[int, ThreadDriver]] = {}
@@ -51,7 +51,7 @@ _WORKERS: Final[dict[int, ThreadDriver]] = {}
 
 
 class Settles(Protocol):
-    """What can be waited for: a transfer or an expectation."""
+    """A handle that can be waited for: a transfer or an expectation."""
 
     @property
     def finished(self) -> bool: ...
@@ -62,91 +62,91 @@ class Settles(Protocol):
 
 
 class Machine(Protocol):
-    """What a driver turns: the engine."""
+    """The interface of the engine that a driver steps."""
 
     def step(self) -> bool:
-        """Take commands, post, poll, count. True = there was work, turn again soon."""
+        """Take commands, post, poll, count. True = there was work, step again soon."""
 
     def deliver(self) -> None:
-        """Run the callbacks of what settled in the steps before. Never raises."""
+        """Run the callbacks of handles that settled in the steps before. Never raises."""
 
     def busy(self) -> bool:
-        """Whether rows or messages are outstanding, so that spinning pays."""
+        """Return True if rows or messages are in flight, so that spinning pays."""
 
     def watching(self) -> bool:
-        """Whether watched words must be looked at now and then."""
+        """Return True if watched words must be looked at now and then."""
 
     def wakeup_fds(self) -> list[int]:
-        """The descriptors to sleep on; empty where no NIC has one."""
+        """Return the descriptors to sleep on; empty if no NIC has one."""
 
     def owing(self) -> bool:
-        """Whether deliver() would run a user's function now."""
+        """Return True if deliver() would run a user's function now."""
 
     def arm(self) -> bool:
-        """Ask each NIC for one wake-up; False: something is waiting already."""
+        """Ask each NIC for one wake-up; False: there is work already."""
 
     def crash(self, error: BaseException) -> None:
-        """A step raised, which is a bug in tep: fail what is open, since nobody will turn again."""
+        """Fail all open handles after a step raised (a bug in tep): no step will follow."""
 
     def must_poll(self) -> bool:
-        """Whether some NIC gives no sign of news, so that it must be polled now and then."""
+        """Return True if some NIC does not signal completions, so that it must be polled."""
 
 
 @runtime_checkable
 class Timed(Protocol):
-    """A machine that wants to be turned at a time although nothing happens."""
+    """A machine that also needs steps at certain times, without any event."""
 
     def due_s(self) -> float | None:
-        """When, on the driver's clock; None: only when there is news."""
+        """Return the time of the next step, on the driver's clock; None: only at an event."""
 
 
 class Driver(Protocol):
-    """What owns time for one engine.
+    """The owner of one engine's time.
 
     Attributes:
         lock: guards a handle's callbacks against the thread that settles it; any context manager
-            where one thread does all.
+            if one thread does all.
     """
 
     lock: AbstractContextManager[object]
 
     def start(self, machine: Machine) -> None:
-        """Begin to turn the machine."""
+        """Begin to step the machine."""
 
     def kick(self) -> None:
-        """Work was queued, or a NIC has news: step soon.
+        """Wake the driver: step soon, since work was queued or a NIC has completions.
 
         Callable from any thread, cheap when repeated.
         """
 
     def nudge(self) -> None:
-        """Work was queued that can wait until a NIC has news: nothing comes of it before."""
+        """Note queued work that needs no step before the next completion of a NIC."""
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, on the thread that owns the NICs; return its result."""
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
-        """Turn, or block, until the handle is settled; False after `timeout_s` of this clock.
+        """Step, or block, until the handle is settled; False after `timeout_s` of this clock.
 
-        Raises StallError where it is certain that nothing can settle it.
+        Raises StallError if it is certain that nothing can settle it.
         """
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise UsageError if awaiting under this event loop could never end."""
 
     def now_s(self) -> float:
-        """This driver's clock, seconds from an arbitrary start."""
+        """Return the time of this driver's clock, seconds from an arbitrary start."""
 
     def close(self) -> None:
-        """Stop turning; afterwards call() runs where it is called. Idempotent."""
+        """Stop stepping; afterwards call() runs on its caller's thread. Idempotent."""
 
 
 class InlineDriver:
-    """The caller turns: every wait() and turn() steps all machines of one ring.
+    """A driver without a thread: every wait() and turn() steps all machines of one ring.
 
     Args:
-        ring: machines that are turned together, e.g. both ends of a loopback pair; share one list
-            between drivers.
+        ring: machines that are stepped together, e.g. both ends of a loopback pair; share one
+            list between drivers.
     """
 
     def __init__(self, ring: list[Machine] | None = None) -> None:
@@ -156,10 +156,10 @@ class InlineDriver:
         self._interrupts = Interrupts()
         self.lock: AbstractContextManager[object] = threading.Lock()  # cheaper than a null context
 
-    __reduce__ = unpicklable("it turns an engine of this process; make another there")
+    __reduce__ = unpicklable("it steps an engine of this process; make another there")
 
     def __repr__(self) -> str:
-        return f"InlineDriver(the caller turns {len(self.ring)} engines)"
+        return f"InlineDriver(the caller steps {len(self.ring)} engines)"
 
     def start(self, machine: Machine) -> None:
         self._machine = machine
@@ -167,10 +167,10 @@ class InlineDriver:
         Interrupts.forget()
 
     def kick(self) -> None:
-        """Nothing to do: the caller turns."""
+        """Do nothing: the caller steps the engine."""
 
     def nudge(self) -> None:
-        """Nothing to do, as for kick()."""
+        """Do nothing, like kick()."""
 
     def turn(self) -> bool:
         """Step every machine of the ring once; True if any had work."""
@@ -193,14 +193,14 @@ class InlineDriver:
                 work |= machine.step()
                 machine.deliver()
             except BaseException as error:
-                machine.crash(error)  # what it ends learns of it, and so does who turns
+                machine.crash(error)  # fails its handles; the caller gets the error too
                 raise
         return work
 
     def _refuse(self) -> None:
         raise UsageError(
-            "turn() or wait() inside a callback of the same engine would turn it while it is "
-            "turned; use callbacks"
+            "turn() or wait() inside a callback of the same engine would step it within a "
+            "step; use callbacks"
         )
 
     def call(self, function: Callable[[], T]) -> T:
@@ -227,7 +227,7 @@ class InlineDriver:
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(
-            "an engine with an inline driver cannot be awaited: nobody would turn it; "
+            "an engine with an inline driver cannot be awaited: nothing would step it; "
             "use wait() or turn()"
         )
 
@@ -239,11 +239,11 @@ class InlineDriver:
 
 
 class _Call:
-    """A function on its way to a worker, and back.
+    """A function that a worker is asked to run.
 
     Attributes:
-        begun, done: how far it is.
-        result, error: what became of it.
+        begun, done: its progress.
+        result, error: its outcome.
     """
 
     __slots__ = ("_function", "_tell", "begun", "done", "error", "result")
@@ -257,12 +257,12 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """The verb that asked."""
+        """The name of the verb that called."""
         name = getattr(self._function, "__qualname__", repr(self._function))
         return ".".join(name.split(".<locals>")[0].split(".")[-2:])
 
     def run(self) -> None:
-        """Worker: run it, whatever it raises."""
+        """Run the function, on the worker; an exception is kept for the caller."""
         self.begun = True
         try:
             self.result = self._function()
@@ -274,7 +274,7 @@ class _Call:
 
 
 def _gate() -> threading.Event:
-    """What this thread blocks on: a worker on its inbox, so that it takes calls meanwhile."""
+    """Return the event to block on. A worker uses its inbox, to serve calls while it waits."""
     mine = _WORKERS.get(thread_id())
     return threading.Event() if mine is None else mine._inbox
 
@@ -283,14 +283,14 @@ class ThreadDriver:
     """One worker thread an engine: spins while rows are outstanding, else sleeps until woken.
 
     Args:
-        name: of the thread, for debuggers.
+        name: name of the thread, for debuggers.
         cpu: pin the worker to this CPU, or to any of these; None = leave it where it is.
-        spin_s: how long to go on polling after the last work before sleeping, seconds.
-        watch_s: how often watched words are read while there is nothing else to do, seconds.
-        call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
-        nice: how much the worker gives way to other threads where CPUs are scarce, 0 to 19 above
-            the process's own niceness. Beside a busy engine on two CPUs, one call in a hundred of
-            the user's own thread is held up for 1.2 ms or more with 0, and for 0.4 ms with 5.
+        spin_s: time to go on polling after the last work before sleeping, seconds.
+        watch_s: interval at which watched words are read while nothing else happens, seconds.
+        call_timeout_s: longest time a verb waits for the worker, e.g. while a callback blocks it.
+        nice: niceness of the worker above the process's own, 0 to 19; it gives way to other
+            threads when CPUs are scarce. Beside a busy engine on two CPUs, one call in a hundred of
+            the user's own thread is delayed by 1.2 ms or more with 0, and by 0.4 ms with 5.
 
     Raises:
         UsageError: this process may not run on that CPU, or no such niceness.
@@ -318,9 +318,9 @@ class ThreadDriver:
         self._nice = check_int("nice", nice, 0, _NICE_MAX, UsageError)
         self._spin_s = check_seconds("spin_s", spin_s, never=True, error=UsageError)
         self._watch_s = check_seconds("watch_s", watch_s, never=True, error=UsageError)
-        self._kicked = self._kicked_here = False  # here: by a NIC, within a turn of a TurnDriver
+        self._kicked = self._kicked_here = False  # here: by a NIC, within a TurnDriver's step
         self._calls: deque[_Call] = deque()
-        self._inbox = threading.Event()  # the worker waits for another one: a call came, or ended
+        self._inbox = threading.Event()  # a call came or ended, for a worker that waits
         self._call_timeout_s = check_seconds(
             "call_timeout_s", call_timeout_s, never=True, error=UsageError
         )
@@ -341,9 +341,9 @@ class ThreadDriver:
 
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver turns one machine"
-        self._is_timed = isinstance(machine, Timed)  # asked here once: it is slow
-        # Weak, here and in the worker while it sleeps: an engine that nobody holds is collected.
-        # Its NICs are held: the end of a machine that is collected must find them whole.
+        self._is_timed = isinstance(machine, Timed)  # asked once, since it is slow
+        # Weak, here and in the worker while it sleeps: an engine without references is collected.
+        # Its NICs are referenced: the end of a collected machine still needs them.
         self._machine_ref = weakref.ref(machine)
         self._held = getattr(machine, "domains", ())
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -351,7 +351,7 @@ class ThreadDriver:
         # then the number could belong to somebody else's file.
         weakref.finalize(self, os.close, self._bell).atexit = False  # its worker may read it yet
         self._thread = threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True)
-        # What was made last ends first: the worker before what it turns.
+        # Finalisers run in reverse order: the worker ends before the engine that it steps.
         weakref.finalize(self, _leave, weakref.ref(self))
         self._thread.start()
         show(machine)
@@ -367,7 +367,7 @@ class ThreadDriver:
                 pass
 
     def nudge(self) -> None:
-        """Nothing to do: whoever polls has the NICs armed, or the worker on its way."""
+        """Do nothing: the polling thread has the NICs armed, or the worker is about to step."""
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -396,13 +396,13 @@ class ThreadDriver:
         return cast("T", call.result)
 
     def _block(self, gate: threading.Event, ended: Callable[[], bool], deadline: float) -> bool:
-        """Block until something has ended; False: time is up, or the main thread has to raise.
+        """Block until `ended()`; False: time is up, or the main thread has to raise.
 
-        A worker that waits for another one goes on taking calls: so engines whose callbacks call
-        each other, in a ring even, do not wait for each other for ever.
+        A worker that waits for another one goes on serving calls, so that engines whose callbacks
+        call each other, even in a ring, do not deadlock.
 
         Raises:
-            ClosedError: the worker ended, so nothing will.
+            ClosedError: the worker has ended.
         """
         mine = _WORKERS.get(thread_id())
         while True:
@@ -437,7 +437,7 @@ class ThreadDriver:
         )
 
     def _serve(self) -> None:
-        """Worker: run the calls that wait."""
+        """Run the waiting calls, on the worker."""
         while self._calls:
             self._kicked = True  # so that another step follows
             self._calls.popleft().run()
@@ -465,10 +465,10 @@ class ThreadDriver:
                 or handle.finished
             )
         finally:
-            handle.remove_done_callback(wake)  # a wait that is repeated must not pile them up
+            handle.remove_done_callback(wake)  # else repeated waits would pile them up
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Any real event loop will do: the worker turns the engine."""
+        """Accept any real event loop: the worker steps the engine."""
 
     now_s = staticmethod(time.monotonic)
 
@@ -478,14 +478,14 @@ class ThreadDriver:
             return
         self._closing = True
         self._ring()
-        if thread_id() not in _WORKERS:  # of this engine, or of one that this one may wait for
+        if thread_id() not in _WORKERS:  # else one may wait for the other
             thread.join(self._call_timeout_s)
             if thread.is_alive():
                 raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
         hide(self._machine_ref())
 
     def drop(self, end: Callable[[], object]) -> None:
-        """Nobody holds the machine any more: have its worker end it, and wait for nothing."""
+        """Let the worker end a machine without references; do not wait for it."""
         if self._thread is None:
             return
         self._calls.append(_Call(end, self._inbox.set))
@@ -496,14 +496,14 @@ class ThreadDriver:
         thread = self._thread
         if thread is not None and not thread.is_alive() and not ended():
             if self._left and thread_id() != Process.main:
-                return  # a daemon thread, about to vanish without a word
+                return  # a daemon thread that the interpreter is about to end
             raise ClosedError(
                 "the engine's worker has ended and nothing can end this any more; the engine was "
                 "closed, or it failed: then its traceback is on stderr"
             )
 
     def _work(self) -> None:
-        """The worker thread."""
+        """Run the worker thread."""
         _WORKERS[thread_id()] = self
         try:
             self._settle_in()
@@ -518,7 +518,7 @@ class ThreadDriver:
             del _WORKERS[thread_id()]
 
     def _run(self) -> None:
-        """Worker: turn and sleep until closed. No machine is held in a sleep."""
+        """Step and sleep until closed, on the worker. A sleep holds no reference to the machine."""
         while (machine := self._machine_ref()) is not None:
             if not self._turn_until_idle(machine):
                 return
@@ -535,7 +535,7 @@ class ThreadDriver:
         self._await_drop()
 
     def _await_drop(self) -> None:
-        """Worker: the machine is being collected; its end is on the way."""
+        """Wait, on the worker, for the end of a machine that is being collected."""
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         for _ in range(_DROP_LOOKS):
@@ -546,7 +546,7 @@ class ThreadDriver:
                 os.eventfd_read(self._bell)
 
     def _settle_in(self) -> None:
-        """Worker: go where it was told to, and give way to others. Linux does both by thread."""
+        """Set the worker's CPUs and niceness. Linux has both by thread."""
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
@@ -554,7 +554,7 @@ class ThreadDriver:
             os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))
 
     def _turn_until_idle(self, machine: Machine) -> bool:
-        """Worker: turn while there is work, and a little longer; False = the driver was closed."""
+        """Step while there is work, and a little longer; False = the driver was closed."""
         spin_until = 0.0
         while True:
             self._kicked = self._kicked_here = False
@@ -574,19 +574,19 @@ class ThreadDriver:
             time.sleep(0)  # lets the user's own thread have the interpreter
 
     def _sleep_until_s(self, machine: Machine) -> float:
-        """Until when to sleep at the most; infinite: until there is news."""
+        """Return the latest end of a sleep; infinite: sleep until an event."""
         if machine.watching() or machine.must_poll():
             return min(time.monotonic() + self._watch_s, self._due_s(machine))
         return self._due_s(machine)
 
     def _due_s(self, machine: Machine) -> float:
-        """When a turn is due although nothing happens; infinite: only when there is news."""
+        """Return the time at which a step is due without an event; infinite: none is."""
         due_s = cast("Timed", machine).due_s() if self._is_timed else None
         return math.inf if due_s is None else due_s + 0.001  # not a little too early
 
 
 def _leave(ref: weakref.ref[ThreadDriver]) -> None:
-    """The process ends: stop a worker, since one that goes on would trip over what is gone."""
+    """Stop a worker at the end of the process, before the objects that it uses are gone."""
     driver = ref()
     if driver is not None and driver._thread is not None and thread_id() not in _WORKERS:
         driver._closing = driver._left = True

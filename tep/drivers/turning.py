@@ -1,6 +1,6 @@
-"""A driver whose callers turn the engine themselves, beside its thread.
+"""A driver whose callers step the engine themselves, beside its thread.
 
-What it means to turn, and the thread itself, are in threads.py; here is who does it when.
+The thread, and the base of all drivers, are in threads.py; this module decides who steps when.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from tep.drivers.threads import _WORKERS, Driver, Machine, Settles, ThreadDriver
 __all__ = ["TurnDriver", "driver_for"]
 
 _POLLS_S: Final = 100e-6
-"""How long a wait polls before it sleeps, where polling has paid lately.
+"""Time that a wait polls before it sleeps, if polling has paid lately, seconds.
 
-To be put to sleep and woken on another CPU costs 20 to 60 us (measured: half a round trip by
-eventfd between idle cores of a virtual machine). Two peers that both sleep at once stay in that
-rhythm, and leave it only if one polls for longer than the other takes to wake and answer. On busy
-cores polling is in the peer's way and fails: then it is tried ever less often.
+Sleeping and being woken on another CPU costs 20 to 60 us (measured: half a round trip by eventfd
+between idle cores of a virtual machine). Two peers that both sleep at once go on doing so, until
+one polls for longer than the other takes to wake and answer. On busy cores polling takes time
+from the peer and fails: then it is tried ever less often.
 """
 
 _RESTS_MAX: Final = 64
 _YIELD_TURNS: Final = 32  # polls after which other threads get the interpreter
-_LOOK_S: Final = 0.2  # how often a sleeper looks up, in case something was missed
+_LOOK_S: Final = 0.2  # interval at which a sleeper looks again, in case a wake-up was missed
 
 
 class TurnDriver(ThreadDriver):
-    """A worker thread, and callers that turn the engine themselves wherever nobody else does.
+    """A worker thread, and callers that step the engine themselves while nobody else does.
 
-    To hand work to another thread and to be told of its end costs some 20 us each, several times
-    what a short write between two processes of one host takes. Here a submit steps once, and a
-    wait() steps, and sleeps on the NICs, until its handle is settled. The worker turns whenever
-    nobody waits, and it alone runs callbacks and calls, as in a ThreadDriver.
+    Passing work to another thread and waking up at its end costs some 20 us each, several times
+    the duration of a short write between two processes of one host. Here a submit steps once, and
+    a wait() steps, and sleeps on the NICs, until its handle is settled. The worker steps while no
+    caller waits, and it alone runs callbacks and calls, as in a ThreadDriver.
 
-    Rule 1: whoever holds `_turn`, and nobody else, steps. Rule 2: it is put down with the NICs
-    armed and the worker listening, or with `_due`, and then the worker is rung. Rule 3: a kick is
-    noted before it looks who turns; who puts the turn down, or sleeps, looks for kicks afterwards.
+    Rule 1: only the thread that holds the lock `_turn` steps. Rule 2: it is released with the NICs
+    armed and the worker listening, or with `_due` set and the worker woken. Rule 3: a kick sets its
+    flag before it looks for the lock's holder; a holder looks for kicks after it has released the
+    lock, and before it sleeps.
 
     Args:
-        name: of the thread, for debuggers.
+        name: name of the thread, for debuggers.
         cpu: pin the worker to this CPU, or to any of these. Callers stay where they are.
-        spin_s: how long a wait() polls before it sleeps, seconds; 0 = not at all; 60 = spin, a
-            core for as long as somebody waits; None = up to 100 us, while that pays.
-        watch_s: how often watched words are read while there is nothing else to do, seconds.
-        call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
+        spin_s: time a wait() polls before it sleeps, seconds; 0 = not at all; 60 = spin, which
+            takes a core during every wait; None = up to 100 us, while that pays.
+        watch_s: interval at which watched words are read while nothing else happens, seconds.
+        call_timeout_s: longest time a verb waits for the worker, e.g. while a callback blocks it.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class TurnDriver(ThreadDriver):
         self._adapts = spin_s is None
         self._rests = self._rested = 0  # waits that sleep at once, since polling has not paid
         self._turn = Lock()
-        self._turner = 0  # the thread that holds the turn, or 0
-        self._due = True  # the worker is on its way: callers keep off
-        self._asleep = False  # a caller holds the turn and sleeps: ring
+        self._turner = 0  # the thread that holds `_turn`, or 0
+        self._due = True  # the worker is about to step: callers do not take `_turn`
+        self._asleep = False  # a caller holds `_turn` and sleeps: wake it
         self._muted = False
-        self._line: list[Lock] = []  # waits that found the turn taken
-        self._owing = False  # what the last step settled is to be told to a user: by the worker
+        self._line: list[Lock] = []  # waits that found `_turn` taken
+        self._owing = False  # the last step left callbacks for the worker to run
         self._failed: BaseException | None = None
-        self._until_s = math.inf  # the worker sleeps, unless it is rung
+        self._until_s = math.inf  # end of the worker's sleep, unless it is woken
 
     def start(self, machine: Machine) -> None:
         self._forks = Process.forks
         Interrupts.forget()
-        # A caller that holds the turn sleeps on the first set, the worker without it on the second,
+        # A caller that holds `_turn` sleeps on the first set, the worker without it on the second,
         # which is muted meanwhile.
         self._nics, self._listening = select.epoll(), select.epoll()
         for fd in machine.wakeup_fds():
@@ -101,7 +102,7 @@ class TurnDriver(ThreadDriver):
             return
         if not (self._calls or self._closing):
             machine = self._machine_ref()
-            if self._turner or machine is None:  # rule 3: whoever it is sees the kick
+            if self._turner or machine is None:  # rule 3: the holder sees the kick
                 if self._asleep:
                     self._ring()
                 return
@@ -114,7 +115,7 @@ class TurnDriver(ThreadDriver):
         self._ring()
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
-        if thread_id() in _WORKERS:  # refused if it is ours; another one has calls to take
+        if thread_id() in _WORKERS:  # refused on our worker; another one has calls to serve
             return super().wait(handle, timeout_s)
         if self._forks != Process.forks:
             raise ClosedError(
@@ -142,20 +143,20 @@ class TurnDriver(ThreadDriver):
         return True
 
     def _is_free(self) -> bool:
-        """Whether the turn can be taken. Not by Lock.locked(), which lags behind."""
+        """Return True if `_turn` can be taken. Lock.locked() lags behind."""
         with Interrupts(self._bell):
             free = not self._due and self._turn.acquire(blocking=False)
             if free:
                 self._turn.release()
-                if self._kicked:  # by somebody who found it taken
+                if self._kicked:  # by a thread that found it taken
                     self._ring()
         return free
 
     def _put_down(self, machine: Machine, *, work: bool) -> bool:
-        """Let go of the turn; False = to the worker, who has something to do."""
+        """Release `_turn`; False = the worker has something to do, and is woken."""
         news = self._kicked or self._owing or self._wanted()
-        # A kick from within the step is a NIC's: its completions were polled since, or arm() tells.
-        # What else it may announce is room, which concerns only who has rows left.
+        # A kick from within the step is a NIC's: its completions were polled since, or arm() finds
+        # them. It may also announce room in a queue, which matters only if there are rows left.
         if not news and (work or self._kicked_here):
             news = machine.busy()
         quiet = not news and machine.arm()
@@ -169,16 +170,16 @@ class TurnDriver(ThreadDriver):
         if not quiet or self._kicked or overslept:
             self._ring()
         if quiet and self._line:
-            for waiting in self._line[:1]:  # it may have gone by now
+            for waiting in self._line[:1]:  # it may have left by now
                 _release(waiting)
         return quiet
 
     def _wanted(self) -> bool:
-        """Whether only the worker can go on."""
+        """Return True if only the worker can go on."""
         return bool(self._calls) or self._closing or self._failed is not None
 
     def _step(self, machine: Machine) -> bool:
-        """Caller: turn once, running no function of a user's."""
+        """Step once, on a caller's thread; run no user's function."""
         self._kicked = self._kicked_here = False
         try:
             work = machine.step()
@@ -194,7 +195,7 @@ class TurnDriver(ThreadDriver):
     def _turn_until(
         self, machine: Machine, handle: Settles, deadline: float, interrupts: Interrupts
     ) -> None:
-        """Caller, with the turn: turn until the handle is settled, or the worker is wanted."""
+        """Step, holding `_turn`, until the handle is settled or the worker is wanted."""
         work = True
         try:
             work = self._turn_while(machine, handle, deadline, interrupts)
@@ -205,7 +206,7 @@ class TurnDriver(ThreadDriver):
     def _turn_while(
         self, machine: Machine, handle: Settles, deadline: float, interrupts: Interrupts
     ) -> bool:
-        """Caller, with the turn: as _turn_until(); return whether the last step had work."""
+        """Step for _turn_until(); return whether the last step had work."""
         polls_s, poll_until, turns, work = self._polls_now(), 0.0, 0, False
         while not interrupts.came:
             work = self._step(machine)
@@ -223,8 +224,8 @@ class TurnDriver(ThreadDriver):
             if now < poll_until:
                 turns += 1
                 if turns % _YIELD_TURNS == 0:
-                    # Other threads get the interpreter. Not by sched_yield(), which gives the CPU
-                    # to any other process for milliseconds.
+                    # Give other threads the interpreter. sched_yield() would give the CPU to
+                    # any other process for milliseconds.
                     self._nics.poll(0)
                 continue
             self._asleep = True
@@ -238,11 +239,11 @@ class TurnDriver(ThreadDriver):
                     until_s = min(deadline, now + look_s, self._due_s(machine))
                     self._nics.poll(system_s(until_s - now))
             self._asleep = False
-            poll_until = polls_s = 0.0  # what comes after a sleep is not polled for
+            poll_until = polls_s = 0.0  # no polling after a sleep
         return work
 
     def _polls_now(self) -> float:
-        """How long this wait polls."""
+        """Return the time for which this wait polls."""
         if self._adapts and self._rests:
             self._rested += 1
             if self._rested <= self._rests:
@@ -256,7 +257,7 @@ class TurnDriver(ThreadDriver):
             self._listening.modify(self._nics.fileno(), 0)
 
     def _wait_in_line(self, handle: Settles, deadline: float) -> None:
-        """Block until the handle is settled, the turn is free, or it is time for another look."""
+        """Block until the handle is settled, `_turn` is free, or it is time for another look."""
         gate = Lock()
         gate.acquire()  # noqa: SIM115, RUF100  # opened by another thread
 
@@ -280,7 +281,7 @@ class TurnDriver(ThreadDriver):
             self._turn.acquire()
             self._turner = thread_id()
             self._due = self._kicked_here = False
-            self._nics.poll(0)  # takes back the bell's ring
+            self._nics.poll(0)  # resets the wake-up
             if self._failed is not None:
                 raise self._failed
             if not self._turn_until_idle(machine):
@@ -295,13 +296,13 @@ class TurnDriver(ThreadDriver):
 
 
 def _release(gate: Lock) -> None:
-    """Open a gate, once or again."""
+    """Open a gate; it may be open already."""
     with contextlib.suppress(RuntimeError):
         gate.release()
 
 
 def driver_for(opened: Opened) -> Driver:
-    """What turns an engine over these NICs, where its user has not chosen a driver."""
+    """Return the driver for an engine over these NICs, unless its user has chosen one."""
     match opened.driver:
         case None:
             return ThreadDriver(opened.name, cpu=opened.cpus or None)

@@ -4,9 +4,9 @@
     peers = tep.rendezvous.exchange(engine.main_address.to_bytes())  # by rank, under torchrun
 
 Rank 0 listens, the others connect; everything goes through rank 0, over asyncio's TCP. It is made
-for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. Who
-this process is, is in `place`, how rank 0 lets others in is in `door`, what ranks do in `ranks`,
-what they say in `wire`; here is only what users call.
+for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. This
+module has the functions for users; `place` has the rank of this process, `door` and `proof` admit
+others to rank 0, `ranks` has the collective calls and `wire` the messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def exchange(data: bytes, place: Place | None = None, *, timeout_s: float = 60.0
 async def exchange_async(
     data: bytes, place: Place | None = None, *, timeout_s: float = 60.0
 ) -> list[bytes]:
-    """As exchange(), without blocking the event loop."""
+    """Exchange bytes like exchange(), without blocking the event loop."""
     group = await join_async(place, timeout_s=timeout_s)
     try:
         return await group.all_gather(data, timeout_s=timeout_s)
@@ -51,15 +51,15 @@ async def join_async(
     """Meet all other ranks.
 
     Args:
-        place: who and where; None = from the environment.
-        timeout_s: how long to wait for all to come, seconds.
+        place: this process's rank and the address of rank 0; None = from the environment.
+        timeout_s: limit of the wait for all ranks, seconds.
         listener: rank 0 only: a bound socket to listen on instead of host and port; is closed.
 
     Raises:
         UsageError: refused by rank 0: wrong token, world size, a rank that is here already; or the
             port is taken.
         WaitTimeout: not all came in time; says who is missing.
-        RendezvousError: what answers at host and port is not rank 0 of this job.
+        RendezvousError: the program that answers at host and port is not rank 0 of this job.
     """
     timeout_s = check_seconds("rendezvous: timeout_s", timeout_s, never=True)
     place = Place.from_env() if place is None else place
@@ -83,7 +83,7 @@ def join(
     timeout_s: float = 60.0,
     listener: socket.socket | None = None,
 ) -> Group:
-    """As join_async(), for scripts without an event loop."""
+    """Meet all other ranks like join_async(), for scripts without an event loop."""
     _refuse_running_loop()
     runner = asyncio.Runner()
     try:
@@ -95,7 +95,7 @@ def join(
 
 
 class Group:
-    """The blocking form of AsyncGroup; it runs an event loop of its own inside each call."""
+    """The blocking form of AsyncGroup; it runs its own event loop inside each call."""
 
     def __init__(self, runner: asyncio.Runner, group: AsyncGroup) -> None:
         self.rank = group.rank

@@ -1,9 +1,10 @@
-"""The door of whoever listens: strangers cost it a bounded amount of everything.
+"""The listener of a rendezvous, which bounds the resources that strangers can take.
 
-A stranger is whoever has connected and has not proved that it knows the token. Rule 1: at most
-STRANGERS_MAX are connected at once; one more, and the oldest is hung up on. Rule 2: who has not
-introduced itself after STRANGER_S is hung up on. Rule 3: where the system has no descriptor left,
-the oldest stranger gives back its own. A caller that is hung up on this way calls again.
+A stranger is a connected process that has not proved that it knows the token. Rule 1: at most
+STRANGERS_MAX are connected at once; at one more, the oldest is disconnected. Rule 2: a stranger
+that has not introduced itself after STRANGER_S is disconnected. Rule 3: if the system has no
+descriptor left, the oldest stranger is disconnected. A caller that is disconnected this way calls
+again.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ __all__ = ["STRANGERS_MAX", "STRANGER_S", "Door", "listen"]
 
 STRANGERS_MAX: Final = 64
 STRANGER_S: Final = 10.0
-_PAUSE_S: Final = 0.05  # before the next accept() where no descriptor was left
+_PAUSE_S: Final = 0.05  # before the next accept(), if no descriptor was left
 _BACKLOG: Final = 1024
-_REFUSALS_MAX: Final = 8  # that a report names
+_REFUSALS_MAX: Final = 8  # in a report
 _NO_SUCH_FAMILY: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # "localhost" without IPv6
 
 
 class Door:
-    """Listening sockets, and who stands before them; needs a running loop.
+    """Listening sockets, and the strangers connected to them; needs a running loop.
 
     Args:
-        sockets: bound; the door closes them.
-        admit: lets a peer in, or raises one of TROUBLE.
+        sockets: bound sockets; the door closes them.
+        admit: admits a peer, or raises one of TROUBLE.
 
     Attributes:
-        refused: how many were turned away.
-        refusals: why, of the first few.
+        refused: number of peers that were refused.
+        refusals: reasons for the first few.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Door:
         self._accepting = [asyncio.ensure_future(self._accept(sock)) for sock in sockets]
 
     async def close(self) -> None:
-        """Listen no more, and hang up on all strangers."""
+        """Stop listening, and disconnect all strangers."""
         for task, peer in self._strangers.items():
             task.cancel()
             peer.abort()
@@ -79,11 +80,11 @@ class Door:
                 continue
             if sum(not peer.proven for peer in self._strangers.values()) >= self._strangers_max:
                 self._evict()
-                await asyncio.sleep(0)  # then its descriptor is closed
+                await asyncio.sleep(0)  # so that its descriptor is closed
             self._strangers[asyncio.ensure_future(self._receive(peer))] = peer
 
     def _evict(self) -> None:
-        """Hang up on the stranger that has been here longest."""
+        """Disconnect the stranger that has been here longest."""
         for task, peer in self._strangers.items():
             if not peer.proven:
                 del self._strangers[task]
@@ -112,10 +113,10 @@ class Door:
 
 
 async def listen(host: str, port: int) -> list[socket.socket]:
-    """Bound sockets at every address of a host; for port 0, at its first one alone.
+    """Bind sockets at every address of a host; for port 0, at its first one alone.
 
     Raises:
-        OSError: it cannot be listened at.
+        OSError: a socket cannot listen there.
     """
     loop = asyncio.get_running_loop()
     found: list[socket.socket] = []

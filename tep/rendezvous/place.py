@@ -1,4 +1,4 @@
-"""Which of the processes this one is, and where they meet: given, or read from the environment."""
+"""The rank of this process and the meeting point: given, or read from the environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tep.base.errors import UsageError
 __all__ = ["RANKS_MAX", "Place"]
 
 RANKS_MAX: Final = 4095
-"""So many parts of 1 MiB fit into one frame, whose length has 32 bits."""
+"""Number of parts of 1 MiB that fit into one frame with its 32-bit length."""
 
 _PORT_MAX: Final = 65535
 _PORT: Final = "TEP_RENDEZVOUS_PORT"
@@ -20,12 +20,12 @@ _PORT: Final = "TEP_RENDEZVOUS_PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which of the processes this one is, and where they meet.
+    """The rank of this process, and the meeting point.
 
     Attributes:
         rank: 0 to size - 1; rank 0 listens.
-        size: how many processes meet.
-        host, port: where rank 0 listens.
+        size: number of processes that meet.
+        host, port: rank 0's address.
         token: a secret that all of them know; keeps strangers and other jobs out. Never printed.
 
     Raises:
@@ -54,7 +54,7 @@ class Place:
         return f"{self.host}:{self.port}"
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that `from_env` reads, for whoever starts this rank."""
+        """Return the environment variables that `from_env` reads, for the starter of this rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -68,7 +68,7 @@ class Place:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
-        TEP_RENDEZVOUS_PORT goes before MASTER_PORT; where torchrun's own store is there
+        TEP_RENDEZVOUS_PORT goes before MASTER_PORT; if torchrun's own store is there
         (TORCHELASTIC_USE_AGENT_STORE), the next port is taken. The token is TEP_TOKEN, or
         torchrun's run id, which keeps jobs apart and is no secret.
 

@@ -1,9 +1,9 @@
-"""Two processes prove to each other that they know one token, which is never sent.
+"""The handshake by which two processes prove that they know one token, which is never sent.
 
-Whoever listens asks with a number that is used once. The caller answers with a proof over that
-number and over what it says of itself, and asks with a number of its own; the listener proves the
-same. So a proof is good for one connection, one caller and one direction. What follows is not
-encrypted: whoever can change packets on the way can go on in a caller's place.
+The listener sends a nonce. The caller answers with a proof over that nonce and over its own
+introduction, and sends a nonce of its own; the listener proves the same. So a proof is good for
+one connection, one caller and one direction. The later messages are not encrypted: an attacker
+who can change packets in flight can take over a caller's connection.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _RETRY_S: Final = 0.05
 
 
 def prove(token: str, what: str, *words: int | bytes | Who) -> bytes:
-    """Prove that one knows the token, for one question and one answer."""
+    """Compute a proof of the token, for one question and one answer."""
     key = hashlib.sha256(token.encode()).digest()
     return hmac.digest(key, msgspec.msgpack.encode((what, *words)), "sha256")
 
 
 def join_proof(token: str, nonce: bytes, asked: Join) -> bytes:
-    """The caller's proof: over the listener's number, and all that the caller says."""
+    """Compute the caller's proof, over the listener's nonce and the caller's introduction."""
     return prove(token, "join", nonce, asked.version, asked.who, asked.nonce)
 
 
-# ---------------------------------------------------------------------- whoever listens
+# ---------------------------------------------------------------------- the listener
 
 
 async def challenge(peer: Peer, token: str) -> Join:
-    """Ask a stranger for its proof; return what it says of itself once it has proved it.
+    """Ask a stranger for its proof; check it and return the stranger's introduction.
 
-    Raises one of TROUBLE: it has not, and is told so.
+    Raises one of TROUBLE if the proof fails; the stranger gets the reason.
     """
     nonce = os.urandom(16)
     await peer.say(Challenge(nonce))
@@ -59,39 +59,39 @@ async def challenge(peer: Peer, token: str) -> Join:
 
 
 async def refuse(peer: Peer, why: str) -> NoReturn:
-    """Tell a caller that it is not let in, and why.
+    """Send a caller a refusal with its reason.
 
     Raises:
-        RendezvousError: always, with the same words.
+        RendezvousError: always, with the same reason.
     """
     await peer.say(Refused(why))
     raise RendezvousError(why)
 
 
 async def welcome(peer: Peer, token: str, asked: Join) -> None:
-    """Let a caller in, and prove to it that it has come to the right place."""
+    """Admit a caller, and prove to it that this is the right listener."""
     await peer.say(Joined(prove(token, "joined", asked.nonce)))
 
 
-# ---------------------------------------------------------------------- whoever calls
+# ---------------------------------------------------------------------- the caller
 
 
 async def enter(host: str, port: int, token: str, who: Who, timeout_s: float) -> Peer:
-    """Call until somebody who knows the token lets us in.
+    """Connect until a listener that knows the token admits us.
 
-    Nobody may listen there yet, and whoever does hangs up on the oldest of many callers.
+    The listener may not be up yet, and it disconnects the oldest of many callers.
 
     Args:
-        host: where somebody listens, or will soon.
-        port: there.
+        host: the listener's host.
+        port: the listener's port.
         token: the secret that both know.
-        who: what the listener is told of this process.
-        timeout_s: how long to try, seconds.
+        who: this process's introduction to the listener.
+        timeout_s: time limit of all tries, seconds.
 
     Raises:
-        TimeoutError: nobody did in time; says what came of the last try.
-        RendezvousError: what listens there does not know the token, or speaks another language.
-        UsageError: it refused; says why.
+        TimeoutError: no listener admitted us in time; says how the last try failed.
+        RendezvousError: the listener does not know the token, or speaks another protocol.
+        UsageError: the listener refused; says why.
     """
     what = "nobody listens there"
     try:
@@ -116,7 +116,7 @@ async def enter(host: str, port: int, token: str, who: Who, timeout_s: float) ->
 
 
 async def _introduce(peer: Peer, token: str, who: Who) -> bool:
-    """Whether the listener let us in; False: it hung up."""
+    """Introduce this process; return True if it is admitted, False if the listener hung up."""
     nonce = os.urandom(16)
     try:
         asks = await peer.hear(0)

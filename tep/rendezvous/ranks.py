@@ -1,7 +1,7 @@
-"""The ranks of one rendezvous: how they meet, and their collective calls.
+"""The ranks of one rendezvous: their meeting, and their collective calls.
 
-Rule 1: a call ends in time, and says which ranks it waited for. Rule 2: rank 0 tells the others why
-a call has failed. Rule 3: after a failed call nothing more is said.
+Rule 1: a call ends in time, and says which ranks it waited for. Rule 2: rank 0 sends the others
+the reason why a call has failed. Rule 3: after a failed call nothing more is sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tep.rendezvous.wire import (
 __all__ = ["AsyncGroup"]
 
 _SERVICE: Final = "rank"
-_GRACE_S: Final = 1.0  # what others wait longer than rank 0, so that its report reaches them
+_GRACE_S: Final = 1.0  # the others wait so much longer than rank 0, for its report
 
 
 class AsyncGroup:
@@ -40,7 +40,7 @@ class AsyncGroup:
     After a call that failed the ranks may be out of step, and the group is closed.
 
     Attributes:
-        rank, size: of this process, and of all.
+        rank, size: this process's rank, and the number of ranks.
     """
 
     def __init__(self, place: Place) -> None:
@@ -49,7 +49,7 @@ class AsyncGroup:
         self._place = place
         self._turn = 0
         self._peers: dict[int, Peer] = {}  # at rank 0: everybody else; elsewhere: rank 0
-        self._here: set[int] = set()  # at rank 0: who has been told that it is in
+        self._here: set[int] = set()  # at rank 0: the ranks that were admitted
         self._door: Door | None = None  # at rank 0
         self._calling = False
         self._closed = False
@@ -63,7 +63,7 @@ class AsyncGroup:
     # --- what users call
 
     async def all_gather(self, data: bytes, *, timeout_s: float = 60.0) -> list[bytes]:
-        """Give every rank's bytes, 1 MiB at the most, to every rank; returns them by rank.
+        """Give every rank's bytes, 1 MiB at the most, to every rank; return them by rank.
 
         Raises:
             UsageError: no bytes, or too many; nothing has happened then.
@@ -99,7 +99,7 @@ class AsyncGroup:
     # --- meeting
 
     async def gather_ranks(self, timeout_s: float, listener: socket.socket | None) -> None:
-        """Rank 0: listen until all others are here."""
+        """Listen, at rank 0, until all others are here."""
         if self.size == 1:
             if listener is not None:
                 listener.close()
@@ -118,11 +118,11 @@ class AsyncGroup:
         except TimeoutError:
             raise await self._late("join", self._present(), timeout_s) from None
         finally:
-            await self._door.close()  # what was let in stays
+            await self._door.close()  # admitted ranks stay connected
         await self._tell(Got(0, []), timeout_s)
 
     def _present(self) -> set[int]:
-        """Rank 0: who has come and not left again."""
+        """Return the ranks that have come and not left again, at rank 0."""
         return {rank for rank in self._here if not self._peers[rank].gone}
 
     async def _listen(self, listener: socket.socket | None) -> list[socket.socket]:
@@ -137,13 +137,13 @@ class AsyncGroup:
             ) from error
 
     async def _admit(self, peer: Peer) -> int:
-        """Rank 0: let a rank in and return it, or say why not, there and here."""
+        """Admit a rank, at rank 0, and return it; or refuse it and raise the reason."""
         asked = await challenge(peer, self._place.token)
         why, rank = self._why_not(asked.who)
         if why:
             await refuse(peer, why)
         before = self._peers.get(rank)
-        self._peers[rank] = peer  # before the next await: the same rank may knock twice
+        self._peers[rank] = peer  # before the next await: the same rank may connect twice
         self._here.discard(rank)
         if before is not None:
             await before.close()
@@ -151,7 +151,7 @@ class AsyncGroup:
         return rank
 
     def _why_not(self, who: Who) -> tuple[str, int]:
-        """Why somebody is not let in, or '', and its rank."""
+        """Return the reason why a caller is refused, or '', and its rank."""
         match who:
             case (str(service), int(rank), int(size)) if service == _SERVICE:
                 pass
@@ -167,7 +167,7 @@ class AsyncGroup:
         return "", rank
 
     async def find_rank_0(self, timeout_s: float) -> None:
-        """Another rank: connect to rank 0, and wait until all others have."""
+        """Connect another rank to rank 0, and wait until all others have."""
         place, loop = self._place, asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         who = (_SERVICE, self.rank, self.size)
@@ -259,7 +259,7 @@ class AsyncGroup:
         return await self._hear_from_0(what, deadline - loop.time())
 
     async def _hear_from_0(self, what: str, timeout_s: float) -> list[bytes]:
-        """Wait for rank 0 to have heard from all; a little longer than it waits itself."""
+        """Wait for rank 0's answer, a little longer than rank 0 waits for all ranks."""
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 try:
@@ -283,7 +283,7 @@ class AsyncGroup:
         )
 
     async def _late(self, what: str, here: Collection[int], timeout_s: float) -> WaitTimeout:
-        """Say who is missing: to those who came, and as the error to raise."""
+        """Send those that came the list of missing ranks; return it as the error to raise."""
         missing = [rank for rank in range(1, self.size) if rank not in here]
         turn = f" {self._turn}" if self._turn else ""
         text = (
@@ -297,9 +297,9 @@ class AsyncGroup:
         return WaitTimeout(text)
 
     async def _tell(self, message: Message, timeout_s: float) -> list[int]:
-        """Send to all others at once; return who did not take it in time. Who is gone is not told.
+        """Send to all others at once; return those that did not take it in time.
 
-        Its absence shows at the next call.
+        A rank that is gone is skipped; the next call reports it.
         """
         slow = []
         frame = encode(message)

@@ -1,7 +1,7 @@
-"""What ranks say to each other at a rendezvous, and one connection, framed. No policy lives here.
+"""The messages between ranks at a rendezvous, and one connection, framed. No policy lives here.
 
-Whoever knows the token is trusted; who has not proved it is listened to for one short frame. How
-it is proved is in `proof`.
+A peer that knows the token is trusted; one that has not proved it may send one short frame. The
+proof is in `proof`.
 
 offset  size  field    content
 0       4     length   u32, little-endian: bytes of the message
@@ -40,25 +40,25 @@ PART_BYTES_MAX: Final = 1 << 20
 """The longest part that a rank may give to a collective call."""
 
 STRANGER_BYTES_MAX: Final = 4096
-"""The longest frame of somebody who has not proved that it belongs here."""
+"""The longest frame of a peer that has not proved that it knows the token."""
 
 _CHUNK_BYTES: Final = 1 << 16
 
-_AROUND_BYTES_MAX: Final = 4096  # what a frame holds beside the parts; 5 bytes a part, and 4 KiB
+_AROUND_BYTES_MAX: Final = 4096  # a frame's overhead beside the parts; 5 bytes a part, and 4 KiB
 
 
 Who = tuple[int | str, ...]
-"""What a caller says of itself: the service that it calls, and what that service asks for."""
+"""A caller's introduction: the service that it calls, and the facts that this service needs."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Whoever listens, to whoever connects."""
+    """The listener's first message to a caller."""
 
     nonce: bytes
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer: who it is, and a proof over all of this that it knows the token."""
+    """The caller's answer: its introduction, and a proof over it that it knows the token."""
 
     version: int
     who: Who
@@ -67,13 +67,13 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Whoever listens: come in; and its own proof."""
+    """The listener admits the caller, with its own proof."""
 
     proof: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Whoever listens: no, and why."""
+    """The listener refuses the caller, with the reason."""
 
     why: str
 
@@ -87,14 +87,14 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Got(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Rank 0: everybody's parts, by rank."""
+    """Rank 0's answer: the parts of all ranks, by rank."""
 
     turn: int
     data: list[bytes]
 
 
 class Late(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Rank 0: the call failed; `lost` where a rank has gone, else somebody is missing."""
+    """Rank 0's answer to a failed call; `lost` if a rank has left, else a rank is missing."""
 
     why: str
     lost: bool = False
@@ -106,11 +106,11 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 TROUBLE: Final = (RendezvousError, EOFError, OSError)
-"""What hear() and say() raise when the other end is gone, or not what it should be."""
+"""The exceptions of hear() and say() when the other end is gone, or no rank of this job."""
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message; one frame can be sent to many peers."""
+    """Make the frame of a message; one frame can be sent to many peers."""
     data = _encode(message)
     return len(data).to_bytes(4, "little") + data
 
@@ -119,7 +119,7 @@ def decode(data: bytes) -> Message:
     """Read a message.
 
     Raises:
-        RendezvousError: the bytes are none.
+        RendezvousError: the bytes are no message.
     """
     try:
         message: Message = _decode(data)
@@ -132,28 +132,28 @@ class Peer:
     """One connection, framed.
 
     Attributes:
-        name: where it comes from.
-        proven: whether it has proved that it knows the token.
+        name: its address.
+        proven: True if it has proved that it knows the token.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self.proven = False
-        # A drain() then means that all is with the kernel: this loop may not run afterwards.
+        # A drain() then means that the kernel has all: this loop may not run afterwards.
         writer.transport.set_write_buffer_limits(0)
         where = writer.get_extra_info("peername")  # None: it has hung up already
         self.name = "{}:{}".format(*where[:2]) if where else "somebody"
 
     async def say(self, message: Message) -> None:
-        """Send, until all of it is with the kernel."""
+        """Send, and return when the kernel has all of it."""
         await self.send(encode(message))
 
     async def send(self, frame: bytes) -> None:
-        """Send what encode() made, until all of it is with the kernel.
+        """Send a frame of encode(), and return when the kernel has all of it.
 
-        It goes out in chunks: the transport copies what the kernel does not take at once, and an
-        answer that goes to all ranks would be held once for each of them.
+        It is sent in chunks: the transport copies the bytes that the kernel does not take at once,
+        and an answer to all ranks would be in memory once for each of them.
         """
         view = memoryview(frame)
         for at in range(0, len(frame), _CHUNK_BYTES):
@@ -161,7 +161,7 @@ class Peer:
             await self._writer.drain()
 
     async def hear(self, parts: int) -> Message:
-        """The next message, which may hold `parts` parts of others; 0 for strangers.
+        """Receive the next message, which may hold `parts` parts of others; 0 for strangers.
 
         Raises one of TROUBLE.
         """
@@ -174,17 +174,17 @@ class Peer:
         return decode(await self._reader.readexactly(length))
 
     def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The connection itself, for a service with a language of its own."""
+        """Return the connection itself, for a service with its own protocol."""
         self._writer.transport.set_write_buffer_limits()
         return self._reader, self._writer
 
     @property
     def gone(self) -> bool:
-        """Whether the other end has hung up."""
+        """True if the other end has hung up."""
         return self._reader.at_eof()
 
     def abort(self) -> None:
-        """Hang up at once, and drop what was not sent."""
+        """Hang up at once, and drop unsent bytes."""
         self._writer.transport.abort()
 
     async def close(self) -> None:

@@ -390,5 +390,5 @@ def test_inline_calls_where_it_stands_and_cannot_be_awaited() -> None:
     driver.kick()
 
     assert threading.get_ident() == driver.call(threading.get_ident)
-    with asyncio.Runner() as runner, pytest.raises(UsageError, match="nobody would turn it"):
+    with asyncio.Runner() as runner, pytest.raises(UsageError, match="nothing would step it"):
         driver.check_await(runner.get_loop())
