@@ -3,7 +3,7 @@
 A fence is a lock let go and taken again by its only user: an atomic release followed by an atomic
 acquire of one word is a full barrier on x86 (locked instructions) and on AArch64 (the architecture
 orders a store-release before a later load-acquire). It orders memory of this host; what a device
-has mapped may need more, see tep/backends/efa/columns.py.
+has mapped may need more, see tep/backends/efa/ways.py.
 """
 
 from __future__ import annotations

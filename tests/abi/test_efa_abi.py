@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tep.backends.efa import entries
+from tep.backends.efa import ways
 from tep.backends.ffi import efa
 from tep.backends.ffi.efa import CALLS, EFA_STRUCTS, VERBS_STRUCTS
 from tests.abi.test_ibverbs_abi import compiled_facts, differences, parse
@@ -35,7 +35,7 @@ RENAMED = {  # what an older header calls a place that was given a use later
 # Where C keeps what our dtypes name, by the struct and the way to the member.
 ENTRIES = {
     "efa_io_tx_wqe": (
-        entries.TX_ENTRY,
+        ways.TX_ENTRY,
         {
             "req_id": "meta.req_id",
             "ctrl1": "meta.ctrl1",
@@ -57,7 +57,7 @@ ENTRIES = {
         },
     ),
     "efa_io_rx_desc": (
-        entries.RX_ENTRY,
+        ways.RX_ENTRY,
         {
             "addr": "buf_addr_lo",
             "req_id": "req_id",
@@ -66,7 +66,7 @@ ENTRIES = {
         },
     ),
     "efa_io_rx_cdesc": (
-        entries.COMPLETION_ENTRY,
+        ways.COMPLETION_ENTRY,
         {
             "req_id": "common.req_id",
             "status": "common.status",
@@ -80,15 +80,15 @@ ENTRIES = {
     ),
 }
 VALUES = {
-    "EFA_IO_SEND": entries.OP_SEND,
-    "EFA_IO_RDMA_WRITE": entries.OP_WRITE,
-    "EFA_IO_TX_META_DESC_HAS_IMM_MASK": entries.HAS_IMM,
-    "EFA_IO_TX_META_DESC_META_DESC_MASK": entries.ALWAYS_1,
-    "EFA_IO_TX_BUF_DESC_LKEY_MASK": entries.LKEY_MASK,
+    "EFA_IO_SEND": ways.OP_SEND,
+    "EFA_IO_RDMA_WRITE": ways.OP_WRITE,
+    "EFA_IO_TX_META_DESC_HAS_IMM_MASK": ways.HAS_IMM,
+    "EFA_IO_TX_META_DESC_META_DESC_MASK": ways.ALWAYS_1,
+    "EFA_IO_TX_BUF_DESC_LKEY_MASK": ways.LKEY_MASK,
     "EFA_IO_CDESC_COMMON_PHASE_MASK": 1,
     "EFA_IO_CDESC_COMMON_Q_TYPE_MASK": 6,
-    "EFA_IO_CDESC_COMMON_HAS_IMM_MASK": entries.HAS_IMM >> 1,
-    "EFA_IO_REGS_CQ_DB_ARM_MASK": entries.ARM,
+    "EFA_IO_CDESC_COMMON_HAS_IMM_MASK": ways.HAS_IMM >> 1,
+    "EFA_IO_REGS_CQ_DB_ARM_MASK": ways.ARM,
 }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tep.backends.efa.entries import OP_READ
+from tep.backends.efa.ways import OP_READ
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa
 
@@ -35,10 +35,9 @@ class _End:
     def __init__(self, post, *, send=64, receive=64):
         import ctypes
 
-        from tep.backends.efa.device import Nic
+        from tep.backends.efa.device import Nic, Sizes
         from tep.backends.efa.domain import choose_way
-        from tep.backends.efa.pairs import Sizes
-        from tep.backends.efa.rowwise import Span
+        from tep.backends.efa.ways import Span
         from tep.backends.ffi.efa import load
 
         lib = load()

@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from tep.backends.efa import columns
+from tep.backends.efa import ways
 from tep.base.errors import BackendUnavailable
 
 
@@ -32,7 +32,7 @@ def test_aarch64_needs_no_library_for_its_fences(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     nic = Nic()
-    store, load, name = columns.fences(nic)
+    store, load, name = ways.fences(nic)
     store()
     load()
 
@@ -44,4 +44,4 @@ def test_an_unknown_processor_is_refused(monkeypatch):
     """A wrong fence loses rows, one in a million."""
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(BackendUnavailable, match="no store fence is known for riscv64"):
-        columns.fences(Nic())
+        ways.fences(Nic())

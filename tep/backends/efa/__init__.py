@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
-from tep.backends.efa.device import Nic, efa_devices
+from tep.backends.efa.device import Nic, Sizes, efa_devices
 from tep.backends.efa.domain import EfaDomain, choose_way
-from tep.backends.efa.pairs import Sizes
 from tep.backends.ffi.efa import Efa, load
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX

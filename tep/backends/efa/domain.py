@@ -16,10 +16,9 @@ from tep.backends.base import (
 )
 from tep.backends.columns import part
 from tep.backends.efa import flight
-from tep.backends.efa.columns import Columns
 from tep.backends.efa.device import Nic
-from tep.backends.efa.rowwise import RowWise
-from tep.backends.efa.slots import Slots
+from tep.backends.efa.flight import Slots
+from tep.backends.efa.ways import Columns, RowWise
 from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa.domain import HardwareDomain

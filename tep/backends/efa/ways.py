@@ -1,13 +1,38 @@
-"""Way (b): entries written by columns into the queues as the device maps them; completions read so.
+"""The two ways to post and poll, and the entries that an EFA device reads and writes.
 
-Requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
-a store fence and one doorbell for each `max_batch` entries. `RowWise` has the same methods.
+`RowWise` makes the public calls of libibverbs, row by row: the reference, and what works wherever
+EFA does. `Columns` has the same methods, and writes into the queues as the device maps them:
+requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
+a store fence and one doorbell for each `max_batch` entries. Nothing here knows whose rows they are.
 
 Rule 1: every store of an entry comes before the fence, the fence before the doorbell, and another
 fence between that doorbell and the next entry: else the device may see more than `max_batch` of
 them between two doorbells (rdma-core: mmio_wc_start at each start and after each batch). Rule 2: no
 more requests are out than the queues hold, and the completion queue holds all of both: the device
-looks at none of this. Rule 3: an entry's phase bit is looked at before the rest of it.
+looks at none of this. Rule 3: an entry's phase bit is looked at before the rest of it. Rule 4:
+nothing is read from a work queue. On a device it is memory of the NIC, mapped for writing.
+
+Source of the entries: providers/efa/efa_io_defs.h of rdma-core 64 (tx_wqe, rx_desc, cdesc_common,
+tx_cdesc, rx_cdesc), written anew; tests/abi compares offsets and sizes with that header's. All
+numbers are little-endian. Immediates too: libefa swaps them on their way to and from ibv_wr_*,
+which take them in network byte order.
+
+    work queue entry, 64 bytes (on some devices 128, whose second half a write leaves alone)
+    offset  size  field     content
+    0       2     req_id    comes back in the completion
+    2       1     ctrl1     operation, bit 4 has an immediate, bit 7 always
+    3       1     ctrl2     bit 0 phase; bits 2 and 3, first and last, always; bit 4 completion
+    4       2     dest_qp   queue pair number there
+    6       2     length    buffers: 1
+    8       4     imm
+    12      2     ah        number of the address handle
+    14      2     hints     0
+    16      4     qkey      of the queue pair there
+    20      12              0
+    32      16    remote    of a write: length, rkey, address
+    48      16    local     of a write: length, lkey, address; of a message they stand at 32
+
+A read looks as a write without an immediate.
 """
 
 from __future__ import annotations
@@ -17,19 +42,311 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.efa import entries
+from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
-from tep.backends.efa.entries import ALWAYS_1, ALWAYS_2, HAS_IMM, OP_SEND, OP_WRITE
-from tep.backends.efa.rowwise import Entries, Numbers, Span
 from tep.backends.fences import new_fence
+from tep.backends.ffi.efa import CqEx, QpEx
+from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE
 from tep.base.errors import BackendUnavailable
 
-__all__ = ["Columns", "fences"]
+__all__ = [
+    "ALWAYS_1",
+    "ALWAYS_2",
+    "ARM",
+    "COMPLETION_ENTRY",
+    "HAS_IMM",
+    "KINDS",
+    "LKEY_MASK",
+    "OP_READ",
+    "OP_SEND",
+    "OP_WRITE",
+    "RX_ALWAYS",
+    "RX_ENTRY",
+    "TX_ENTRY",
+    "Columns",
+    "Entries",
+    "Numbers",
+    "RowWise",
+    "Span",
+    "fences",
+]
+
+
+_Field = tuple[str, int]
+
+
+def _layout(itemsize: int, **fields: _Field) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [form for form, _ in fields.values()],
+            "offsets": [at for _, at in fields.values()],
+            "itemsize": itemsize,
+        }
+    )
+
+
+TX_ENTRY: Final = _layout(
+    64,
+    req_id=("<u2", 0),
+    ctrl1=("u1", 2),
+    ctrl2=("u1", 3),
+    dest_qp=("<u2", 4),
+    length=("<u2", 6),
+    imm=("<u4", 8),
+    ah=("<u2", 12),
+    qkey=("<u4", 16),
+    remote_length=("<u4", 32),
+    rkey=("<u4", 36),
+    remote_addr=("<u8", 40),
+    local_length=("<u4", 48),
+    lkey=("<u4", 52),
+    local_addr=("<u8", 56),
+    send_length=("<u4", 32),
+    send_lkey=("<u4", 36),
+    send_addr=("<u8", 40),
+)
+OP_SEND: Final = 0
+OP_READ: Final = 1
+OP_WRITE: Final = 2
+HAS_IMM: Final = 1 << 4
+ALWAYS_1: Final = 1 << 7
+"""Of ctrl1: this is a meta descriptor."""
+ALWAYS_2: Final = 1 << 2 | 1 << 3 | 1 << 4
+"""Of ctrl2: first and last of its request, which is to end in a completion."""
+LKEY_MASK: Final = (1 << 24) - 1
+
+RX_ENTRY: Final = _layout(
+    16, addr=("<u8", 0), req_id=("<u2", 8), length=("<u2", 10), lkey_ctrl=("<u4", 12)
+)
+RX_ALWAYS: Final = 1 << 30 | 1 << 31
+"""Of lkey_ctrl: first and last descriptor of its request."""
+
+COMPLETION_ENTRY: Final = _layout(
+    16,
+    req_id=("<u2", 0),
+    status=("u1", 2),
+    flags=("u1", 3),
+    qp=("<u2", 4),
+    length=("<u2", 6),
+    ah=("<u2", 8),
+    src_qp=("<u2", 10),
+    imm=("<u4", 12),
+)
+"""flags: bit 0 phase, bits 1 and 2 the queue (1 send, 2 receive), bit 3 has an immediate, bits 4 to
+6 the operation, bit 7 unsolicited. From `length` on only of receives; entries of 32 bytes go on."""
+
+KINDS: Final = _layout(16, kind=("<u2", 2))
+"""A completion's status and flags as one number: status, flags << 8."""
+
+ARM: Final = 1 << 31
+"""Of the completion queue's doorbell: wake me; bits 29 and 30 count, the low 16 are the consumer's.
+Source: efa_io_regs_defs.h."""
+
+
+_OF_RECEIVES: Final = 1 << 32  # in wr_id: a request of the receive queue
+_SENT, _RECEIVED = 1 << 1, 2 << 1  # of a completion's flags
+_WRITE_FLAGS: Final = OP_WRITE << 4
+_WC_WRITES: Final = frozenset({1, 129})  # IBV_WC_RDMA_WRITE, IBV_WC_RECV_RDMA_WITH_IMM
+_WC_READ: Final = 2  # IBV_WC_RDMA_READ
+_WC_IMM: Final = 129
+_ENTRIES: Final = 256
+
+Numbers = npt.NDArray[np.integer]
+Entries = npt.NDArray[np.void]
+
+
+class Span(NamedTuple):
+    """Memory that messages are received in: buffers of one size, side by side."""
+
+    address: int
+    buffer_bytes: int
+    buffers: int
+    lkey: int
+
+
+class RowWise:
+    """The queues of one NIC through the library.
+
+    Args:
+        nic: whose.
+
+    Attributes:
+        more: the last poll stopped before the queue was empty.
+        kind: None: entries may be of several kinds.
+    """
+
+    name: Final = "row by row, through libibverbs' calls"
+
+    def __init__(self, nic: Nic) -> None:
+        self._nic = nic
+        self.more = False
+        self.kind: int | None = None
+        self._qp, self._cq = nic.qp, nic.cq
+        self._pair, self._queue = QpEx.from_address(nic.qp), CqEx.from_address(nic.cq)
+        self._start, self._complete = nic.call("wr_start"), nic.call("wr_complete")
+        self._write, self._write_imm = nic.call("wr_rdma_write"), nic.call("wr_rdma_write_imm")
+        self._send, self._to = nic.call("wr_send"), nic.call("wr_set_ud_addr")
+        self._buffer = nic.call("wr_set_sge")
+        # Where the device cannot read nobody posts a read.
+        self._read_rows = nic.call("wr_rdma_read" if nic.can_read else "wr_rdma_write")
+        self._first, self._next = (nic.call(n, of_cq=True) for n in ("start_poll", "next_poll"))
+        self._end = nic.call("end_poll", of_cq=True)
+        reads = ("read_opcode", "read_vendor_err", "read_byte_len", "read_imm_data")
+        self._opcode, self._status, self._length, self._imm = (
+            nic.call(name, of_cq=True) for name in reads
+        )
+        self._found = np.zeros(_ENTRIES, COMPLETION_ENTRY)
+        self._post_recv = nic.post_recv()
+
+    def lay_out(self, span: Span) -> None:
+        """Say where messages are received; buffer i has the request id i."""
+        n = span.buffers
+        self._sges = np.zeros(n, SGE)
+        self._sges["addr"] = span.address + span.buffer_bytes * np.arange(n)
+        self._sges["length"], self._sges["lkey"] = span.buffer_bytes, span.lkey
+        self._recvs = np.zeros(n, RECV_WR)
+        self._recvs["wr_id"] = _OF_RECEIVES + np.arange(n)
+        self._recvs["sg_list"] = self._sges.ctypes.data + SGE.itemsize * np.arange(n)
+        self._recvs["num_sge"] = 1
+        self._bad = np.zeros(1, np.uint64)
+
+    # --- posting; all or none is taken
+
+    def write(
+        self,
+        n: int,
+        ids: Numbers,
+        place: Place,
+        src: Column,
+        dst: Column,
+        nbytes: Column,
+        lkey: int,
+        rkey: int,
+        imm: Column | None,
+        op: int = OP_WRITE,
+    ) -> None:
+        """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
+        columns = [spread(column, n) for column in (src, dst, nbytes)]
+        imms = [None] * n if imm is None else spread(imm, n)
+        self._start(self._qp)
+        numbers = ids.tolist()
+        for number, at, to, length, one in zip(numbers, *columns, imms, strict=True):
+            self._add(number, at, to, length, one, place, lkey, rkey, op)
+        self._ring()
+
+    def write_one(
+        self,
+        number: int,
+        place: Place,
+        src: int,
+        dst: int,
+        nbytes: int,
+        lkey: int,
+        rkey: int,
+        imm: int | None,
+        op: int = OP_WRITE,
+    ) -> None:
+        """Post one write, or one read."""
+        self._start(self._qp)
+        self._add(number, src, dst, nbytes, imm, place, lkey, rkey, op)
+        self._ring()
+
+    def _add(
+        self,
+        number: int,
+        src: int,
+        dst: int,
+        nbytes: int,
+        imm: int | None,
+        place: Place,
+        lkey: int,
+        rkey: int,
+        op: int,
+    ) -> None:
+        qp = self._qp
+        self._pair.wr_id = number
+        if op == OP_READ:
+            self._read_rows(qp, rkey, dst)
+        elif imm is None:
+            self._write(qp, rkey, dst)
+        else:
+            self._write_imm(qp, rkey, dst, _swapped(imm))
+        self._to(qp, place.ah, place.qpn, place.qkey)
+        self._buffer(qp, lkey, src, nbytes)
+
+    def send(self, number: int, place: Place, address: int, nbytes: int, lkey: int) -> None:
+        """Post one message."""
+        self._start(self._qp)
+        self._pair.wr_id = number
+        self._send(self._qp)
+        self._to(self._qp, place.ah, place.qpn, place.qkey)
+        self._buffer(self._qp, lkey, address, nbytes)
+        self._ring()
+
+    def _ring(self) -> None:
+        rc = self._complete(self._qp)
+        if rc:
+            raise OSError(rc, "ibv_wr_complete")
+
+    def receive(self, ids: bytearray) -> None:
+        """Post receive buffers, named by u16."""
+        indices = np.frombuffer(ids, np.uint16)
+        at = self._recvs.ctypes.data + RECV_WR.itemsize * indices.astype(np.uint64)
+        following = np.zeros_like(at)
+        following[:-1] = at[1:]
+        self._recvs["next"][indices] = following
+        rc = self._post_recv(self._qp, int(at[0]), self._bad.ctypes.data)
+        if rc:
+            raise OSError(rc, "ibv_post_recv")
+
+    # --- polling
+
+    def poll(self, room: int) -> Entries:
+        """What has completed, as the device itself would write it; at most `room` entries."""
+        n, found, queue = 0, self._found, self._cq
+        self.more = False
+        if self._first(queue, None):
+            return found[:0]
+        room = min(room, _ENTRIES)
+        while True:
+            found[n] = self._read(queue)
+            n += 1
+            if n == room or self._next(queue):
+                break
+        self._end(queue)
+        self.more = n == room
+        return found[:n]
+
+    def _read(self, queue: int) -> tuple[int, ...]:
+        number, opcode = int(self._queue.wr_id), self._opcode(queue)
+        flags = _RECEIVED if number & _OF_RECEIVES else _SENT
+        length = imm = 0
+        if opcode in _WC_WRITES:
+            flags |= _WRITE_FLAGS
+        elif opcode == _WC_READ:
+            flags |= OP_READ << 4
+        if number & _OF_RECEIVES:
+            length = self._length(queue) & 0xFFFF
+            if opcode == _WC_IMM:
+                flags |= HAS_IMM >> 1
+                imm = _swapped(self._imm(queue))
+        return number & 0xFFFF, self._status(queue), flags, 0, length, 0, 0, imm
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def _swapped(imm: int) -> int:
+    """A number in network byte order, and back."""
+    return int.from_bytes(imm.to_bytes(4, "little"), "big")
+
 
 _ONE: Final = Struct("<HBBHHIHHI12xIIQIIQ")
 _PHASE: Final = 1
@@ -94,7 +411,7 @@ class Columns:
     Attributes:
         batch_max: entries between two doorbells; `device_batch_max` is the device's own limit.
         more: the last poll stopped before the first entry that is not there yet.
-        kind: status and flags of all entries of the last poll, as in entries.KINDS; None = it
+        kind: status and flags of all entries of the last poll, as in KINDS; None = it
             found several kinds.
 
     Raises:
@@ -142,7 +459,7 @@ class Columns:
         self._pc = 0
         stage = np.zeros(size * width, np.uint8)
         self._stage = memoryview(stage)  # type: ignore[arg-type]  # numpy has the buffer protocol
-        rows = np.ndarray(size, entries.TX_ENTRY, stage.data, strides=(width,))
+        rows = np.ndarray(size, TX_ENTRY, stage.data, strides=(width,))
         rows["length"] = 1
         self._rows = rows
         names = ("req_id", "local_addr", "remote_addr", "imm", "ctrl2")
@@ -154,7 +471,7 @@ class Columns:
         self._lone = bytearray(width)
 
     def _map_receive(self, buffer: int, size: int, bell: int) -> None:
-        ring = _mapped(buffer, size * entries.RX_ENTRY.itemsize)
+        ring = _mapped(buffer, size * RX_ENTRY.itemsize)
         self._rx = np.frombuffer(ring, np.uint64).reshape(-1, 2)
         self._rx_ids = bytearray(b"\xff\xff" * size)  # of the entries there; none at first
         self._rx_bell = _register(bell)
@@ -162,8 +479,8 @@ class Columns:
 
     def _map_completions(self, buffer: int, width: int, size: int, bell: int | None) -> None:
         ring = _mapped(buffer, width * size)
-        self._cq = np.ndarray(size, entries.COMPLETION_ENTRY, ring, strides=(width,))
-        self._cq_kinds = np.ndarray(size, entries.KINDS, ring, strides=(width,))["kind"]
+        self._cq = np.ndarray(size, COMPLETION_ENTRY, ring, strides=(width,))
+        self._cq_kinds = np.ndarray(size, KINDS, ring, strides=(width,))["kind"]
         self._window = _WINDOW_MIN
         self._cq_bytes = ring
         self._cq_width, self._cq_size = width, size
@@ -176,12 +493,12 @@ class Columns:
 
     def lay_out(self, span: Span) -> None:
         """Say where messages are received; buffer i has the request id i."""
-        rows = np.zeros(span.buffers, entries.RX_ENTRY)
+        rows = np.zeros(span.buffers, RX_ENTRY)
         self._receives = rows.view(np.uint64).reshape(-1, 2)
         rows["addr"] = span.address + span.buffer_bytes * np.arange(span.buffers)
         rows["req_id"] = np.arange(span.buffers)
         rows["length"] = span.buffer_bytes
-        rows["lkey_ctrl"] = entries.RX_ALWAYS | (span.lkey & entries.LKEY_MASK)
+        rows["lkey_ctrl"] = RX_ALWAYS | (span.lkey & LKEY_MASK)
 
     # --- posting; the methods are those of RowWise
 
@@ -229,7 +546,7 @@ class Columns:
         rows = self._rows
         rows["ctrl1"][:n] = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         rows["dest_qp"][:n], rows["ah"][:n], rows["qkey"][:n] = place.qpn, place.ahn, place.qkey
-        rows["lkey"][:n], rows["rkey"][:n] = lkey & entries.LKEY_MASK, rkey
+        rows["lkey"][:n], rows["rkey"][:n] = lkey & LKEY_MASK, rkey
         rows["imm"][:n] = 0 if imm is None else imm
         for column in self._lengths:
             column[:n] = nbytes
@@ -293,12 +610,12 @@ class Columns:
     ) -> None:
         """Post one write, or one read."""
         ctrl1 = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
-        key = lkey & entries.LKEY_MASK
+        key = lkey & LKEY_MASK
         self._put(number, ctrl1, place, imm or 0, nbytes, rkey, dst, nbytes, key, src)
 
     def send(self, number: int, place: Place, address: int, nbytes: int, lkey: int) -> None:
         """Post one message."""
-        key = lkey & entries.LKEY_MASK
+        key = lkey & LKEY_MASK
         self._put(number, ALWAYS_1 | OP_SEND, place, 0, nbytes, key, address, 0, 0, 0)
 
     def _put(self, number: int, ctrl1: int, place: Place, imm: int, *buffers: int) -> None:
@@ -384,7 +701,7 @@ class Columns:
         """Tell the device how far the queue was read, and to wake us at the next completion."""
         assert self._cq_bell is not None
         number = self._nic.events & 3
-        self._cq_bell[0] = entries.ARM | number << 29 | (self._cc & 0xFFFF)
+        self._cq_bell[0] = ARM | number << 29 | (self._cc & 0xFFFF)
 
     def close(self) -> None:
         """Let go of the mappings, which the library takes away."""
