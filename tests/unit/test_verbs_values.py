@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from tep.backends.base import Status
-from tep.backends.verbs.conns import IMM, LOOSE, RUN, TAIL, number_of, tag
+from tep.backends.verbs.conns import Tag, number_of, tag
 from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.backends.verbs.handshake import ADDRESS_BYTES, Address, gid_text, identity_of
 from tep.backends.verbs.receive import STATUS_TEXT, send_status, write_status
@@ -144,6 +144,8 @@ def test_every_status_has_a_meaning():
 
 def test_ids_keep_kind_and_object_apart():
     """An error's id is all that is known of it."""
-    assert 4 == len({tag(kind) >> 60 for kind in (RUN, TAIL, LOOSE, IMM)})
-    assert (1 << 44) - 1 == number_of(tag(LOOSE, (1 << 44) - 1) + 0xFFFF)
-    assert tag(LOOSE) > max(tag(kind, (1 << 44) - 1) + 0xFFFF for kind in (RUN, TAIL, IMM))
+    assert 4 == len({tag(kind) >> 60 for kind in (Tag.RUN, Tag.TAIL, Tag.LOOSE, Tag.IMM)})
+    assert (1 << 44) - 1 == number_of(tag(Tag.LOOSE, (1 << 44) - 1) + 0xFFFF)
+    assert tag(Tag.LOOSE) > max(
+        tag(kind, (1 << 44) - 1) + 0xFFFF for kind in (Tag.RUN, Tag.TAIL, Tag.IMM)
+    )

@@ -36,24 +36,16 @@ from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.base.errors import FabricError
 
 __all__ = [
-    "DATAGRAM_IN",
-    "DATAGRAM_OUT",
-    "IMM",
     "KIND_SHIFT",
-    "LOOSE",
-    "MARKER",
-    "MESSAGE_IN",
-    "MESSAGE_OUT",
     "NUMBER_MASK",
     "NUMBER_SHIFT",
     "ROW_MASK",
-    "RUN",
-    "TAIL",
     "Conn",
     "Draining",
     "Queues",
     "Run",
     "Sources",
+    "Tag",
     "create_ud",
     "number_of",
     "qp_number",
@@ -66,15 +58,19 @@ NUMBER_SHIFT: Final = 16
 NUMBER_MASK: Final = (1 << 44) - 1
 ROW_MASK: Final = 0xFFFF
 
-RUN: Final = 1  # row of the oldest run on its queue pair
-TAIL: Final = 2  # stands behind rows of a run that asked for no completion of their own
-LOOSE: Final = 9  # row of a loose set; the object is the set
-MARKER: Final = 3  # last request of a failed queue pair; the object is the connection
-IMM: Final = 4  # receive without a buffer, used up by an immediate
-MESSAGE_OUT: Final = 5
-MESSAGE_IN: Final = 6
-DATAGRAM_OUT: Final = 7
-DATAGRAM_IN: Final = 8
+
+class Tag:
+    """The kinds of requests, as ids name them."""
+
+    RUN: Final = 1  # row of the oldest run on its queue pair
+    TAIL: Final = 2  # stands behind rows of a run that asked for no completion of their own
+    LOOSE: Final = 9  # row of a loose set; the object is the set
+    MARKER: Final = 3  # last request of a failed queue pair; the object is the connection
+    IMM: Final = 4  # receive without a buffer, used up by an immediate
+    MESSAGE_OUT: Final = 5
+    MESSAGE_IN: Final = 6
+    DATAGRAM_OUT: Final = 7
+    DATAGRAM_IN: Final = 8
 
 
 def tag(kind: int, number: int = 0) -> int:
@@ -251,13 +247,10 @@ class Conn:
 
     def pick(self) -> int:
         """The queue pair for the next row."""
-        qps = self.qps
-        if len(qps) == 1:
-            return self.qp
         if self._sprayed:
-            return self._rng.choice(qps)
+            return self._rng.choice(self.qps)
         self._turn += 1
-        return qps[self._turn % len(qps)]
+        return self.qps[self._turn % len(self.qps)]
 
     def to_rtr(self, hello: Hello) -> None:
         """Let all receive from the peer's queue pairs."""
@@ -321,7 +314,7 @@ class Conn:
 
         A full queue pair takes its own later.
         """
-        wr_id, before = tag(MARKER, self.number), len(self._unmarked)
+        wr_id, before = tag(Tag.MARKER, self.number), len(self._unmarked)
         self._unmarked = [
             qp for k, qp in enumerate(self._unmarked) if k >= room or not post(qp, wr_id)
         ]
@@ -402,21 +395,14 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
-    steps = (
-        (
-            "UD RESET->INIT",
-            _INIT_UD,
-            QpAttr(
-                qp_state=_INIT,
-                pkey_index=device.pkey_index,
-                port_num=device.settings.port,
-                qkey=qkey,
-            ),
-        ),
-        ("UD INIT->RTR", _STATE, QpAttr(qp_state=_RTR)),
-        ("UD RTR->RTS", _RTS_UD, QpAttr(qp_state=_RTS)),
-    )
-    for what, mask, step in steps:
+    for what, mask, state in (
+        ("UD RESET->INIT", _INIT_UD, _INIT),
+        ("UD INIT->RTR", _STATE, _RTR),
+        ("UD RTR->RTS", _RTS_UD, _RTS),
+    ):
+        step = QpAttr(
+            qp_state=state, pkey_index=device.pkey_index, port_num=device.settings.port, qkey=qkey
+        )
         lib.ok("ibv_modify_qp", qp, ctypes.byref(step), mask, what=what, device=device.name)
     return qp
 
@@ -424,9 +410,6 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
 def qp_number(qp: int) -> int:
     """A queue pair's number."""
     return int(Qp.from_address(qp).qp_num)
-
-
-_FENCED: Final = int(Kind.FENCED)
 
 
 class Draining:
@@ -440,7 +423,8 @@ class Draining:
 
     Attributes:
         conns: by their own number.
-        fences: (peer, ctx) of those that do not hold yet.
+        fences: (peer, ctx) of those that do not hold yet: FENCED is said once nothing of the peer
+            is left. It has no connection for rows any more.
         blurred: peers, by number, of which it is not known what has landed here.
     """
 
@@ -460,7 +444,7 @@ class Draining:
         self._rounds = 0  # how often the completion queue was read to its end
         self._left = depth
         self._due: dict[int, int] = {}  # the round in which a connection may go
-        self.fences: list[tuple[int, int]] = []  # (peer, ctx)
+        self.fences: list[tuple[int, int]] = []
         self._markers_left = MARKERS_MAX  # the completion queue has room for so many
 
     def add(self, conn: Conn, now_s: float) -> None:
@@ -483,16 +467,7 @@ class Draining:
     def take_last(self, qp: int) -> None:
         """The device says that a failed queue pair has used its last receive."""
         for conn in self.conns.values():
-            if conn.holds(qp):
-                conn.take_last(qp)
-
-    def fence(self, peer: int, ctx: int) -> None:
-        """Say FENCED once nothing of a peer is left; it has no connection for rows any more."""
-        self.fences.append((peer, ctx))
-
-    def is_fencing(self, peer: int) -> bool:
-        """Whether a fence against a peer has not ended."""
-        return any(fenced == peer for fenced, _ in self.fences)
+            conn.take_last(qp)
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Take note of a read of `n` completions, `whole` if that was all there were."""
@@ -519,7 +494,7 @@ class Draining:
             if peer not in open_:
                 self.fences.remove((peer, ctx))
                 status = int(Status.PROVIDER if peer in self.blurred else Status.OK)
-                self._ready.append((_FENCED, status, 1, 0, 0, ctx, 0))
+                self._ready.append((int(Kind.FENCED), status, 1, 0, 0, ctx, 0))
 
     def next_s(self, now_s: float) -> list[float]:
         """When progress() has something to do though nothing came."""

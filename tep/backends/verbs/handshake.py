@@ -76,6 +76,7 @@ __all__ = [
     "Hello",
     "Kind",
     "Negotiation",
+    "Patience",
     "Phase",
     "QpId",
     "control_bytes",
@@ -223,7 +224,7 @@ _HELLO_MAGIC: Final = b"VHSK"
 _HELLO_VERSION: Final = 3
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
-_PAUSES: Final = 16  # the longest pause is such a part of the patience, or the first one
+_PAUSES: Final = 16
 
 _HEAD_BYTES: Final = _HEAD.size + ADDRESS_BYTES
 
@@ -309,11 +310,11 @@ class Hello:
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
         payload, reads, ece = b"", 0, NO_ECE
-        if kind in _CONNECTING and len(rest) >= _TAIL.size:
+        if kind in _CONNECTING:
+            if len(rest) < _TAIL.size:
+                raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
             (reads, *said), rest = _TAIL.unpack(rest[-_TAIL.size :]), rest[: -_TAIL.size]
             ece = (said[0], said[1], said[2])
-        elif kind in _CONNECTING:
-            raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
         if kind in _NOTING:
             payload, rest = rest, b""
         if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
@@ -373,8 +374,50 @@ class Actions(Protocol):
         """The peer does not answer; what waits for it fails."""
 
 
-class Negotiation:
-    """One side's view of one peer.
+class Patience:
+    """When a question that is out is repeated, and when its peer is given up.
+
+    Args:
+        patience_s: give up after so long, seconds.
+        resend_s: first pause before repeating, seconds; it doubles.
+        pauses: the longest pause is such a part of the patience, or the first one.
+
+    Attributes:
+        next_s: when again() is to be called; None = no question is out.
+    """
+
+    def __init__(self, patience_s: float, resend_s: float, pauses: int) -> None:
+        self.next_s: float | None = None
+        self._patience_s = patience_s
+        self._resend_s = self._pause_s = resend_s
+        self._pause_s_max = max(resend_s, patience_s / pauses)
+        self._deadline_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A question goes out."""
+        self._pause_s = self._resend_s
+        self._deadline_s = now_s + self._patience_s
+        self.next_s = now_s + self._pause_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a question is out, and it is time for again()."""
+        return self.next_s is not None and now_s >= self.next_s
+
+    def again(self, now_s: float) -> bool:
+        """Whether to repeat the question; False = give the peer up."""
+        assert self.next_s is not None
+        # If we come late, it is this process that was held up, and not the peer.
+        self._deadline_s += now_s - self.next_s
+        if now_s >= self._deadline_s:
+            self.next_s = None
+            return False
+        self._pause_s = min(2 * self._pause_s, self._pause_s_max)
+        self.next_s = now_s + self._pause_s
+        return True
+
+
+class Negotiation(Patience):
+    """One side's view of one peer; `next_s` is when tick() wants to be called, or None.
 
     Args:
         actions: what is done about it.
@@ -386,26 +429,20 @@ class Negotiation:
     def __init__(
         self, actions: Actions, attempts: Iterator[int], *, patience_s: float, resend_s: float
     ) -> None:
+        # Of so many tries hardly all are lost, even where each third datagram is.
+        super().__init__(patience_s, resend_s, _PAUSES)
         self.phase = Phase.IDLE
         self.attempt = 0
         self.remote = 0
         self._actions = actions
         self._attempts = attempts
-        self._patience_s = patience_s
-        self._resend_s = resend_s
-        self._pause_s = resend_s
-        # Of so many tries hardly all are lost, even where each third datagram is.
-        self._pause_s_max = max(resend_s, patience_s / _PAUSES)
-        self._deadline_s = 0.0
         self._question = b""
-        self.next_s: float | None = None
-        """When tick() wants to be called, or None."""
 
     def start(self, now_s: float) -> None:
         """Ask the peer for a fresh connection."""
-        self._begin()
+        self._renew()
         self.phase = Phase.ASKING
-        self._arm(now_s)
+        self.begin(now_s)
         self._actions.say(Kind.REQ, self.attempt, 0)
 
     @property
@@ -418,7 +455,7 @@ class Negotiation:
         assert self.connected, self.phase
         self._question = next(self._attempts).to_bytes(4, "little")
         self.phase = Phase.CHECKING
-        self._arm(now_s)
+        self.begin(now_s)
         self._actions.say(Kind.CHECK, *self._pair, self._question)
 
     def lose(self) -> None:
@@ -446,18 +483,13 @@ class Negotiation:
 
     def tick(self, now_s: float) -> None:
         """Repeat what was not answered, or give up."""
-        if self.next_s is None or now_s < self.next_s:
+        if not self.is_due(now_s):
             return
-        # If we come late, it is this process that was held up, and not the peer.
-        self._deadline_s += now_s - self.next_s
-        if now_s >= self._deadline_s:
-            self.next_s = None
+        if not self.again(now_s):
             if self.phase is not Phase.READY:
                 self.phase = Phase.IDLE
             self._actions.give_up()
             return
-        self._pause_s = min(2 * self._pause_s, self._pause_s_max)
-        self.next_s = now_s + self._pause_s
         if self.phase is Phase.ASKING:
             self._actions.say(Kind.REQ, self.attempt, 0)
         elif self.phase is Phase.CHECKING:
@@ -475,11 +507,11 @@ class Negotiation:
         known = hello.attempt == self.remote and self.connected
         if not known:
             if self.phase is not Phase.ASKING:
-                self._begin()
+                self._renew()
             self.remote = hello.attempt
             self._actions.ready(hello)
             self.phase = Phase.READY
-            self._arm(now_s)
+            self.begin(now_s)
         elif self.phase is Phase.CHECKING:
             self.next_s = now_s + self._pause_s  # who asks has no answer to a question
         self._actions.say(Kind.REP, *self._pair)
@@ -507,7 +539,7 @@ class Negotiation:
         elif hello.attempt >= self.remote and self.phase is not Phase.ASKING:
             self.start(now_s)
 
-    def _begin(self) -> None:
+    def _renew(self) -> None:
         self.attempt = next(self._attempts)
         self._actions.begin()
 
@@ -515,8 +547,3 @@ class Negotiation:
         self.phase = Phase.UP
         self.next_s = None
         self._actions.up()
-
-    def _arm(self, now_s: float) -> None:
-        self._pause_s = self._resend_s
-        self._deadline_s = now_s + self._patience_s
-        self.next_s = now_s + self._pause_s

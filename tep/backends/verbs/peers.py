@@ -22,6 +22,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from typing import Final
 
 from tep.backends.base import Batch, Entry, ReadBatch, Status
@@ -29,7 +30,17 @@ from tep.backends.base import Kind as Completed
 from tep.backends.handing import Unread
 from tep.backends.verbs.conns import Conn, Draining, Queues, Sources
 from tep.backends.verbs.device import Device
-from tep.backends.verbs.handshake import NO_ECE, Address, Ece, Hello, Kind, Negotiation, Phase, QpId
+from tep.backends.verbs.handshake import (
+    NO_ECE,
+    Address,
+    Ece,
+    Hello,
+    Kind,
+    Negotiation,
+    Patience,
+    Phase,
+    QpId,
+)
 from tep.backends.verbs.messages import Datagrams, Messages
 from tep.backends.verbs.send import Writer
 from tep.backends.verbs.settings import Settings
@@ -83,7 +94,7 @@ class Peers:
         self.up = self.writer.up
         self.conns: dict[int, Conn] = {}
         self.sources = Sources()
-        self.controls = ControlMessages(device.settings, ready)
+        self.controls = _Controls(ready)
         self.draining = Draining(self.writer.post_marker, ready, queues.depths.cq, self._retire)
         self.link_lost = link_lost
         self.trouble = ""
@@ -145,43 +156,27 @@ class Peers:
 
     def bury(self, peer: Peer, status: Status) -> None:
         """A peer's incarnation is over: what is open fails, nothing is tried again."""
-        if peer.gone is not None:
-            return
-        peer.gone = status
+        if peer.gone is None:
+            self._end(peer, status)
+            self._unsettled.pop(peer, None)
+            self._asking.pop(peer, None)
+            self.datagrams.forget(peer.where)
+
+    def _end(self, peer: Peer, status: Status) -> None:
+        peer.gone = peer.gone or status
+        self._lose(peer, peer.gone)
+        self.controls.fail(peer, peer.gone)
+
+    def _lose(self, peer: Peer, status: Status) -> None:
+        """Give up the way to a connection with a peer, and what waits for one."""
         peer.negotiation.lose()
         if peer.conn is not None:
             self.drop(peer.conn)
         peer.fail_waiting(status)
-        self.controls.fail(peer, status)
-        self._unsettled.pop(peer, None)
-        self._asking.pop(peer, None)
-        self.datagrams.forget(peer.where)
 
     def attend(self, peer: Peer) -> None:
         """Begin or go on to connect to a peer, in a later turn: see `progress`."""
         self._asking[peer] = None
-
-    def _unsettle(self, peer: Peer) -> None:
-        """Look after a peer, from the next turn on."""
-        self._unsettled[peer] = None
-        self._tend_s = 0.0
-
-    def _ask(self, peer: Peer, now_s: float) -> None:
-        """Ask a peer; what fails here fails what waits for it."""
-        try:
-            peer.ask(now_s)
-        except FabricError as error:
-            self._abandon(peer, error)
-        else:
-            self._unsettled[peer] = None
-            self._tend(peer, now_s)
-
-    def _abandon(self, peer: Peer, error: FabricError) -> None:
-        self.trouble = str(error)
-        peer.negotiation.lose()
-        if peer.conn is not None:
-            self.drop(peer.conn)
-        peer.fail_waiting(Status.PROVIDER)
 
     def hear(self, payload: bytes, now_s: float) -> None:
         """Take a datagram; what is none of ours is ignored."""
@@ -216,15 +211,8 @@ class Peers:
     def _answer(self, hello: Hello, now_s: float) -> None:
         """Take a datagram of a handshake."""
         peer = self._peer(hello.sender)
-        if peer.gone is not None:
-            return
-        try:
-            peer.negotiation.hear(hello, now_s)
-        except FabricError as error:
-            self._abandon(peer, error)
-        else:
-            self._unsettled[peer] = None
-            self._tend(peer, now_s)
+        if peer.gone is None:
+            self._tend(peer, now_s, partial(peer.negotiation.hear, hello))
 
     def _disown(self, hello: Hello) -> None:
         """Tell a sender that it means an incarnation that is no more."""
@@ -243,7 +231,8 @@ class Peers:
         """Keep rows that found no room on their peer's queue pair."""
         peer = self.table[number]
         peer.rows.append((batch, start, stop))
-        self._unsettle(peer)
+        self._unsettled[peer] = None
+        self._tend_s = 0.0  # from the next turn on
 
     def hold(self, number: int, batch: Batch, start: int, stop: int) -> None:
         """Keep rows until their peer is connected."""
@@ -320,7 +309,7 @@ class Peers:
         if peer.conn is not None and peer.conn.qps:
             peer.negotiation.lose()
             self.drop(peer.conn)
-        self.draining.fence(peer.number, ctx)
+        self.draining.fences.append((peer.number, ctx))
 
     def unfence(self, source: bytes, now_s: float) -> None:
         """Let rows of a NIC land again; while its fence is being put up, wait for the end of that.
@@ -338,21 +327,19 @@ class Peers:
 
         For those may have fenced us, and let us in again, without our having heard of either.
         """
-        for peer in [peer for peer in self._lifting if not self.draining.is_fencing(peer.number)]:
+        fencing = {number for number, _ in self.draining.fences}
+        for peer in [peer for peer in self._lifting if peer.number not in fencing]:
             del self._lifting[peer]
             if peer.gone is not None or (peer.shut and peer.number in self.draining.blurred):
                 continue
-            lifted, peer.shut = peer.shut, False
-            try:
-                # An answer to what we had asked before may be from behind the fence: ask anew.
-                if lifted or peer.negotiation.phase is Phase.ASKING:
-                    peer.negotiation.start(now_s)
-                elif peer.negotiation.connected:
-                    peer.check(now_s)
-            except FabricError as error:
-                self._abandon(peer, error)
-            else:
-                self._unsettle(peer)
+            # An answer to what we had asked before may be from behind the fence: ask anew.
+            step: Callable[[float], object] | None = None
+            if peer.shut or peer.negotiation.phase is Phase.ASKING:
+                step = peer.negotiation.start
+            elif peer.negotiation.connected:
+                step = peer.check
+            peer.shut = False
+            self._tend(peer, now_s, step)
 
     def why_silent(self) -> Status:
         """What is told of rows and messages to which there was no answer."""
@@ -366,12 +353,7 @@ class Peers:
     def sink(self, status: Status) -> None:
         """The NIC dies: let all connections drain; what is open or waits fails."""
         for peer in self.table:
-            peer.gone = peer.gone or status
-            peer.negotiation.lose()
-            if peer.conn is not None:
-                self.drop(peer.conn)
-            peer.fail_waiting(peer.gone)
-            self.controls.fail(peer, peer.gone)
+            self._end(peer, status)
         self._forget_steps()
 
     def _forget_steps(self) -> None:
@@ -421,16 +403,25 @@ class Peers:
             left -= 1
             peer = next(iter(self._asking))
             del self._asking[peer]
-            self._ask(peer, now_s)
+            self._tend(peer, now_s, peer.ask)
 
-    def _tend(self, peer: Peer, now_s: float) -> None:
-        """Repeat or give up what is due, and post what waits for a peer."""
+    def _tend(
+        self, peer: Peer, now_s: float, step: Callable[[float], object] | None = None
+    ) -> None:
+        """Take a step, repeat or give up what is due, and post what waits for a peer.
+
+        Where this fails, what waits fails.
+        """
         negotiation = peer.negotiation
+        self._unsettled[peer] = None
         try:
+            if step is not None:
+                step(now_s)
             negotiation.tick(now_s)
             peer.flush()
         except FabricError as error:
-            self._abandon(peer, error)
+            self.trouble = str(error)
+            self._lose(peer, Status.PROVIDER)
         if negotiation.next_s is not None:
             self._tend_s = min(self._tend_s, negotiation.next_s)
         elif not peer.rows and not peer.messages:
@@ -442,9 +433,10 @@ class Peers:
 
     def next_s(self, now_s: float) -> float | None:
         """When progress() has something to do though nothing came, or None."""
-        times = [p.negotiation.next_s for p in self._unsettled if p.negotiation.next_s is not None]
-        times += self.controls.next_s() + self.draining.next_s(now_s)
-        return min(times, default=None)
+        asking = [peer.negotiation for peer in self._unsettled]
+        lines = [peer.line for peer in self.controls.open]
+        times = [each.next_s for each in (*asking, *lines) if each.next_s is not None]
+        return min(times + self.draining.next_s(now_s), default=None)
 
     def lost_status(self, conn: Conn) -> int:
         """What a flushed row of a connection is told: why the peer is gone, if it is."""
@@ -490,6 +482,7 @@ class Peer:
         gone: once it is known that this incarnation never comes back: the status its rows get.
         shut: we have fenced it.
         refused: it has fenced us, as the last handshake said.
+        line: control messages for it.
     """
 
     def __init__(self, owner: Peers, number: int, where: Address) -> None:
@@ -508,6 +501,7 @@ class Peer:
         self.negotiation = Negotiation(
             self, owner.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
         )
+        self.line = _Line(settings)
 
     # --- what the negotiation asks for
 
@@ -626,49 +620,40 @@ def ended_as(batch: Batch, status: Status) -> tuple[int, int]:
 
 
 _CONTROLS_MAX: Final = 64
-_CONTROL_PARTS: Final = 4
-_CONTROL_PAUSES: Final = 8  # the longest pause is such a part of the time, or the first one
+_PARTS: Final = 4  # the patience with a control message is such a part of a handshake's
+_PAUSES: Final = 8
 
 
-class _Line:
+class _Line(Patience):
     """The control messages that wait for one peer; the first is out.
 
     Attributes:
         number: of the one that is out.
-        due_s: when it is repeated.
-        deadline_s: when the peer is given up.
+        heard: number of the one that came last from there.
     """
 
-    __slots__ = ("deadline_s", "due_s", "number", "pause_s", "waiting")
-
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.handshake_s / _PARTS, settings.resend_s, _PAUSES)
+        self.number = self.heard = 0
         self.waiting: deque[tuple[bytes, int]] = deque()
-        self.due_s = self.deadline_s = self.pause_s = 0.0
 
 
-class ControlMessages:
+class _Controls:
     """The control messages of one NIC.
 
     Args:
-        settings: how long to wait for an answer, and between repetitions.
         ready: where entries for poll() go.
 
     Attributes:
-        open: lines with a control message that is out.
+        open: peers that a control message is out to.
         unread: what has come.
     """
 
-    def __init__(self, settings: Settings, ready: deque[Entry]) -> None:
-        self.open: dict[Peer, _Line] = {}
+    def __init__(self, ready: deque[Entry]) -> None:
+        self.open: dict[Peer, None] = {}
         self.unread = Unread(ready.append)
-        self._patience_s = settings.handshake_s / _CONTROL_PARTS
-        self._pause_s = settings.resend_s
-        self._pause_s_max = max(settings.resend_s, self._patience_s / _CONTROL_PAUSES)
         self._ready = ready
-        self._lines: dict[Peer, _Line] = {}
         self._count = 0
-        self._last: dict[Peer, int] = {}  # number of the control message that came last
 
     def post(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
         """Take a control message; False = too many wait."""
@@ -678,66 +663,52 @@ class ControlMessages:
         if peer.gone is not None:
             self._end(ctx, peer.gone)
             return True
-        line = self._lines.get(peer)
-        if line is None:
-            line = self._lines[peer] = _Line()
-        line.waiting.append((payload, ctx))
-        if len(line.waiting) == 1:
-            self._begin(peer, line, now_s)
+        peer.line.waiting.append((payload, ctx))
+        if len(peer.line.waiting) == 1:
+            self._begin(peer, now_s)
         return True
 
-    def _begin(self, peer: Peer, line: _Line, now_s: float) -> None:
+    def _begin(self, peer: Peer, now_s: float) -> None:
         """Send the first of a line."""
-        self.open[peer] = line
-        line.number += 1
-        line.pause_s = self._pause_s / 2
-        line.deadline_s = now_s + self._patience_s
-        self._say(peer, line, now_s)
+        self.open[peer] = None
+        peer.line.number += 1
+        peer.line.begin(now_s)
+        self._say(peer)
 
-    def _say(self, peer: Peer, line: _Line, now_s: float) -> None:
-        line.pause_s = min(2 * line.pause_s, self._pause_s_max)
-        line.due_s = now_s + line.pause_s
+    @staticmethod
+    def _say(peer: Peer) -> None:
+        line = peer.line
         peer.say(Kind.CONTROL, peer.negotiation.attempt, line.number, line.waiting[0][0])
 
     def hear(self, peer: Peer, hello: Hello, now_s: float) -> None:
         """Take a CONTROL, or the answer to one."""
+        line = peer.line
         if hello.kind is Kind.CONTROL:
-            if hello.echo > self._last.get(peer, 0):
-                self._last[peer] = hello.echo
+            if hello.echo > line.heard:
+                line.heard = hello.echo
                 self.unread.add(hello.payload, peer.where.encode())
             peer.say(Kind.CONTROL_ACK, peer.negotiation.attempt, hello.echo)
-            return
-        line = self.open.get(peer)
-        if line is None or hello.echo != line.number:
-            return
-        _, ctx = line.waiting.popleft()
-        self._end(ctx, Status.OK)
-        if line.waiting:
-            self._begin(peer, line, now_s)
-        else:
-            del self.open[peer]
+        elif peer in self.open and hello.echo == line.number:
+            _, ctx = line.waiting.popleft()
+            self._end(ctx, Status.OK)
+            if line.waiting:
+                self._begin(peer, now_s)
+            else:
+                del self.open[peer]
 
     def progress(self, now_s: float) -> None:
         """Repeat what was not answered, or give up."""
-        for peer, line in list(self.open.items()):
-            if now_s < line.due_s:
-                continue
-            # If we come late, it is this process that was held up, and not the peer.
-            line.deadline_s += now_s - line.due_s
-            if now_s >= line.deadline_s:
-                self.fail(peer, Status.UNREACHABLE)
+        for peer in [peer for peer in self.open if peer.line.is_due(now_s)]:
+            if peer.line.again(now_s):
+                self._say(peer)
             else:
-                self._say(peer, line, now_s)
-
-    def next_s(self) -> list[float]:
-        """When progress() has something to do."""
-        return [line.due_s for line in self.open.values()]
+                self.fail(peer, Status.UNREACHABLE)
 
     def fail(self, peer: Peer, status: Status) -> None:
         """End every control message that waits for a peer."""
-        line = self.open.pop(peer, None)
-        while line is not None and line.waiting:
-            _, ctx = line.waiting.popleft()
+        self.open.pop(peer, None)
+        while peer.line.waiting:
+            _, ctx = peer.line.waiting.popleft()
             self._end(ctx, status)
 
     def _end(self, ctx: int, status: Status) -> None:

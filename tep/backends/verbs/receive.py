@@ -25,36 +25,14 @@ import numpy.typing as npt
 from tep.backends.base import COMPLETION, Completions, Entry, Kind, Status, new_completions
 from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, WC
 from tep.backends.texts import meaning
-from tep.backends.verbs.conns import (
-    DATAGRAM_IN,
-    DATAGRAM_OUT,
-    IMM,
-    KIND_SHIFT,
-    LOOSE,
-    MARKER,
-    MESSAGE_IN,
-    MESSAGE_OUT,
-    RUN,
-    TAIL,
-    Conn,
-    number_of,
-    tag,
-)
+from tep.backends.verbs.conns import KIND_SHIFT, Conn, Tag, number_of, tag
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.peers import Peers
 
-__all__ = [
-    "IMM_ID",
-    "POLL_MAX",
-    "STATUS_TEXT",
-    "ImmReceives",
-    "Poller",
-    "send_status",
-    "write_status",
-]
+__all__ = ["POLL_MAX", "STATUS_TEXT", "ImmReceives", "Poller", "send_status", "write_status"]
 
 
-IMM_ID = tag(IMM)
+IMM_ID = tag(Tag.IMM)
 """The id of every such receive: they are all alike."""
 
 POLL_MAX: Final = 512
@@ -63,8 +41,9 @@ POLL_MAX: Final = 512
 _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
 _UNREACHABLE: Final = int(Status.UNREACHABLE)
-_ROWS: Final = frozenset({RUN, TAIL, LOOSE})
-_RUNS_END: Final = tag(RUN + 1)  # the ids of rows of runs are less
+_ROWS: Final = frozenset({Tag.RUN, Tag.TAIL, Tag.LOOSE})
+_RUNS_END: Final = tag(Tag.RUN + 1)  # the ids of rows of runs are less
+_LOOSE_FROM: Final = tag(Tag.LOOSE)  # the ids of loose rows are the largest
 
 _HEAD: Final = np.dtype({"names": ["head"], "formats": ["V16"], "offsets": [0], "itemsize": 48})
 """Id, status and opcode of a completion."""
@@ -154,7 +133,7 @@ class Poller:
         ids = self._ids[:n]
         if self._statuses[:n].any():
             self._take_each(self._few[:n].tolist())
-        elif int(ids.min()) >= tag(LOOSE):
+        elif int(ids.min()) >= _LOOSE_FROM:
             self._writer.complete_many_loose(ids.tolist())
         else:
             # Both directions at once: immediates by columns, the rest one by one.
@@ -220,16 +199,8 @@ class Poller:
         conn = self._peers.conns.get(qpn)
         if conn is None:
             return  # it did not drain in time, and its rows were ended then
-        found = _OK
-        if status:
-            found = int(write_status(status))
-            if found == _FLUSHED:
-                found = self._peers.lost_status(conn)
-            else:
-                self._note(found, status, vendor, conn)
-                if found == _UNREACHABLE:
-                    found = int(self._peers.why_silent())
-        if wr_id >> KIND_SHIFT == LOOSE:
+        found = self._why(conn, int(write_status(status)), status, vendor) if status else _OK
+        if wr_id >> KIND_SHIFT == Tag.LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
             self._writer.complete_run(conn, wr_id, found)
@@ -238,18 +209,18 @@ class Poller:
 
     def _take_other(self, wr_id: int, status: int, nbytes: int, qpn: int, vendor: int) -> None:
         kind, number = wr_id >> KIND_SHIFT, number_of(wr_id)
-        if kind == DATAGRAM_IN:
+        if kind == Tag.DATAGRAM_IN:
             if status == 0:
                 self._peers.hear(self._peers.datagrams.payload(number, nbytes), time.monotonic())
             self._peers.datagrams.give_back(number)
-        elif kind == DATAGRAM_OUT:
+        elif kind == Tag.DATAGRAM_OUT:
             self._peers.datagrams.sent(number)
-        elif kind == MARKER:
+        elif kind == Tag.MARKER:
             self._peers.draining.take_marker(number)
-        elif kind == MESSAGE_OUT:
+        elif kind == Tag.MESSAGE_OUT:
             self._end_message(number, status, qpn, vendor)
         else:
-            assert kind == MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
+            assert kind == Tag.MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
             if status == 0:
                 self._messages.received(number, nbytes, self._peers.sources.of[qpn])
                 return
@@ -262,23 +233,19 @@ class Poller:
         conn = self._peers.conns.get(qpn)
         if conn is None:
             return  # as in _end_row
-        found = int(send_status(status))
-        if found == _FLUSHED:
-            found = self._peers.lost_status(conn)
-        elif found != _OK:
-            self._note(found, status, vendor, conn)
-            if found == _UNREACHABLE:
-                found = int(self._peers.why_silent())
+        found = self._why(conn, int(send_status(status)), status, vendor) if status else _OK
         self._messages.sent(slot, found)
         if found != _OK:
             self._peers.fail(conn, found)
 
-    def _note(self, found: int, status: int, vendor: int, conn: Conn) -> None:
+    def _why(self, conn: Conn, found: int, status: int, vendor: int) -> int:
+        """The seam's status for what failed, `found` by its completion's status; keep the text."""
+        if found == _FLUSHED:
+            return self._peers.lost_status(conn)
         text = self._device.lib.status_str(status)
-        self.said[found] = (
-            f"{text} (status {status}, vendor error {vendor:#x}) towards "
-            f"{self._peers.table[conn.peer].where}"
-        )
+        where = self._peers.table[conn.peer].where
+        self.said[found] = f"{text} (status {status}, vendor error {vendor:#x}) towards {where}"
+        return int(self._peers.why_silent()) if found == _UNREACHABLE else found
 
 
 class ImmReceives:

@@ -33,17 +33,7 @@ from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status
 from tep.backends.columns import most, part, row_of
 from tep.backends.ffi.ibverbs import Ref, ref
 from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR, SGE
-from tep.backends.verbs.conns import (
-    LOOSE,
-    NUMBER_MASK,
-    NUMBER_SHIFT,
-    ROW_MASK,
-    RUN,
-    TAIL,
-    Conn,
-    Run,
-    tag,
-)
+from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Run, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 
 __all__ = ["RKEY_MAX", "Limits", "Writer"]
@@ -265,7 +255,7 @@ class Writer:
         if taken:
             conn.runs.append(Run(ring.kind, batch.ctx, start, taken))
             if not ring.is_signaled(taken - 1, n):
-                self.tails[conn] = tag(TAIL) + taken - 1
+                self.tails[conn] = tag(Tag.TAIL) + taken - 1
         if rc in _LATER:
             return taken
         self._refuse(rc, batch.ctx, start + taken, ring.kind)
@@ -279,7 +269,7 @@ class Writer:
     def _post_few(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
         """Post rows to one peer one by one; return how many were taken, a prefix."""
         self._number = number = self._number + 1 & _SETS_MASK
-        wr_id = tag(LOOSE, number)
+        wr_id = tag(Tag.LOOSE, number)
         ring = self._few
         n = stop - start
         inline_max = 0 if batch.lkey in self._not_inline else self._inline_max
@@ -289,7 +279,8 @@ class Writer:
             ring.write(k, row, wr_id + k, flags)
         taken = refused = 0
         for at in ring.ptrs[:n]:
-            rc = self._post_send(conn.pick(), at, self._bad_ptr)
+            qp = conn.qp if self._one_qp else conn.pick()
+            rc = self._post_send(qp, at, self._bad_ptr)
             if rc:
                 if rc not in _LATER:
                     self._refuse(rc, batch.ctx, start + taken)
@@ -307,7 +298,7 @@ class Writer:
         n = len(qps)
         self._number = number = self._number + 1 & _SETS_MASK
         ring = self._loose
-        ring.fill(batch, start, n, tag(LOOSE, number))
+        ring.fill(batch, start, n, tag(Tag.LOOSE, number))
         codes = list(map(self._post_send, qps, ring.ptrs, repeat(self._bad_ptr)))
         self._sets[number] = _Loose(batch.ctx, start, n, conns)
         if any(codes):
@@ -423,7 +414,7 @@ class Writer:
         for number, found in list(self._sets.items()):
             for row, done in enumerate(found.done):
                 if not done and found.conns[row] in lost:
-                    self.complete_loose(tag(LOOSE, number) + row, status)
+                    self.complete_loose(tag(Tag.LOOSE, number) + row, status)
 
 
 class _Ring:
@@ -509,7 +500,7 @@ class _RunRing(_Ring):
     def __init__(self, n: int, signal_rows: int) -> None:
         super().__init__(n)
         self.ref = ref(self.ptr)
-        self._wr_id[:] = self._iota + np.uint64(tag(RUN))
+        self._wr_id[:] = self._iota + np.uint64(tag(Tag.RUN))
         self._links = [self.ptr + (k + 1) * _WR_BYTES for k in range(n - 1)] + [0]
         self._next[:] = self._links
         marks = (self._iota % signal_rows == signal_rows - 1) | (self._iota == n - 1)
@@ -607,7 +598,7 @@ class _FanRing(_Ring):
         super().__init__(n)
         self.refs = [ref(self.ptr + k * _WR_BYTES) for k in range(n)]
         self._flags[:] = _SIGNALED
-        self._wr_id[:] = self._iota + np.uint64(tag(LOOSE))
+        self._wr_id[:] = self._iota + np.uint64(tag(Tag.LOOSE))
         # The object that each id names, of up to 32 bits.
         raw = self._wr.view(np.uint8)
         self._number = np.ndarray(n, np.uint32, raw, NUMBER_SHIFT // 8, (_WR_BYTES,))
