@@ -198,7 +198,7 @@ class Failover:
         return known
 
     def _judge_imm(self, loss: Loss, imm: int, rows: list[LostRow], landed: int) -> None:
-        """Settle lost rows of one immediate, `landed` of which are known to have landed."""
+        """Settle lost rows of one immediate; `landed` of them are known to have landed."""
         sums, name = loss.path.sums, loss.path.link.addr.name
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
         total, failed = len(rows), len(rows) - len(live)
@@ -695,7 +695,7 @@ def _is_on(path: Path, pending: Pending, row: int) -> bool:
 
 
 def _lists(runs: Iterable[Run], longest: int) -> Iterator[tuple[Run, ...]]:
-    """Divide runs into lists, each of which fits into one message."""
+    """Divide runs into lists that fit into one message each."""
     part: list[Run] = []
     values = 0
     for run in runs:

@@ -119,7 +119,7 @@ class DomainGroup(Posting):
     def is_silent(self, domain: int, link: Link, nic: int) -> bool:
         """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
         link.path(domain, nic).silent = True
-        # On a connection that an error flushes, what is behind ends with it.
+        # When an error flushes a connection, every later row on it fails too.
         self.far_ends.at(domain, link.addr.domains[nic]).unheard = True
         if not link.alive[nic]:  # rows for it were sent on, as no other path was up
             self._reroute(lambda waiting: goes_to(waiting, link, nic))

@@ -364,7 +364,7 @@ class Pace:
         self.last: list[Queued | None] = [None] * nics
 
     def end(self, nic: int, rows: int) -> None:
-        """A NIC has returned a piece, of which `rows` had been posted."""
+        """A NIC has returned a piece; `rows` of it had been posted."""
         self.out[nic] -= 1
         self.through[nic] += rows
         keeps_up = 4 * self.through[nic] >= 3 * max(self.through)

@@ -4,8 +4,8 @@ Rule 1: a counter exists before anyone expects it; an immediate that arrives ear
 Rule 2: reaching fires once, subtracts the expected count and leaves the surplus to the next
 expectation in line. Rule 3: what is expected is never dropped; what nobody expects is in `counts`,
 or was handed to the callback that claimed it. Peers choose the values, so there is a limit to those
-that nobody expects: beyond it arrivals are dropped, and from then on a value of which nothing is
-here cannot be expected any more. Rule 4: a value's count is in one place, its page if it has one,
+that nobody expects: beyond it arrivals are dropped, and from then on a value without any arrival
+cannot be expected any more. Rule 4: a value's count is in one place, its page if it has one,
 else the dict. Rule 5: a burnt value has no line and gets none: what arrives counts for nobody.
 """
 
@@ -87,7 +87,7 @@ _PAGE_BITS: Final = 16
 _PAGE_MASK: Final = (1 << _PAGE_BITS) - 1
 
 _PAGES_MAX: Final = 64
-"""Pages of one table: 512 KiB each, of which the system gives only what was touched."""
+"""Pages of one table: 512 KiB each; the system gives only what was touched."""
 
 REST_MAX: Final = 1 << 21
 """Values outside pages that nobody expects: about 200 MB."""

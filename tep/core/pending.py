@@ -53,7 +53,7 @@ class Retransmission:
 
 
 class LostRow(NamedTuple):
-    """A row of which nobody knows whether it landed, and the error that it may fail with."""
+    """A row that may have landed, and the error that it may fail with."""
 
     pending: Pending
     row: int

@@ -399,7 +399,7 @@ class Posting:
         posts: list[Pending],
         error: OSError | MemoryError | None = None,
     ) -> None:
-        """Queue what is left of a prepared write of which a batch was not taken whole."""
+        """Queue the rest of a prepared write after a NIC took a batch in part."""
         transfer, dealt.kept = stopped.transfer, []
         stopped.at = 0
         at = posts.index(stopped)

@@ -162,7 +162,7 @@ class Reads:
         nic = cast("ReadDomain", group.domains[domain])
         before = self.outstanding[domain]
         again = False  # as no NIC has news of what was done
-        refused = 0  # consecutive batches of which nothing was taken
+        refused = 0  # consecutive batches that were refused
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break

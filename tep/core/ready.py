@@ -210,7 +210,7 @@ class Laid:
 class Ready(Job):
     """A prepared write at its offsets, with its immediate.
 
-    What is not set here is the same for every submit, and is that of `base`.
+    Every submit shares the rest with `base`.
 
     Attributes:
         base: the request at no offset.

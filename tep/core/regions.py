@@ -108,7 +108,7 @@ class MrHandle:
     def __getitem__(self, part: slice) -> MrView:
         """A view of some of the bytes, by numpy's rules for slices.
 
-        It stands wherever a region does as a source, and its `desc` is that of these bytes. It
+        It stands wherever a region does as a source, and its `desc` names these bytes. It
         counts bytes, whatever was registered; `axis0` counts entries of an array.
         """
         return self._view(*check_slice("mr", part, self.memory.nbytes), 1)
@@ -228,7 +228,7 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
             key = domain.register(memory, access)
             keys.append(key)
             undo.callback(domain.deregister, key)
-        # All took it. Had one refused, the others must not go on knowing memory nobody holds.
+        # All took it; else those that did would have to give it back.
         undo.pop_all()
     return tuple(keys)
 

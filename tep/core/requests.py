@@ -258,7 +258,7 @@ def _packer(n: int) -> Callable[..., bytes]:
 
 
 def _places(targets: Targets, raw: bytes, offsets: Sequence[int]) -> Places:
-    """The targets' offsets as a column: that of the last request where it is the same."""
+    """Return the targets' offsets as a column: the last request's where it is the same."""
     found = targets.places
     if raw != found.raw:
         found = targets.places = Places(raw, np.frombuffer(raw, np.uint64), int(max(offsets)))

@@ -165,7 +165,7 @@ class Worker:
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         self._raw = memoryview(self._out.view("u1"))  # type: ignore[arg-type]  # an array
         self._equal, self._equal_imm, self._again = bytearray(), 0, 0  # see _take_columns()
-        # Of an entry's 32 bytes, 8: kind, status, count; and 16: immediate and row as well.
+        # The first 8 bytes of an entry: kind, status, count; the first 16: immediate and row too.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
 
     def _drop(self, link: Link, fenced: bool) -> None:
