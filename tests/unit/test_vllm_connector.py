@@ -15,11 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tep import NetAddr, UsageError
+from tep import NetAddr, TransferEngine, UsageError, WaitTimeout
+from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm import processes
 from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.tensors import views_of
-from tep.integrations.vllm.terms import Asked, Report, Source, Terms, digest_of
+from tep.integrations.vllm.terms import Asked, Orders, Report, Source, Terms, digest_of
+from tep.integrations.vllm.worker import Worker
 from tests.abi import make_vllm_api
 
 RECORD = json.loads(Path(make_vllm_api.__file__).with_name("vllm_api.json").read_text("utf-8"))
@@ -182,6 +184,18 @@ def test_times_that_contradict_each_other(times):
     """A lease that ends before its first repeat frees blocks that are wanted."""
     with pytest.raises(UsageError, match="lost_after_s is at least"):
         Terms(**times)
+
+
+def test_a_preempted_request_that_is_read_for_ever_is_named():
+    """vLLM's step waits for this: without a limit an instance stands still in silence."""
+    with TransferEngine.open("loopback") as engine:
+        blocks = KvBlocks(engine)
+        blocks.add("0", 0, np.zeros((4, 2, 2, 8), np.uint8), "bhtd", heads=2)
+        worker = Worker(blocks, Terms(load_s=0.02))
+        worker.holds.stop = lambda _request: False  # a NIC has its rows
+        worker.stop_all(Orders())
+        with pytest.raises(WaitTimeout, match=r"load_s=0.02 s .* others: r1, r2\. Restart"):
+            worker.stop_all(Orders(stops={"r2", "r1"}))
 
 
 def test_a_process_that_ended_is_known_to_have_ended():

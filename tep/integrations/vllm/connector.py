@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections import deque
 from dataclasses import dataclass, fields
 from typing import Any
@@ -39,8 +38,6 @@ from tep.integrations.vllm.worker import Worker
 __all__ = ["TepConnector"]
 
 logger = logging.getLogger(__name__)
-_STOP_S = 30.0
-_PAUSE_S = 0.0005
 
 
 @dataclass
@@ -176,13 +173,12 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
 
         It ends when the fabric has ended every row that was under way; until then the blocks would
         be sent as another request's.
+
+        Raises:
+            WaitTimeout: a NIC still reads blocks after `load_s`; this worker cannot go on.
         """
-        said_s = time.monotonic()
-        while self._worker and (left := self._worker.stop(kv_connector_metadata.orders)):
-            if time.monotonic() - said_s > _STOP_S:
-                said_s = time.monotonic()
-                logger.error("preempted requests are read after %s s: %s", _STOP_S, sorted(left))
-            time.sleep(_PAUSE_S)
+        if self._worker is not None:
+            self._worker.stop_all(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins."""

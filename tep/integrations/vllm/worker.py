@@ -6,6 +6,8 @@ The engine's thread answers other workers, also while vLLM is between two steps.
 from __future__ import annotations
 
 import logging
+import time
+from typing import Final
 
 import msgspec
 
@@ -20,6 +22,7 @@ from tep import (
     PeerWatch,
     StaleEpoch,
     UsageError,
+    WaitTimeout,
 )
 from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm.holds import Holds
@@ -31,6 +34,8 @@ from tep.integrations.vllm.wire import Told, Want, decode, encode
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
+
+_PAUSE_S: Final = 0.0005
 
 
 class Worker:
@@ -67,6 +72,22 @@ class Worker:
         """Before a step: preempted requests whose blocks are still being read; ask again."""
         with self._blocks.lock:
             return {request for request in orders.stops if not self.holds.stop(request)}
+
+    def stop_all(self, orders: Orders) -> None:
+        """Wait until no NIC reads blocks of preempted requests.
+
+        Raises:
+            WaitTimeout: one still does after `load_s`; this worker cannot go on.
+        """
+        late_s = time.monotonic() + self._terms.load_s
+        while left := self.stop(orders):
+            if time.monotonic() > late_s:
+                raise WaitTimeout(
+                    f"after load_s={self._terms.load_s:g} s a NIC still reads blocks of preempted "
+                    f"requests, to be used for others: {', '.join(sorted(left))}. Restart "
+                    f"this worker.\n{self._blocks.engine.stall_report()}"
+                )
+            time.sleep(_PAUSE_S)
 
     def obey(self, orders: Orders) -> None:
         """Begin a step: everything but `stops`."""
