@@ -36,7 +36,7 @@ _READS: Final = 1024
 
 
 class _How(NamedTuple):
-    """How the NICs of one engine are opened."""
+    """The options of one engine's NICs."""
 
     post: str
     peer_timeout_s: float
@@ -147,7 +147,7 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
 
 
 def facts() -> dict[str, object]:
-    """What there is to know of libraries and devices, by name; for `tep info`.
+    """Report libraries and devices, by name; for `tep info`.
 
     Raises:
         BackendUnavailable: a library is missing.

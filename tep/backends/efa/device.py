@@ -46,19 +46,9 @@ from tep.backends.ibevents import Events
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "CAP_READ",
-    "CAP_WRITE",
-    "Endpoint",
-    "Handle",
-    "Nic",
-    "Place",
-    "Sizes",
-    "efa_devices",
-    "link_bps",
-    "make_pair",
-    "make_queue",
-]
-
+    "CAP_READ", "CAP_WRITE", "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices",
+    "link_bps", "make_pair", "make_queue",
+]  # fmt: skip
 
 CAP_READ: Final = 1 << 0  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
 _CAP_RNR_RETRY: Final = 1 << 1
@@ -69,8 +59,8 @@ _QP_EX_WITH_RDMA_READ: Final = 1 << 4  # verbs.h
 
 
 class Sizes(NamedTuple):
-    """Of the queues: requests out, receives posted, completions kept; and how many requests at the
-    least are of any use.
+    """The sizes of the queues: requests out, receives posted, completions kept; fewer requests than
+    `send_min` are of no use.
     """
 
     send: int
@@ -146,7 +136,7 @@ _FATAL: Final = {
 
 
 class Place(NamedTuple):
-    """Where a peer's queue pair is.
+    """The place of a peer's queue pair.
 
     Attributes:
         ah: our address handle to its NIC, a pointer.
@@ -318,7 +308,7 @@ class Nic:
         return made(pointer)
 
     def post_recv(self) -> Callable[[int, int, int], int]:
-        """What the inline ibv_post_recv calls."""
+        """The function that the inline ibv_post_recv calls."""
         pointer = Context.from_address(self._context).ops.post_recv
         return ctypes.PYFUNCTYPE(_INT, _PTR, _PTR, _PTR)(pointer)
 
@@ -388,7 +378,7 @@ class Nic:
         return number
 
     def place(self, number: int) -> Place:
-        """Where a peer is."""
+        """The place of a peer."""
         return self._places[number][1]
 
     def remove(self, number: int) -> None:

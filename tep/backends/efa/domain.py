@@ -180,5 +180,5 @@ class EfaDomain(HardwareDomain):
 
 
 def _no_call(*_: object) -> int:
-    """What libfabric would be called by."""
+    """Stand where a call of libfabric would; never called."""
     raise AssertionError

@@ -1,4 +1,4 @@
-"""What is in flight on one NIC: rows by request id, message buffers, and completions sorted.
+"""The rows in flight on one NIC by request id, its message buffers, and its completions, sorted.
 
 These fill the places that libfabric's parts have in `FabricDomain`: who lives, what waits and what
 has failed is decided there, for both. The way that entries take is `RowWise` or `Columns`.
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
 
 __all__ = ["STEP", "Mailbox", "Queue", "Regions", "Slots"]
-
 
 STEP: Final = 64  # from one context to the next
 _IDS_PER_ROW: Final = 4  # so that ids come back before their turn comes again
@@ -249,7 +248,7 @@ class Slots(slots.Slots):
         return self._settle(found)
 
     def _count_back(self, numbers: Numbers, left: int) -> dict[int, int]:
-        """How many of some ids are of each unmarked ticket, by its number."""
+        """Count the ids that belong to each unmarked ticket, by its number."""
         unmarked, found = self._unmarked, dict[int, int]()
         for ticket in tuple(unmarked):
             n = left

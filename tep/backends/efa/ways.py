@@ -56,27 +56,10 @@ from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
-    "ALWAYS_1",
-    "ALWAYS_2",
-    "ARM",
-    "COMPLETION_ENTRY",
-    "HAS_IMM",
-    "KINDS",
-    "LKEY_MASK",
-    "OP_READ",
-    "OP_SEND",
-    "OP_WRITE",
-    "RX_ALWAYS",
-    "RX_ENTRY",
-    "TX_ENTRY",
-    "Columns",
-    "Entries",
-    "Numbers",
-    "RowWise",
-    "Span",
-    "fences",
-]
-
+    "ALWAYS_1", "ALWAYS_2", "ARM", "COMPLETION_ENTRY", "HAS_IMM", "KINDS", "LKEY_MASK",
+    "OP_READ", "OP_SEND", "OP_WRITE", "RX_ALWAYS", "RX_ENTRY", "TX_ENTRY", "Columns", "Entries",
+    "Numbers", "RowWise", "Span", "fences",
+]  # fmt: skip
 
 _Field = tuple[str, int]
 
@@ -117,16 +100,16 @@ OP_READ: Final = 1
 OP_WRITE: Final = 2
 HAS_IMM: Final = 1 << 4
 ALWAYS_1: Final = 1 << 7
-"""Of ctrl1: this is a meta descriptor."""
+"""ctrl1: this is a meta descriptor."""
 ALWAYS_2: Final = 1 << 2 | 1 << 3 | 1 << 4
-"""Of ctrl2: first and last of its request, which is to end in a completion."""
+"""ctrl2: first and last of its request, which is to end in a completion."""
 LKEY_MASK: Final = (1 << 24) - 1
 
 RX_ENTRY: Final = _layout(
     16, addr=("<u8", 0), req_id=("<u2", 8), length=("<u2", 10), lkey_ctrl=("<u4", 12)
 )
 RX_ALWAYS: Final = 1 << 30 | 1 << 31
-"""Of lkey_ctrl: first and last descriptor of its request."""
+"""lkey_ctrl: first and last descriptor of its request."""
 
 COMPLETION_ENTRY: Final = _layout(
     16,
@@ -146,7 +129,7 @@ KINDS: Final = _layout(16, kind=("<u2", 2))
 """A completion's status and flags as one number: status, flags << 8."""
 
 ARM: Final = 1 << 31
-"""Of the completion queue's doorbell: wake me; bits 29 and 30 count, the low 16 are the consumer's.
+"""The completion queue's doorbell: wake me; bits 29 and 30 count, the low 16 are the consumer's.
 Source: efa_io_regs_defs.h."""
 
 
@@ -309,7 +292,7 @@ class RowWise:
     # --- polling
 
     def poll(self, room: int) -> Entries:
-        """What has completed, as the device itself would write it; at most `room` entries."""
+        """Return completions, as the device itself would write them; at most `room` entries."""
         n, found, queue = 0, self._found, self._cq
         self.more = False
         if self._first(queue, None):
@@ -361,7 +344,7 @@ Fence = Callable[[], object]
 
 
 def fences(nic: Nic) -> tuple[Fence, Fence, str]:
-    """What separates entries from the doorbell, what a phase bit from its entry, and their names.
+    """The fence between entries and doorbell, that between a phase bit and its entry, and the name.
 
     x86-64. The send queue is mapped write-combining: its stores wait in buffers of the core. A
     locked instruction empties these before it is done (Intel SDM 3A 12.3.1, AMD APM 2 7.4.2), as
@@ -654,7 +637,7 @@ class Columns:
     # --- polling
 
     def poll(self, room: int) -> Entries:
-        """What has completed, as it lies in the queue; looked at before anything is posted."""
+        """Return completions, as they lie in the queue; looked at before anything is posted."""
         size, cc, kinds = self._cq_size, self._cc, self._cq_kinds
         at = cc & (size - 1)
         old = cc >> (size.bit_length() - 1) & _PHASE  # the phase bit is 1 in the first turn
@@ -685,7 +668,7 @@ class Columns:
         return self._cq[at : at + n]
 
     def _new(self, where: int, most: int, old: int) -> int:
-        """How many entries are new; of those before the first that is not."""
+        """Count the new entries before the first that is not new."""
         flags, width = self._cq_bytes, self._cq_width
         # The device writes them in order: entry n - 1 is new, that at `unknown`, if any, is not.
         n, unknown = 2, most

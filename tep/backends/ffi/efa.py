@@ -21,21 +21,9 @@ from tep.backends.ffi.load import env_step, find, prototypes, system_step
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
-    "CALLS",
-    "EFA_STRUCTS",
-    "VERBS_STRUCTS",
-    "AhAttrDv",
-    "CqAttr",
-    "CqEx",
-    "CqInitAttr",
-    "CqInitAttrEx",
-    "DeviceAttrDv",
-    "Efa",
-    "QpEx",
-    "QpInitAttrDv",
-    "WqAttr",
-    "load",
-]
+    "CALLS", "EFA_STRUCTS", "VERBS_STRUCTS", "AhAttrDv", "CqAttr", "CqEx", "CqInitAttr",
+    "CqInitAttrEx", "DeviceAttrDv", "Efa", "QpEx", "QpInitAttrDv", "WqAttr", "load",
+]  # fmt: skip
 
 _U8, _U16, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
 _INT, _PTR = ctypes.c_int, ctypes.c_void_p
@@ -243,7 +231,7 @@ class Efa(Library):
         return gid.raw
 
     def is_efa(self, context: int) -> DeviceAttrDv | None:
-        """What the device can do; None: it is not an EFA device."""
+        """Ask what the device can do; None: it is not an EFA device."""
         attr = DeviceAttrDv()
         rc = self.ask("efadv_query_device", context, ctypes.byref(attr), ctypes.sizeof(attr))
         return None if rc else attr

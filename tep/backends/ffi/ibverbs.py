@@ -20,18 +20,9 @@ from tep.backends.ffi.ibverbs_structs import Context, Device, VerbsContext
 from tep.backends.ffi.load import Step, check, env_step, find, prototypes, system_step
 
 __all__ = [
-    "ABI_COMPAT_OFFSETS",
-    "NOT_FORK_SAFE",
-    "OPTIONAL",
-    "PROTOTYPES",
-    "CreateQp",
-    "DataPath",
-    "Library",
-    "Ref",
-    "fail",
-    "load",
-    "ref",
-]
+    "ABI_COMPAT_OFFSETS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "CreateQp", "DataPath",
+    "Library", "Ref", "fail", "load", "ref",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -251,7 +242,7 @@ CreateQp = Callable[[int], int]
 _ABI_IS_EXTENDED: Final = 2**64 - 1  # __VERBS_ABI_IS_EXTENDED
 
 ABI_COMPAT_OFFSETS: Final = {"x86_64": 320, "aarch64": 328}
-"""Where `abi_compat` stands in struct ibv_context, behind a mutex of 40 bytes, or 48 on aarch64."""
+"""Offsets of `abi_compat` in struct ibv_context, behind a mutex of 40 bytes, or 48 on aarch64."""
 
 # One type for all devices: each PYFUNCTYPE is a new class, garbage once its device is closed.
 _POST: Final = ctypes.PYFUNCTYPE(_INT, _P, _P, _P)
@@ -328,7 +319,7 @@ def load(path: str | None = None) -> Library:
     """Load libibverbs; the same object each time.
 
     Args:
-        path: of another library; None = that of the environment variable TEP_LIBIBVERBS, or else
+        path: of another library; None = the environment variable TEP_LIBIBVERBS, or else
             libibverbs.so.1 where the dynamic linker finds it.
 
     Raises:

@@ -16,37 +16,11 @@ import numpy as np
 from tep.backends.ffi.load import mirror, mirrors
 
 __all__ = [
-    "DTYPES",
-    "ENUMS",
-    "MEMBERS",
-    "RECV_WR",
-    "SEND_WR",
-    "SGE",
-    "STRUCTS",
-    "WC",
-    "AhAttr",
-    "AsyncEvent",
-    "CompChannel",
-    "Context",
-    "ContextOps",
-    "Device",
-    "DeviceAttr",
-    "Ece",
-    "Gid",
-    "GidEntry",
-    "GlobalRoute",
-    "Mr",
-    "PortAttr",
-    "Qp",
-    "QpAttr",
-    "QpCap",
-    "QpInitAttr",
-    "QpInitAttrEx",
-    "RxHashConf",
-    "SrqAttr",
-    "SrqInitAttr",
-    "VerbsContext",
-]
+    "DTYPES", "ENUMS", "MEMBERS", "RECV_WR", "SEND_WR", "SGE", "STRUCTS", "WC", "AhAttr",
+    "AsyncEvent", "CompChannel", "Context", "ContextOps", "Device", "DeviceAttr", "Ece", "Gid",
+    "GidEntry", "GlobalRoute", "Mr", "PortAttr", "Qp", "QpAttr", "QpCap", "QpInitAttr",
+    "QpInitAttrEx", "RxHashConf", "SrqAttr", "SrqInitAttr", "VerbsContext",
+]  # fmt: skip
 
 
 @mirror("""
@@ -56,7 +30,7 @@ struct _ibv_device_ops {
 };
 """)
 class _DeviceOps(ctypes.Structure):
-    """What the library keeps to itself."""
+    """Two pointers that the library keeps to itself."""
 
 
 @mirror("""
@@ -262,7 +236,7 @@ struct ibv_async_event {
 };
 """)
 class AsyncEvent(ctypes.Structure):
-    """What happened outside the queues; `element` points to a queue, or holds a port number."""
+    """An event outside the queues; `element` points to a queue, or holds a port number."""
 
 
 @mirror("""
@@ -288,7 +262,7 @@ struct ibv_comp_channel {
 };
 """)
 class CompChannel(ctypes.Structure):
-    """Where completion events are read from."""
+    """The channel that completion events are read from."""
 
 
 @mirror("""
@@ -309,7 +283,7 @@ struct ibv_srq_init_attr {
 };
 """)
 class SrqInitAttr(ctypes.Structure):
-    """What ibv_create_srq takes."""
+    """The argument of ibv_create_srq."""
 
 
 @mirror("""
@@ -337,7 +311,7 @@ struct ibv_qp_init_attr {
 };
 """)
 class QpInitAttr(ctypes.Structure):
-    """What ibv_create_qp takes."""
+    """The argument of ibv_create_qp."""
 
 
 @mirror("""
@@ -377,7 +351,7 @@ struct ibv_qp_init_attr_ex {
 };
 """)
 class QpInitAttrEx(ctypes.Structure):
-    """What create_qp_ex takes; it begins as QpInitAttr, so ibv_create_qp takes it too."""
+    """The argument of create_qp_ex; it begins as QpInitAttr, so ibv_create_qp takes it too."""
 
 
 @mirror("""
@@ -397,7 +371,7 @@ struct ibv_ece {
 };
 """)
 class Ece(ctypes.Structure):
-    """What two NICs of one vendor can do with each other beyond the standard."""
+    """The abilities of two NICs of one vendor, with each other, beyond the standard."""
 
 
 @mirror("""
@@ -466,7 +440,7 @@ struct ibv_ah_attr {
 };
 """)
 class AhAttr(ctypes.Structure):
-    """Where packets go: a LID on InfiniBand, a GID on Ethernet."""
+    """The destination of packets: a LID on InfiniBand, a GID on Ethernet."""
 
 
 @mirror("""
@@ -500,7 +474,7 @@ struct ibv_qp_attr {
 };
 """)
 class QpAttr(ctypes.Structure):
-    """What ibv_modify_qp takes; the mask says which fields count."""
+    """The argument of ibv_modify_qp; the mask says which fields count."""
 
 
 STRUCTS: Final = {

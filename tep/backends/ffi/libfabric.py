@@ -47,17 +47,9 @@ from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
-    "NO_UNSOLICITED",
-    "Info",
-    "Libfabric",
-    "Ready",
-    "bind",
-    "has_op",
-    "load",
-    "op",
-    "ready",
+    "NO_UNSOLICITED", "Info", "Libfabric", "Ready", "bind", "has_op", "load", "op", "ready",
     "steps",
-]
+]  # fmt: skip
 
 VERSION_MIN: Final = (1, 17)
 VERSION_TESTED: Final = (2, 6)  # a newer library is asked for this API, which it has to honour
@@ -308,7 +300,7 @@ def _accept(library: ctypes.CDLL) -> str:
 
 
 def steps() -> tuple[Step, ...]:
-    """Where a libfabric is looked for, best first.
+    """The places where a libfabric is looked for, best first.
 
     The user's own word; the build of the EFA installer, the one with CUDA; the wheels of two MPIs,
     which carry it; the system's.

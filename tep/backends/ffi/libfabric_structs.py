@@ -21,54 +21,15 @@ import numpy as np
 from tep.backends.ffi.load import mirror, mirrors
 
 __all__ = [
-    "CQ_DATA_ENTRY",
-    "DTYPES",
-    "IOVEC",
-    "MIRRORED",
-    "MSG_RMA",
-    "RMA_IOV",
-    "fi_av_attr",
-    "fi_bus_attr",
-    "fi_cq_attr",
-    "fi_cq_data_entry",
-    "fi_cq_err_entry",
-    "fi_device_attr",
-    "fi_domain_attr",
-    "fi_ep_attr",
-    "fi_eq_attr",
-    "fi_eq_err_entry",
-    "fi_fabric_attr",
-    "fi_info",
-    "fi_link_attr",
-    "fi_mr_attr",
-    "fi_mr_dmabuf",
-    "fi_msg_rma",
-    "fi_ops",
-    "fi_ops_av",
-    "fi_ops_cm",
-    "fi_ops_cq",
-    "fi_ops_domain",
-    "fi_ops_ep",
-    "fi_ops_eq",
-    "fi_ops_fabric",
-    "fi_ops_mr",
-    "fi_ops_msg",
-    "fi_ops_rma",
-    "fi_pci_attr",
-    "fi_rma_iov",
-    "fi_rx_attr",
-    "fi_tx_attr",
-    "fid",
-    "fid_av",
-    "fid_cq",
-    "fid_domain",
-    "fid_ep",
-    "fid_eq",
-    "fid_fabric",
-    "fid_mr",
-    "fid_nic",
-    "iovec",
-]
+    "CQ_DATA_ENTRY", "DTYPES", "IOVEC", "MIRRORED", "MSG_RMA", "RMA_IOV", "fi_av_attr",
+    "fi_bus_attr", "fi_cq_attr", "fi_cq_data_entry", "fi_cq_err_entry", "fi_device_attr",
+    "fi_domain_attr", "fi_ep_attr", "fi_eq_attr", "fi_eq_err_entry", "fi_fabric_attr",
+    "fi_info", "fi_link_attr", "fi_mr_attr", "fi_mr_dmabuf", "fi_msg_rma", "fi_ops",
+    "fi_ops_av", "fi_ops_cm", "fi_ops_cq", "fi_ops_domain", "fi_ops_ep", "fi_ops_eq",
+    "fi_ops_fabric", "fi_ops_mr", "fi_ops_msg", "fi_ops_rma", "fi_pci_attr", "fi_rma_iov",
+    "fi_rx_attr", "fi_tx_attr", "fid", "fid_av", "fid_cq", "fid_domain", "fid_ep", "fid_eq",
+    "fid_fabric", "fid_mr", "fid_nic", "iovec",
+]  # fmt: skip
 
 
 # <rdma/fabric.h>, 1.17:
@@ -80,7 +41,7 @@ struct fid {
 };
 """)
 class fid(Structure):
-    """What every object begins with."""
+    """The head of every object."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -455,7 +416,7 @@ struct fi_tx_attr {
 };
 """)
 class fi_tx_attr(Structure):
-    """What an endpoint sends with."""
+    """The sending side of an endpoint."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -472,7 +433,7 @@ struct fi_rx_attr {
 };
 """)
 class fi_rx_attr(Structure):
-    """What an endpoint receives with."""
+    """The receiving side of an endpoint."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -546,7 +507,7 @@ struct fi_fabric_attr {
 };
 """)
 class fi_fabric_attr(Structure):
-    """Which network, by which provider."""
+    """The network, and its provider."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -588,7 +549,7 @@ struct fi_pci_attr {
 };
 """)
 class fi_pci_attr(Structure):
-    """Where a device sits on PCI."""
+    """The place of a device on PCI."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -601,7 +562,7 @@ struct fi_bus_attr {
 };
 """)
 class fi_bus_attr(Structure):
-    """Where a device sits; the union has one member."""
+    """The place of a device; the union has one member."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -615,7 +576,7 @@ struct fid_nic {
 };
 """)
 class fid_nic(Structure):
-    """What is known of a NIC."""
+    """The attributes of a NIC."""
 
 
 # <rdma/fabric.h>, 1.17:
@@ -655,7 +616,7 @@ struct fi_av_attr {
 };
 """)
 class fi_av_attr(Structure):
-    """How to open an address vector."""
+    """The attributes of an address vector that is opened."""
 
 
 # <rdma/fi_eq.h>, 1.17:
@@ -671,7 +632,7 @@ struct fi_cq_attr {
 };
 """)
 class fi_cq_attr(Structure):
-    """How to open a completion queue."""
+    """The attributes of a completion queue that is opened."""
 
 
 # <rdma/fi_eq.h>, 1.17:
@@ -685,7 +646,7 @@ struct fi_eq_attr {
 };
 """)
 class fi_eq_attr(Structure):
-    """How to open an event queue."""
+    """The attributes of an event queue that is opened."""
 
 
 """Every structure above whose layout the C headers name."""
@@ -744,7 +705,7 @@ struct fi_eq_err_entry {
 };
 """)
 class fi_eq_err_entry(Structure):
-    """What went wrong on an endpoint and belongs to no operation."""
+    """An error of an endpoint that belongs to no operation."""
 
 
 # <rdma/fi_rma.h>, 1.17:
@@ -818,7 +779,7 @@ struct fi_mr_attr {
 };
 """)
 class fi_mr_attr(Structure):
-    """How to register a region."""
+    """The attributes of a region that is registered."""
 
 
 # Behind those that point to it: rows and registrations hold addresses.
@@ -860,4 +821,4 @@ DTYPES: Final = {
     iovec: IOVEC,
     fi_rma_iov: RMA_IOV,
 }
-"""Which dtype mirrors which structure; tests/abi compares them."""
+"""Each dtype by the structure that it mirrors; tests/abi compares them."""

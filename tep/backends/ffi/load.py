@@ -30,25 +30,12 @@ from typing import Any, Final, TypeVar
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "Found",
-    "Prototype",
-    "Step",
-    "calls_of",
-    "check",
-    "env_step",
-    "find",
-    "forget",
-    "mirror",
-    "mirrors",
-    "path_step",
-    "prototypes",
-    "system_step",
-    "wheel_step",
-]
-
+    "Found", "Prototype", "Step", "calls_of", "check", "env_step", "find", "forget", "mirror",
+    "mirrors", "path_step", "prototypes", "system_step", "wheel_step",
+]  # fmt: skip
 
 Prototype = tuple[Any, tuple[Any, ...]]
-"""What a call returns, and what it takes, as ctypes."""
+"""The result and the arguments of a call, as ctypes."""
 
 AggregateT = TypeVar("AggregateT", bound=type[Structure] | type[Union])
 
@@ -123,7 +110,7 @@ def calls_of(table: str, *members: str, words: bool = False) -> dict[str, Protot
 
 
 def prototypes(text: str) -> dict[str, Prototype]:
-    """What functions return and take, by name, from their declarations."""
+    """Prototypes of functions, by name, from their declarations."""
     found = {}
     for declaration in filter(str.strip, _plain(text).split(";")):
         head, _, arguments = declaration.strip().partition("(")

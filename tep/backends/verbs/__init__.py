@@ -35,7 +35,6 @@ from tep.memory.source import DmabufExport
 
 __all__ = ["Settings", "choose_count", "facts", "open_domains", "probe", "survey"]
 
-
 _NICS_MAX: Final = 64
 _PEER_MEMORY: Final = Path("/sys/module/nvidia_peermem")
 

@@ -36,22 +36,9 @@ from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.base.errors import FabricError
 
 __all__ = [
-    "KIND_SHIFT",
-    "NUMBER_MASK",
-    "NUMBER_SHIFT",
-    "ROW_MASK",
-    "Conn",
-    "Draining",
-    "Queues",
-    "Run",
-    "Sources",
-    "Tag",
-    "create_ud",
-    "number_of",
-    "qp_number",
-    "tag",
-]
-
+    "KIND_SHIFT", "NUMBER_MASK", "NUMBER_SHIFT", "ROW_MASK", "Conn", "Draining", "Queues",
+    "Run", "Sources", "Tag", "create_ud", "number_of", "qp_number", "tag",
+]  # fmt: skip
 
 KIND_SHIFT: Final = 60
 NUMBER_SHIFT: Final = 16
@@ -84,10 +71,10 @@ def number_of(wr_id: int) -> int:
 
 
 _LAST_S: Final = 0.1
-"""When a failed queue pair receives no more although the device has not said so, seconds. A device
-has to say it (InfiniBand specification 1.4, section 11.6.3.4, "last WQE reached"; quoted), but
-Soft-RoCE of Linux 6.1 does not (measured); what that was taking in as it failed is through within
-microseconds (guessed)."""
+"""A failed queue pair receives no more after so many seconds, also if the device does not say so.
+A device has to say it (InfiniBand specification 1.4, section 11.6.3.4, "last WQE reached"; quoted),
+but Soft-RoCE of Linux 6.1 does not (measured); what that was taking in as it failed is through
+within microseconds (guessed)."""
 
 _UD: Final = ENUMS["IBV_QPT_UD"]
 _INIT, _RTR = ENUMS["IBV_QPS_INIT"], ENUMS["IBV_QPS_RTR"]
@@ -109,11 +96,11 @@ _ACCESS: Final = (
     | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
     | ENUMS["IBV_ACCESS_REMOTE_READ"]
 )
-"""What queue pairs allow; a region allows what it was registered for."""
+"""The rights that queue pairs give; a region gives those that it was registered for."""
 
 
 class Queues(NamedTuple):
-    """What the queue pairs of one NIC share.
+    """The queues that all queue pairs of one NIC share.
 
     Attributes:
         cq: completion queue of everything.
@@ -227,7 +214,7 @@ class Conn:
         )
 
     def _query_ece(self) -> Ece:
-        """What the device says of the queue pairs, which are all alike."""
+        """Ask the device about the queue pairs, which are all alike."""
         found = EceMirror()
         if not self._device.settings.ece or self._device.lib.ask(
             "ibv_query_ece", self.msg_qp, ctypes.byref(found)
@@ -344,7 +331,7 @@ class Conn:
 
     @property
     def next_s(self) -> float:
-        """When a failed connection may have drained though nothing came."""
+        """The time when a failed connection may have drained though nothing came."""
         return self.deadline_s if self._markers or self._stuck else self._last_s
 
     def destroy(self) -> None:
@@ -371,7 +358,7 @@ class Sources:
         self._columns = None
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Forget queue pairs of which all completions were read."""
+        """Forget queue pairs whose completions were all read."""
         for number in numbers:
             del self.of[number]
         self._columns = None
@@ -425,7 +412,7 @@ class Draining:
         conns: by their own number.
         fences: (peer, ctx) of those that do not hold yet: FENCED is said once nothing of the peer
             is left. It has no connection for rows any more.
-        blurred: peers, by number, of which it is not known what has landed here.
+        blurred: numbers of peers whose rows have landed here or not, nobody knows.
     """
 
     def __init__(
@@ -497,7 +484,7 @@ class Draining:
                 self._ready.append((int(Kind.FENCED), status, 1, 0, 0, ctx, 0))
 
     def next_s(self, now_s: float) -> list[float]:
-        """When progress() has something to do though nothing came."""
+        """The times when progress() has something to do though nothing came."""
         if self._due or (self.fences and not self.conns):
             return [now_s]
         return [conn.next_s for conn in self.conns.values()]

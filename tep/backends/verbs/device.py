@@ -34,23 +34,10 @@ from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
 __all__ = [
-    "DATAGRAMS_IN",
-    "DATAGRAMS_OUT",
-    "MARKERS_MAX",
-    "MESSAGES_OUT",
-    "READS",
-    "ROWS",
-    "SPARE_WRS",
-    "Depths",
-    "Device",
-    "GidChoice",
-    "GidSeen",
-    "peer_bytes",
-    "plan_depths",
-    "queue_bytes",
-    "rank_gids",
-]
-
+    "DATAGRAMS_IN", "DATAGRAMS_OUT", "MARKERS_MAX", "MESSAGES_OUT", "READS", "ROWS",
+    "SPARE_WRS", "Depths", "Device", "GidChoice", "GidSeen", "peer_bytes", "plan_depths",
+    "queue_bytes", "rank_gids",
+]  # fmt: skip
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _ETHERNET: Final = ENUMS["IBV_LINK_LAYER_ETHERNET"]
@@ -268,7 +255,7 @@ class Device:
         return self._hints.service_level.value or 0
 
     def route(self, gid: bytes, lid: int) -> AhAttr:
-        """How packets get to a peer."""
+        """The route of packets to a peer."""
         found = AhAttr()
         found.port_num = self.settings.port
         found.sl = self.service_level
@@ -399,7 +386,7 @@ class Device:
         self.free("ibv_close_device", self.context)
 
     def caps(self, sq_depth: int, reads: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
-        """What a NIC on this device can do."""
+        """The abilities of a NIC on this device."""
         settings, port = self.settings, self.port
         longest_control = control_bytes(port.active_mtu)
         return DomainCaps(
@@ -547,7 +534,7 @@ def _find_rows(device: Device) -> tuple[int, int]:
 
 
 def _reads_beside(device: Device, rows: int, wanted: int | None, most: int) -> int:
-    """How many reads there is room for beside rows whose number the user has named."""
+    """Count the reads that there is room for beside rows whose number the user has named."""
     refusal = ""
     for reads in (READS, 0) if wanted is None else (wanted,):
         if rows + reads + SPARE_WRS > most:
@@ -565,7 +552,7 @@ def _reads_beside(device: Device, rows: int, wanted: int | None, most: int) -> i
 
 
 def _most_rows(device: Device, most: int, reads: int) -> int:
-    """How many rows a device takes beside reads, looked for between 1 and `most`."""
+    """Count the rows that a device takes beside reads, looked for between 1 and `most`."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -579,14 +566,14 @@ def _most_rows(device: Device, most: int, reads: int) -> int:
 
 
 def peer_bytes(device: Device, rows: int, reads: int = READS) -> int:
-    """What the send queues for one peer take on ConnectX, at so many outstanding."""
+    """The bytes that the send queues for one peer take on ConnectX, at so many outstanding."""
     requests = rows + reads + SPARE_WRS
     row_queues = device.settings.qps_per_peer * queue_bytes(requests, device.wqe_bytes)
     return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, device.wqe_bytes)
 
 
 def queue_bytes(requests: int, request_bytes: int) -> int:
-    """What a send queue takes: ConnectX rounds its bytes up to a power of two.
+    """The bytes that a send queue takes: ConnectX rounds them up to a power of two.
 
     Source: mlx5_calc_sq_size of rdma-core 44; quoted.
     """

@@ -48,7 +48,6 @@ from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = ["VerbsDomain"]
 
-
 Array = npt.NDArray[np.unsignedinteger]
 _LOG: Final = logging.getLogger("tep.verbs")
 _EVENTS_EVERY: Final = 4096  # polls between two looks at the device's own events
@@ -544,7 +543,7 @@ class VerbsDomain:
 
 
 class _Wakeup(Events):
-    """What becomes readable when a NIC has news.
+    """The descriptor that becomes readable when a NIC has completions or events, or at a set time.
 
     Args:
         device: where.

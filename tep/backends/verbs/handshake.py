@@ -67,26 +67,10 @@ from tep.backends.ffi.ibverbs_structs import ENUMS
 from tep.base.errors import BadDescriptor
 
 __all__ = [
-    "ADDRESS_BYTES",
-    "DATAGRAM_BYTES_MAX",
-    "NO_ECE",
-    "Actions",
-    "Address",
-    "Ece",
-    "Hello",
-    "Kind",
-    "Negotiation",
-    "Patience",
-    "Phase",
-    "QpId",
-    "control_bytes",
-    "engine_of",
-    "gid_text",
-    "identity_of",
-    "is_link_local",
-    "is_mapped",
-]
-
+    "ADDRESS_BYTES", "DATAGRAM_BYTES_MAX", "NO_ECE", "Actions", "Address", "Ece", "Hello",
+    "Kind", "Negotiation", "Patience", "Phase", "QpId", "control_bytes", "engine_of",
+    "gid_text", "identity_of", "is_link_local", "is_mapped",
+]  # fmt: skip
 
 _LAYOUT: Final = struct.Struct("<4sBBH16sIIQQ")
 _ADDRESS_MAGIC: Final = b"VERB"
@@ -100,7 +84,7 @@ _GID_TYPES: Final = ("InfiniBand", "RoCE v1", "RoCE v2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a NIC is; the fields are those of the table above."""
+    """The address of a NIC; the fields are those of the table above."""
 
     link: int
     lid: int
@@ -232,7 +216,7 @@ _CONTROL_BYTES_MAX: Final = 912
 """With head and routing header it fills 1 KiB, and goes into a packet of 1,500 bytes."""
 
 _CONTROL_BYTES_MIN: Final = 512
-"""Who takes control messages takes as much. Source: C24."""
+"""A NIC that takes control messages takes as much. Source: C24."""
 
 DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_CONTROL_BYTES_MAX, _QPS_MAX * _QP.size + _TAIL.size)
 
@@ -252,7 +236,7 @@ def control_bytes(mtu: int) -> int:
 
 
 class Kind(IntEnum):
-    """What a datagram says."""
+    """The kinds of datagrams."""
 
     REQ = 1
     REP = 2
@@ -343,7 +327,7 @@ _NOTING: Final = frozenset({Kind.CONTROL, Kind.CHECK, Kind.CHECKED})
 
 
 class Phase(Enum):
-    """How far two NICs are."""
+    """The states of a handshake."""
 
     IDLE = auto()  # nothing, or given up
     ASKING = auto()  # REQ is out
@@ -356,7 +340,7 @@ _CONNECTED: Final = frozenset({Phase.READY, Phase.UP, Phase.CHECKING})
 
 
 class Actions(Protocol):
-    """What a negotiation makes its owner do."""
+    """The owner of a negotiation, which acts for it."""
 
     def begin(self) -> None:
         """Make fresh queue pairs; what there was is given up, its rows come back flushed."""
@@ -375,7 +359,7 @@ class Actions(Protocol):
 
 
 class Patience:
-    """When a question that is out is repeated, and when its peer is given up.
+    """The times of a question: when it is repeated, and when its peer is given up.
 
     Args:
         patience_s: give up after so long, seconds.

@@ -33,12 +33,11 @@ from tep.base.errors import FabricError
 
 __all__ = ["Datagrams", "Messages", "Routes"]
 
-
 _SLOT_BYTES: Final = 4096
 """Longer messages are registered one by one; that costs tens of microseconds (guessed)."""
 
 _GRH_BYTES: Final = 40
-"""What stands before each datagram's payload: the routing header, or as many unused bytes."""
+"""The bytes before each datagram's payload: the routing header, or as many unused bytes."""
 
 _SLOT: Final = 1024
 assert _GRH_BYTES + DATAGRAM_BYTES_MAX <= _SLOT
@@ -286,7 +285,7 @@ class Datagrams(_Requests):
         return DATAGRAMS_OUT - len(self._free)
 
     def payload(self, slot: int, nbytes: int) -> bytes:
-        """What arrived in a slot; `nbytes` counts the routing header, as the completion does."""
+        """The datagram in a slot; `nbytes` counts the routing header, as the completion does."""
         at = slot * _SLOT
         return self._slots.memory[at + _GRH_BYTES : at + nbytes]
 

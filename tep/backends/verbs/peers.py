@@ -1,4 +1,4 @@
-"""Who a NIC talks to: peers, the way to a connection with each, and what waits for one.
+"""The peers of a NIC: the way to a connection with each, and what waits for one.
 
 Rule 1: rows and messages for a peer that is not connected are kept here, never posted on queue
 pairs that are not ready. Rule 2: what is kept ends, well or not: the handshake has a deadline.
@@ -47,7 +47,6 @@ from tep.backends.verbs.settings import Settings
 from tep.base.errors import BadDescriptor, FabricError, UsageError
 
 __all__ = ["STEPS_MAX", "Peers", "ended_as"]
-
 
 STEPS_MAX: Final = 8
 """Steps of handshakes that are taken before the engine gets on with its rows. Each costs four to
@@ -147,7 +146,7 @@ class Peers:
         return found
 
     def _replace(self, new: Peer) -> None:
-        """Of several incarnations of one NIC only the latest lives."""
+        """Let only the latest of several incarnations of one NIC live."""
         other = self._latest.setdefault(new.where.identity, new)
         if other is not new:
             older, later = sorted((other, new), key=lambda peer: peer.where.epoch)
@@ -342,7 +341,7 @@ class Peers:
             self._tend(peer, now_s, step)
 
     def why_silent(self) -> Status:
-        """What is told of rows and messages to which there was no answer."""
+        """The status of rows and messages that were not answered."""
         return Status.NIC_DOWN if self.link_lost() else Status.UNREACHABLE
 
     def blur(self, why: str) -> None:
@@ -432,14 +431,14 @@ class Peers:
                 self.attend(peer)
 
     def next_s(self, now_s: float) -> float | None:
-        """When progress() has something to do though nothing came, or None."""
+        """The time when progress() has something to do though nothing came, or None."""
         asking = [peer.negotiation for peer in self._unsettled]
         lines = [peer.line for peer in self.controls.open]
         times = [each.next_s for each in (*asking, *lines) if each.next_s is not None]
         return min(times + self.draining.next_s(now_s), default=None)
 
     def lost_status(self, conn: Conn) -> int:
-        """What a flushed row of a connection is told: why the peer is gone, if it is."""
+        """The status of a flushed row of a connection: why the peer is gone, if it is."""
         peer = self.table[conn.peer]
         if peer.gone is None:
             return int(Status.UNREACHABLE if peer.fenced else Status.FLUSHED)

@@ -31,7 +31,6 @@ from tep.backends.verbs.peers import Peers
 
 __all__ = ["POLL_MAX", "STATUS_TEXT", "ImmReceives", "Poller", "send_status", "write_status"]
 
-
 IMM_ID = tag(Tag.IMM)
 """The id of every such receive: they are all alike."""
 
@@ -55,7 +54,7 @@ _WHOLE: Final = np.dtype(f"V{COMPLETION.itemsize}")
 
 
 def _imms_of(source: int) -> npt.NDArray[np.void]:
-    """What a burst of different immediates is turned into, but for the immediates."""
+    """The entries of a burst of different immediates, but for the immediates."""
     found = new_completions(POLL_MAX)
     found["kind"], found["status"], found["count"], found["ctx"] = _IMM, _OK, 1, source
     return found.view(_WHOLE)
@@ -339,4 +338,4 @@ STATUS_TEXT: Final = meaning(
     "NIC's was up; whether the row landed is unknown",
     PROVIDER="",
 )
-"""What each status usually means."""
+"""The usual meaning of each status."""

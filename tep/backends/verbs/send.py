@@ -38,7 +38,6 @@ from tep.backends.verbs.device import Depths, Device
 
 __all__ = ["RKEY_MAX", "Limits", "Writer"]
 
-
 LOOSE_MAX: Final = 256
 """Rows posted loose in one go."""
 
@@ -660,7 +659,7 @@ def _frozen_keys(batch: Batch, start: int, n: int) -> tuple[object, ...]:
 
 
 def _plain(batch: Batch) -> tuple[int | None, ...] | None:
-    """What is one value for all rows; None where any of it is a column."""
+    """The values that all rows share; None where any of them is a column."""
     rkey, nbytes, imm = batch.rkey, batch.nbytes, batch.imm
     if isinstance(rkey, int) and isinstance(nbytes, int) and (imm is None or isinstance(imm, int)):
         return batch.lkey, rkey, nbytes, imm
@@ -668,7 +667,7 @@ def _plain(batch: Batch) -> tuple[int | None, ...] | None:
 
 
 class Limits:
-    """What a row of one NIC must keep to.
+    """The limits of a row of one NIC.
 
     Args:
         write_bytes_max: the longest row.

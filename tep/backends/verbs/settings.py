@@ -1,4 +1,4 @@
-"""What a user, or NCCL's environment, may set on the verbs backend, and what it promises then.
+"""The settings of the verbs backend, by the user or NCCL's environment, and what follows from them.
 
 Values only. Defaults suit ConnectX and Soft-RoCE alike; each says where it comes from.
 """
@@ -15,7 +15,6 @@ from tep.host.environment import HCA, Environ, NameList, Number, read_list, read
 
 __all__ = ["NO_HINTS", "Hints", "Settings"]
 
-
 _TIMEOUT_UNIT_S: Final = 4.096e-6
 """Unit of the local ACK timeout: 4.096 us times 2 to the power of the setting. Source: InfiniBand
 specification 1.4, section 9.7.6.1.3; quoted."""
@@ -29,7 +28,7 @@ class Settings:
         port: of the device, from 1.
         pkey: partition key that packets carry, e.g. 0x8001; None = the first of the port's table
             with full membership, or else the first. Both ends have to be in the same partition; on
-            Azure the first full one is that of an availability set (quoted).
+            Azure the first full one belongs to an availability set (quoted).
         gid_index: entry of the port's address table; None = NCCL_IB_GID_INDEX of the environment,
             or else the best of the ranking.
         sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 1,904, or what the
@@ -116,7 +115,7 @@ class Settings:
 
     @property
     def ack_timeout_s(self) -> float:
-        """How long a dead peer can keep a posted row, seconds.
+        """The longest time for which a dead peer can keep a posted row, seconds.
 
         A NIC may take up to four times the timeout for each try (InfiniBand specification 1.4,
         section 9.7.6.1.3; quoted; Soft-RoCE takes it once, measured).
