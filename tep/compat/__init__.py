@@ -1,1 +1,1 @@
-"""Other systems' interfaces on tep's public one, for programs that are not to be changed."""
+"""The interfaces of other systems on top of tep, for programs that should not change."""

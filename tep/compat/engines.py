@@ -1,8 +1,8 @@
-"""The engines of plug-ins for other systems: they wait longer for a peer that is silent.
+"""The engines of plug-ins for other systems, with longer timeouts for silent peers.
 
-Such a system's process loads models, unpickles and collects garbage for seconds, and holds the
-interpreter's lock meanwhile. On libfabric's providers its peers then take it for dead after 5 s;
-hardware and shared memory need no Python at the other end.
+Such a system's process loads models, unpickles and collects garbage for seconds, and keeps the
+interpreter's lock meanwhile. On libfabric's providers its peers would take it for dead after 5 s;
+hardware and shared memory need no Python at the remote end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATIENCE_S: Final = 30.0
 
 
 def open_engine(backend: str, **options: Any) -> TransferEngine:
-    """TransferEngine.open, with PATIENCE_S for `peer_timeout_s` where a backend has one."""
+    """Call TransferEngine.open, with PATIENCE_S for `peer_timeout_s` if the backend has one."""
     if backend == "libfabric" or (backend == "auto" and choose().backend == "libfabric"):
         options.setdefault("peer_timeout_s", PATIENCE_S)
     return TransferEngine.open(backend, **options)

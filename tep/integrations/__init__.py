@@ -1,1 +1,1 @@
-"""Plug-ins for other systems, on tep's public names. Nothing is imported before it is asked for."""
+"""Plug-ins for other systems, on tep's public names. Nothing is imported before its use."""

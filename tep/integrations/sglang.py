@@ -18,11 +18,11 @@ from tep.compat import nixl
 __all__ = ["SWITCH", "load"]
 
 SWITCH: Final = "TEP_SGLANG"
-"""Environment variable: 1 puts tep in NIXL's place; without it the plug-in does nothing."""
+"""The environment variable: 1 puts tep in NIXL's place; unset, the plug-in does nothing."""
 
 
 def load() -> None:
-    """Have `import nixl` give tep's look-alike from now on, if TEP_SGLANG=1.
+    """Make `import nixl` import tep's look-alike from now on, if TEP_SGLANG=1.
 
     Raises:
         UsageError: the switch is neither 0 nor 1, or the real NIXL is imported already.

@@ -280,7 +280,7 @@ def test_an_ask_is_for_the_askers_own_memory(agents):
         with a._lock:
             a._channel(a._remotes["B"]).send(wire.encode(wire.Ask(5, 1, (part,), True, None)))
         until(lambda: told)
-        assert "not the memory of who asks" in told[0]
+        assert "not the asking agent's memory" in told[0]
         assert not memory.any()
     finally:
         third.close()

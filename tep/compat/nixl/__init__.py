@@ -1,7 +1,7 @@
 """NIXL's Python interface on tep: `from tep.compat.nixl import nixl_agent, nixl_agent_config`.
 
-Unmodified programs: `python -m tep.compat.nixl -- COMMAND`. The README beside this file says what
-differs.
+Unmodified programs: `python -m tep.compat.nixl -- COMMAND`. The README beside this file lists the
+differences.
 """
 
 from __future__ import annotations

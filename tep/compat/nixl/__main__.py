@@ -17,7 +17,7 @@ auto), TEP_NIXL_OPTIONS its options as JSON, e.g. '{"provider": "tcp", "nics": [
 
 
 def main(argv: list[str]) -> int:
-    """Replace this process by the command; return only if that cannot be."""
+    """Replace this process by the command; return only if that fails."""
     command = argv[1:] if argv[:1] == ["--"] else []
     if not command:
         sys.stderr.write(_USAGE)

@@ -1,8 +1,8 @@
 """NIXL's agent on a tep engine: memory, metadata, descriptor lists, transfers, notifications.
 
-What differs is said in the README beside this file. Rule 1: the lock guards everything; who holds
-it calls no verb of the engine that waits for its thread. Rule 2: a notification is handed out when
-the immediates of its transfer are counted, in the order in which transfers ended.
+The README beside this file lists the differences. Rule 1: the lock guards everything; a thread that
+holds it calls no verb of the engine that waits for the engine's thread. Rule 2: a notification is
+delivered when the immediates of its transfer are counted, in the order in which transfers ended.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ logger = logging.getLogger("tep.compat.nixl")
 nixl_backend_handle = int
 
 _BLOCK = 1 << 16
-"""Immediates of one writer; block 0 is for what this agent asks others to write."""
+"""Number of immediates of one writer; block 0 is for the writes that this agent asks for."""
 
 _CANCEL_S = 2.0
-"""How long the release of an active transfer waits for its end."""
+"""Time that the release of an active transfer waits for its end, seconds."""
 
 _ASK_AGAIN_S = 1.0
-"""After so long a transfer whose agent does not answer asks it again, when it is looked at."""
+"""Interval at which a polled transfer asks an agent again that does not answer, seconds."""
 
 NOTIF_MAX = BODY_MAX - 64
 """Longest notification."""
 
 _REASON = 1000
-"""Characters of a reason that another agent is told."""
+"""Characters of a reason that is sent to another agent."""
 
 _ASKED_MAX = 4096
-"""Asks of one agent that are open here, and ends of asks that are remembered for all."""
+"""Limit of one agent's open asks, and of the ended asks that are remembered for all agents."""
 
 
 class nixl_thread_sync_t(Enum):
@@ -82,7 +82,7 @@ class nixl_thread_sync_t(Enum):
 
 
 class nixl_agent_config:
-    """What an agent is opened with; see NIXL's own."""
+    """The configuration of an agent; see NIXL's own."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class nixl_agent_config:
 
 
 class _Handle:
-    """A number that stands for something an agent holds."""
+    """A number that stands for an object of an agent."""
 
     __slots__ = ("__weakref__", "_agent", "_handle", "_released")
     _agent: nixl_agent
@@ -127,7 +127,7 @@ class nixl_prepped_dlist_handle(_Handle):
         super().__init__(agent, value)
 
     def release(self) -> None:
-        """Forget it. Idempotent."""
+        """Forget the list. Idempotent."""
         self._released = True
         self._agent._lists.pop(self._handle, None)
 
@@ -137,7 +137,7 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer, which can be posted again and again."""
+    """A transfer, which can be posted repeatedly."""
 
     __slots__ = ()
 
@@ -145,7 +145,7 @@ class nixl_xfer_handle(_Handle):
         super().__init__(agent, value)
 
     def release(self) -> None:
-        """Forget it, after a cancel if it is active. Idempotent.
+        """Forget the transfer, after a cancel if it is active. Idempotent.
 
         Raises:
             nixlBackendError: it could not be cancelled in time; the handle stays.
@@ -203,7 +203,7 @@ class nixl_agent(Registry):
                 logger.warning("Skipping backend registration %s due to the missing plugin.", name)
 
     def close(self) -> None:
-        """Close the engine: all that is open ends. Not part of NIXL's interface."""
+        """Close the engine, which ends all open transfers. Not part of NIXL's interface."""
         self.engine.close()
 
     def prep_xfer_dlist(
@@ -213,7 +213,7 @@ class nixl_agent(Registry):
         mem_type: str | None = None,
         backends: list[str] = [],
     ) -> nixl_prepped_dlist_handle:
-        """Check a list of descriptors once, to transfer some of them again and again."""
+        """Check a list of descriptors once, for many transfers of some of them."""
         self._check_backends(backends)
         if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
             if mem_type is None:
@@ -251,7 +251,7 @@ class nixl_agent(Registry):
         backends: list[str] = [],
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer of some descriptors of two prepared lists."""
+        """Make a transfer of some descriptors of two prepared lists."""
         op = self.nixl_ops[operation]
         self._check_backends(backends)
         picked = []
@@ -284,7 +284,7 @@ class nixl_agent(Registry):
         notif_msg: bytes = b"",
         backends: list[str] = [],
     ) -> nixl_xfer_handle:
-        """A transfer of two lists, element by element."""
+        """Make a transfer of two lists, element by element."""
         op = self.nixl_ops[operation]
         self._check_backends(backends)
         remote = self._remote(remote_agent)
@@ -329,14 +329,14 @@ class nixl_agent(Registry):
             return self._state(request)
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """The state of a posted transfer: "PROC" or "DONE"; a failed one raises, as in NIXL."""
+        """Return a posted transfer's state, "PROC" or "DONE"; raise if it failed, like NIXL."""
         with self._lock:
             request = self._found(handle)
             state = self._state(request)
             if state == "PROC" and time.monotonic() - request.asked_s > _ASK_AGAIN_S:
                 self._ask_again(request)
         if state == "PROC":
-            os.sched_yield()  # a caller that polls must not keep the engine's thread from running
+            os.sched_yield()  # a polling caller must let the engine's thread run
         return state
 
     @staticmethod
@@ -354,7 +354,7 @@ class nixl_agent(Registry):
         return found
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Times and size of a transfer that is done."""
+        """Return times and size of a transfer that is done."""
         if not self._telemetry:
             raise nixlBind.nixlNoTelemetryError("open the agent with capture_telemetry=True")
         with self._lock:
@@ -364,12 +364,12 @@ class nixl_agent(Registry):
             return request.telemetry()
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """The name of the backend; there is one."""
+        """Return the name of the only backend."""
         self._found(handle)
         return next(iter(self.backends))
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Unknown, as with NIXL's UCX."""
+        """Return "unknown", like NIXL's UCX."""
         self._found(req_handle)
         return 0, 0, "UNKNOWN"
 
@@ -388,7 +388,7 @@ class nixl_agent(Registry):
             try:
                 one.wait(max(0.0, end_s - time.monotonic()))
             except TepError:
-                continue  # how it ended does not matter
+                continue  # its result does not matter
         with self._lock:
             if not all(one.finished for one in waits):
                 raise nixlBind.nixlBackendError(
@@ -397,7 +397,7 @@ class nixl_agent(Registry):
             del self._requests[number]
 
     def _clean(self) -> None:
-        """Release what finalisers left, without waiting."""
+        """Release handles that finalisers left, without waiting."""
         for _ in range(len(self._dropped)):
             number = self._dropped.popleft()
             with self._lock:
@@ -416,9 +416,9 @@ class nixl_agent(Registry):
         """Notify an agent, after the transfers to it that have ended.
 
         Raises:
-            nixlRemoteDisconnectError: the agent is lost, or notifications before this one are: they
-                are counted, and this one is not sent.
-            nixlInvalidParamError: it is too long.
+            nixlRemoteDisconnectError: the agent is lost, or earlier notifications are: the error
+                says how many, and this one is not sent.
+            nixlInvalidParamError: the notification is too long.
         """
         self._check_backends([] if backend is None else [backend])
         body = encode(Notif(_checked(raw_of(notif_msg))))
@@ -432,24 +432,24 @@ class nixl_agent(Registry):
         self._lost[name] = count + 1, first
 
     def _check_messages(self, remote: Remote) -> None:
-        """Raise if messages to an agent were lost, once, or if it is lost itself."""
+        """Raise if messages to an agent were lost (once for each loss), or if it is lost itself."""
         count, why = self._lost.pop(remote.name, (0, ""))
         if count or self._channels.is_lost(self._channel(remote)):
             what = f"{count} earlier notification(s) are lost: {why}" if count else "it is lost"
             raise nixlBind.nixlRemoteDisconnectError(f"agent {remote.name!r}: {what}")
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
-        """Notifications since the last call, by agent."""
+        """Return the notifications since the last call, by agent."""
         self._check_backends(backends)
         self._clean()
         with self._lock:
             found, self._new = self._new, {}
         if not found:
-            os.sched_yield()  # as in check_xfer_state
+            os.sched_yield()  # same as in check_xfer_state
         return found
 
     def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
-        """All notifications that nobody has taken, by agent."""
+        """Return all notifications that were not taken yet, by agent."""
         for name, messages in self.get_new_notifs(backends).items():
             self.notifs.setdefault(name, []).extend(messages)
         return self.notifs
@@ -461,7 +461,7 @@ class nixl_agent(Registry):
         backends: list[str] = [],
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a notification has come; it is taken."""
+        """Take a notification; return whether there was one."""
         messages = self.update_notifs(backends).get(remote_agent_name, [])
         for message in messages:
             if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
@@ -470,7 +470,7 @@ class nixl_agent(Registry):
         return False
 
     def _queue(self, channel: Channel, notif: bytes | None, *, ready: bool) -> Callable[..., None]:
-        """Put a notification in line; the function that is returned makes it ready, or drops it."""
+        """Queue a notification; return the function that makes it ready, or drops it."""
         line, entry = self._queues.setdefault(channel, deque()), [ready, notif]
         line.append(entry)
 
@@ -502,7 +502,7 @@ class nixl_agent(Registry):
             request.fail(nixlBind.nixlBackendError(str(error)))
 
     def _post(self, request: Request) -> None:
-        """Submit what a request has to move, one way or another."""
+        """Submit a request: by writes, by reads, or by asking the owner to write."""
         channel = self._channel(request.remote)
         request.asked_s = time.monotonic()
         if request.op == nixlBind.NIXL_WRITE:
@@ -526,7 +526,7 @@ class nixl_agent(Registry):
         channel.send(encode(WantGrant()), on_lost=lambda why: self._on_lost(channel, why))
 
     def _ask_again(self, request: Request) -> None:
-        """Ask for the answer that a request waits for: it may have been lost."""
+        """Ask again for the answer that a request waits for, since it may have been lost."""
         request.asked_s = time.monotonic()
         channel = self._channel(request.remote)
         if request in self._ungranted.get(channel, ()):
@@ -535,7 +535,7 @@ class nixl_agent(Registry):
             channel.send(encode(Still(request.number)), on_lost=partial(self._ask_lost, request))
 
     def _written(self, request: Request, numbers: Numbers, channel: Channel) -> None:
-        """All rows are back: have the target count them, and notify."""
+        """Ask the target, once all rows are back, to count them and notify."""
         request.under_way = False
         imm, notif = request.imm, request.notif
         if request.error is not None:
@@ -559,7 +559,7 @@ class nixl_agent(Registry):
     def _end_with(
         self, request: Request, channel: Channel, message: Notif | Written, lost: Lost
     ) -> None:
-        """End a request; one with a notification when the agent's engine has that."""
+        """End a request; if it has a notification, when the agent's engine has received it."""
         if not request.notif:
             request.end()
         if request.notif or isinstance(message, Written):
@@ -575,7 +575,7 @@ class nixl_agent(Registry):
         request.fail(nixlBind.nixlRemoteDisconnectError(text))
 
     def _ask(self, request: Request, channel: Channel) -> None:
-        """Have the owner write, by an immediate of our own."""
+        """Ask the owner to write, with one of our immediates."""
         request.imm = self._own.take()
         self._asks[request.number] = request
 
@@ -603,7 +603,7 @@ class nixl_agent(Registry):
         request.fail(nixlBind.nixlRemoteDisconnectError(text))
 
     def _cancel(self, request: Request) -> list[Any]:
-        """Have a request end early; return what to wait for."""
+        """Cancel a request; return the handles to wait for."""
         waiting = self._ungranted.get(self._channel(request.remote), [])
         if request in waiting:
             waiting.remove(request)
@@ -630,11 +630,11 @@ class nixl_agent(Registry):
                 given = self._grants.get(channel)
                 if given is None:
                     first = _BLOCK * (1 + len(self._grants))
-                    stop = first + _BLOCK if first < 1 << 32 else first  # none is left: it says so
+                    stop = first + _BLOCK if first < 1 << 32 else first  # else no numbers are left
                     given = self._grants[channel] = Grant(first, stop)
                 channel.send(encode(given))
             case Grant():
-                # A second answer must not bring numbers back that are out of use.
+                # A second answer must not bring burnt numbers back.
                 self._granted.setdefault(channel, Numbers(message.start, message.stop))
                 for request in self._ungranted.pop(channel, []):
                     self._try_post(request)
@@ -656,7 +656,7 @@ class nixl_agent(Registry):
                 self._on_ended(channel, message)
 
     def _on_written(self, channel: Channel, message: Written) -> None:
-        """Notify once the immediates of a transfer are counted, if they are its writer's."""
+        """Notify once a transfer's immediates are counted; they must be granted to its writer."""
         given = self._grants.get(channel)
         if given is None or not given.start <= message.imm < given.stop:
             self._channels.garbled += 1
@@ -710,7 +710,7 @@ class nixl_agent(Registry):
             request.expectation.cancel()
 
     def _on_lost(self, channel: Channel, why: str) -> None:
-        """An agent is lost, or does not get messages: what waits for it fails."""
+        """Fail the requests that wait for an agent that is lost or gets no messages."""
         text = f"agent {channel.name!r} cannot be reached: {why}"
         for request in self._ungranted.pop(channel, []):
             request.under_way = False
@@ -721,7 +721,7 @@ class nixl_agent(Registry):
 
 
 def _checked(notif: bytes) -> bytes:
-    """Refuse a notification that no message holds."""
+    """Refuse a notification that is too long for a message."""
     if len(notif) > NOTIF_MAX:
         raise nixlBind.nixlInvalidParamError(
             f"a notification of {len(notif)} bytes; {NOTIF_MAX} are possible"
@@ -730,7 +730,7 @@ def _checked(notif: bytes) -> bytes:
 
 
 def _unrolled(strided: np.ndarray) -> nixlBind.Rows:
-    """Rows of (address, length, device, stride, count) as descriptors, one a block."""
+    """Unroll rows of (address, length, device, stride, count) to descriptors, one a block."""
     rows = strided.astype(np.int64)
     counts = rows[:, 4]
     which = np.repeat(np.arange(len(rows)), counts)

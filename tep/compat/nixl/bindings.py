@@ -1,4 +1,4 @@
-"""What NIXL's own bindings module offers by name: memory types, errors, descriptor lists.
+"""The names of NIXL's own bindings module: memory types, errors, descriptor lists.
 
 Values and their checks; nothing here transfers. The names and numbers are NIXL 1.5's.
 """
@@ -48,7 +48,7 @@ DRAM_SEG, VRAM_SEG, BLK_SEG, OBJ_SEG, FILE_SEG = nixl_mem_t
 
 
 class _Error(Exception):
-    """An error of NIXL's: its status, and behind it what tep has to say."""
+    """An error of NIXL's: its status, followed by tep's message."""
 
     status = "NIXL_ERR_UNKNOWN"
 
@@ -88,16 +88,16 @@ class nixlXferTelemetry:
 
 
 def _as_array(descs: Any) -> Any:
-    """A list of whole numbers as an array, or what was given."""
+    """Convert a list of whole numbers to an array; return anything else unchanged."""
     try:
         found = np.array(descs)
-    except (ValueError, OverflowError):  # not all of one length: the check of each says which
+    except (ValueError, OverflowError):  # not all of one length: the check of each names it
         return descs
     return found if found.ndim == 2 and found.dtype.kind in "iu" else descs
 
 
 def _checked_array(descs: np.ndarray) -> Rows:
-    """Rows of address, length and device, each checked like one descriptor."""
+    """Return rows of address, length and device, each checked like one descriptor."""
     if descs.ndim != 2 or descs.shape[1] != 3 or descs.dtype.kind not in "iu":
         raise TypeError(
             f"descriptors as an array of {descs.dtype}, shape {descs.shape}: give whole numbers in "
@@ -131,10 +131,10 @@ class nixlXferDList:
 
     @property
     def _rows(self) -> list[tuple[Any, ...]]:
-        """The descriptors as tuples, for those who look at one or change one.
+        """Return the descriptors as tuples, for a caller that reads or changes one.
 
-        An engine gives the blocks of a whole cache at once, hundreds of thousands: as an array they
-        cost milliseconds, as tuples seconds, and many more beside a thread that spins.
+        An inference engine gives all blocks of a cache at once, hundreds of thousands: as an array
+        they take milliseconds, as tuples seconds, and many more beside a spinning thread.
         """
         if self._array is not None:
             rest = self._rest()
@@ -144,7 +144,7 @@ class nixlXferDList:
 
     @classmethod
     def _rest(cls) -> tuple[Any, ...]:
-        """What a row of three numbers lacks."""
+        """The fields of a descriptor beyond its three numbers."""
         return ()
 
     def append(self, desc: Sequence[Any]) -> None:
@@ -167,24 +167,24 @@ class nixlXferDList:
         self._tuples, self._array = [], None
 
     def descCount(self) -> int:
-        """How many there are."""
+        """Return the number of descriptors."""
         return len(self)
 
     def getType(self) -> nixl_mem_t:
-        """The kind of memory."""
+        """Return the kind of memory."""
         return self._mem
 
     def index(self, desc: Sequence[Any]) -> int:
-        """Where a descriptor stands; -1: nowhere."""
+        """Return the position of a descriptor; -1: it is not in the list."""
         found = tuple(desc)
         return self._rows.index(found) if found in self._rows else -1
 
     def isEmpty(self) -> bool:
-        """Whether there is none."""
+        """Return True if the list is empty."""
         return not len(self)
 
     def print(self) -> None:
-        """Show it."""
+        """Print the list."""
         print(self)  # noqa: T201  # what the method is for
 
     def remDesc(self, index: int) -> None:
@@ -192,7 +192,7 @@ class nixlXferDList:
         del self._rows[index]
 
     def rows(self) -> Rows:
-        """Addresses, lengths and devices."""
+        """Return addresses, lengths and devices."""
         if self._array is not None:
             return self._array.copy()
         return np.array([row[:3] for row in self._tuples], np.int64).reshape(-1, 3)
@@ -235,7 +235,7 @@ class nixlRegDList(nixlXferDList):
         return (*found[:3], found[3].encode() if isinstance(found[3], str) else bytes(found[3]))
 
     def trim(self) -> nixlXferDList:
-        """The same memory as a list for transfers."""
+        """Return the same memory as a list for transfers."""
         return nixlXferDList(self._mem, [row[:3] for row in self._rows])
 
 

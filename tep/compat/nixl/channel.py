@@ -1,12 +1,12 @@
 """Messages between agents, in order and once each, over an engine's messages, which are neither.
 
-A message travels in pieces that are numbered without end. A piece that is told to be lost is sent
-again; after some tries its whole message is given up, and its sender is told. Later pieces name
-the numbers that were given up, so that no message waits for them. A piece that the receiver's
-engine has is waited for: its callback may come after those of later pieces. Rule 1: of each message
-the sender learns that the receiver's engine has it and all before it, or that it is lost. Rule 2:
-what a peer says of itself counts only if the engine saw it come from there. Rule 3: what a peer can
-fill has a limit. No meaning lives here.
+A message is sent in pieces with consecutive numbers. A piece that the engine reports as lost is
+sent again; after some tries its whole message is given up, and its sender is notified. Later pieces
+name the numbers that were given up, so that no message waits for them. The receiver waits for every
+other piece, since its callback may come after those of later pieces. Rule 1: for each message the
+sender learns that the receiver's engine has it and all before it, or that it is lost. Rule 2: a
+message counts only if the engine saw it come from the engine that it names as its sender. Rule 3:
+every store that a peer can fill has a limit. This module knows no meaning of messages.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ BODY_MAX: Final = PIECES_MAX * PIECE
 """Longest message: 24 MiB."""
 
 WINDOW: Final = 1024
-"""Pieces on their way at a time."""
+"""Pieces in flight at a time."""
 
 EARLY_MAX: Final = 2 * WINDOW
-"""Pieces that a receiver keeps out of order: those on their way, and as many that one overtook."""
+"""Pieces that a receiver keeps out of order: those in flight, and as many that one overtook."""
 
 HELD_MAX: Final = WINDOW
-"""Messages kept of an agent whose name another one has; later ones are dropped, and logged."""
+"""Messages kept for an agent whose name another one has; later ones are dropped, and logged."""
 
 AGENTS_MAX: Final = 4096
-"""Agents that have spoken; whoever has not been introduced and spoke first makes room."""
+"""Limit of agents that have sent messages; beyond it the first that was not introduced goes."""
 
 _MESSAGE_BYTES: Final = 32 * 1024
 _BUFFERS: Final = 64
@@ -66,15 +66,15 @@ Lost = Callable[[str], object]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One piece on its way.
+    """One piece as it is sent.
 
     Attributes:
-        name, addr: of the agent that sends it, and NetAddr of its engine.
-        seq: number of the piece; -1: it is none, and only `gap` counts.
-        first: of those below it nothing is sent any more; the receiver's engine may have them.
-        gap: from this number up to that one all were given up; (0, 0): none.
-        index, left: how many pieces of the same message come before it, and after it.
-        body: of the piece.
+        name, addr: name of the sending agent, and NetAddr of its engine.
+        seq: number of the piece; -1: a frame without a piece, for its `gap`.
+        first: pieces below it are not sent any more; the receiver's engine may have them.
+        gap: (start, stop) of numbers that were given up; (0, 0): none.
+        index, left: number of pieces of the same message before it, and after it.
+        body: bytes of the piece.
     """
 
     name: Annotated[str, Meta(max_length=1024)]
@@ -98,16 +98,16 @@ class _Sending:
 
     @property
     def open(self) -> bool:
-        """Whether a piece of it may have to be sent still."""
+        """True if a piece of it may still have to be sent."""
         return bool(self.left) and not self.lost
 
 
 class Channel:
-    """Both ways to one incarnation of one agent.
+    """The messages to and from one incarnation of one agent.
 
     Attributes:
         name, addr: the agent's.
-        held: messages that wait until the agent has its name.
+        held: received messages that wait until the agent owns its name.
     """
 
     def __init__(self, owner: Channels, name: str, addr: NetAddr) -> None:
@@ -141,14 +141,14 @@ class Channel:
         self._post()
 
     def probe(self) -> None:
-        """Send what says nothing: if nobody is there, the engine notices."""
+        """Send an empty frame: if the peer is gone, the engine notices."""
         self._put(-1, 0, 0, b"", lambda *_: None)
 
     def _first(self) -> int:
         return next((one.start for one in self._sending if one.open), self._seq)
 
     def _post(self) -> None:
-        """Send what the window has room for."""
+        """Send the pieces that the window has room for."""
         if self._posting:
             return
         self._posting = True
@@ -197,7 +197,7 @@ class Channel:
             ended(str(error))
 
     def _knows(self, stop: int) -> None:
-        """The peer has been told of all that was given up below a number."""
+        """Drop the gaps below a number, which the peer has received."""
         while self._gaps and self._gaps[0][0] < stop:
             _, end = self._gaps.popleft()
             if end > stop:
@@ -210,7 +210,7 @@ class Channel:
         self._post()
 
     def _settle(self) -> None:
-        """Tell what the peer has, together with all before it."""
+        """Call on_sent() of messages that the peer has, together with all before them."""
         queue = self._sending
         while queue and not queue[0].open:
             if queue[0].lost:
@@ -219,14 +219,14 @@ class Channel:
                 self._gaps.append((self._gaps.pop()[0] if joins else one.start, one.stop))
             elif not self._gaps:
                 queue.popleft().on_sent()
-            else:  # the peer must know that nothing comes of what it waits for
+            else:  # first the peer must know which pieces will not come
                 if not self._skipping:
                     self._skipping = True
                     self._skip(_TRIES)
                 return
 
     def _skip(self, tries: int) -> None:
-        """Say which numbers were given up."""
+        """Send the numbers that were given up."""
 
         def ended(why: str) -> None:
             if why and tries > 1:
@@ -248,7 +248,7 @@ class Channel:
         self._next = seq
 
     def take(self, frame: _Frame) -> Iterator[bytes]:
-        """The messages that are now in order."""
+        """Yield the messages that are now in order."""
         if frame.gap[0] <= self._next or len(self._skips) < EARLY_MAX:
             self._skips.add(frame.gap)
         else:
@@ -268,12 +268,12 @@ class Channel:
         self._skips = {gap for gap in self._skips if gap[1] > self._next}
 
     def _join(self, piece: Piece) -> Iterator[bytes]:
-        """The message that ends with a piece."""
+        """Yield the message that a piece completes, if it does."""
         index, left, body = piece
         if index == 0:
             self._part = []
         if self._part is None or len(self._part) != index:
-            self._part = None  # the beginning of it was given up
+            self._part = None  # its first pieces were given up
             return
         self._part.append(body)
         if left == 0:
@@ -286,16 +286,16 @@ class Channels:
 
     Args:
         engine: its messages belong to this object.
-        name: of the agent.
+        name: the agent's name.
         on_message: called under the lock, on the engine's thread, with each message in order.
         on_gone: called under the lock with a channel whose agent was lost, or has restarted.
 
     Attributes:
-        engine, name: as given.
+        engine, name: the arguments.
         lock: guards everything of the agent.
         raw: the engine's address.
-        garbled: messages that were none.
-        foreign: messages that came from another engine than they said.
+        garbled: number of undecodable messages.
+        foreign: number of messages from another engine than they name.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Channels:
         self._on_message, self._on_gone = on_message, on_gone
         self._known: dict[tuple[str, NetAddr], Channel] = {}
         self._spoken: dict[bytes, Channel] = {}  # by engine
-        self._owners: dict[str, NetAddr] = {}  # which engine has an agent's name
+        self._owners: dict[str, NetAddr] = {}  # the engine that owns an agent's name
         self._introduced: set[str] = set()
         self._forgot = False
         self._lost: set[NetAddr] = set()
@@ -321,25 +321,25 @@ class Channels:
         engine.submit_recvs(_MESSAGE_BYTES, _BUFFERS, self._take, with_sender=True)
 
     def to(self, name: str, addr: NetAddr) -> Channel:
-        """The channel to an incarnation of an agent, at the `by_address` of its engine."""
+        """Return the channel to an incarnation of an agent, at the `by_address` of its engine."""
         found = self._known.get((name, addr))
         if found is None:
             found = self._known[name, addr] = Channel(self, name, addr)
         return found
 
     def introduce(self, name: str, addr: NetAddr) -> None:
-        """Have an agent's name belong to this engine: its metadata says so."""
+        """Give an agent's name to the engine that its metadata names."""
         self._introduced.add(name)
         self._owners[name] = addr
         self._hand_out()
 
     def forget(self, name: str) -> None:
-        """An agent is not known any more: whoever speaks under its name next has it."""
+        """Forget an agent: the next engine that sends under its name owns it."""
         if name != self.name:
             self._introduced.discard(name)
             self._owners.pop(name, None)
 
-    # ------------------------------------------------------------------ who speaks
+    # ------------------------------------------------------------------ senders
 
     def _take(self, payload: memoryview, sender: Sender) -> None:
         try:
@@ -357,13 +357,13 @@ class Channels:
                 self._got(channel, body)
 
     def _from(self, frame: _Frame, addr: NetAddr, sender: Sender) -> Channel | None:
-        """The channel of who says to be this agent; None: another engine has sent it."""
+        """Return the channel of a frame's agent; None: another engine has sent the frame."""
         name, peer, channel = frame.name, addr.by_address(), self._spoken.get(sender.engine)
         if not sender.owns(addr):
             return None
         if channel is None:
             channel = self._spoken[sender.engine] = self.to(name, peer)
-            if self._forgot:  # perhaps this one, and it goes on where it was
+            if self._forgot:  # perhaps this one, so accept its current number
                 channel.begin_at(frame.first)
             while len(self._spoken) > AGENTS_MAX:
                 self._drop_one()
@@ -390,7 +390,7 @@ class Channels:
             logger.warning(text, channel.name, channel.addr, self._owners[channel.name])
 
     def _has_name(self, channel: Channel) -> bool:
-        """Whether an agent has its name; whoever has it is asked whether it is there still."""
+        """Return True if an agent owns its name; else probe the owner, which may be gone."""
         owner = self._owners.setdefault(channel.name, channel.addr)
         if owner != channel.addr and owner in self._lost:
             owner = self._owners[channel.name] = channel.addr
@@ -399,7 +399,7 @@ class Channels:
         return owner == channel.addr
 
     def _hand_out(self) -> None:
-        """Hand out what waited for a name."""
+        """Deliver the messages of agents that own their name now."""
         for channel in [one for one in self._known.values() if one.held]:
             if self._has_name(channel):
                 held, channel.held = channel.held, []
@@ -420,5 +420,5 @@ class Channels:
                 self._hand_out()
 
     def is_lost(self, channel: Channel) -> bool:
-        """Whether an agent is known to be lost, or to have restarted."""
+        """Return True if an agent is known to be lost, or to have restarted."""
         return channel.addr in self._lost

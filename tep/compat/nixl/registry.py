@@ -1,6 +1,7 @@
-"""What an agent knows: its backends, its memory, the metadata of others, lists of descriptors.
+"""The registry of an agent: its backends, its memory, metadata of others, descriptor lists.
 
-Rule: the lock guards everything; who holds it calls no verb that waits for the engine's thread.
+Rule: the lock guards everything; a thread that holds it calls no verb that waits for the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ __all__ = ["PLUGINS", "Registry", "raw_of", "text_of"]
 logger = logging.getLogger("tep.compat.nixl")
 
 PLUGINS = ("UCX", "LIBFABRIC", "TEP")
-"""Names under which programs ask for a network backend; each is the one engine of the agent."""
+"""Names by which programs ask for a network backend; all stand for the agent's one engine."""
 
 _LOST_S = 30.0
-"""After so long without an answer an agent is lost; loading a model can keep it from answering."""
+"""Silence after which an agent is lost, seconds; a process that loads a model is silent long."""
 
 
 class Registry:
@@ -47,7 +48,7 @@ class Registry:
 
     Attributes:
         name, engine: the agent's.
-        backends, plugin_list, nixl_mems: as NIXL's agent has them.
+        backends, plugin_list, nixl_mems: same as in NIXL's agent.
     """
 
     def __init__(self, name: str, engine: TransferEngine, channels: Channels) -> None:
@@ -61,38 +62,38 @@ class Registry:
         }  # fmt: skip
         self._lock = channels.lock
         self._reads = True
-        # In the order in which they came; one that was registered again stands behind.
+        # In the order of their registration; one that is registered again moves to the end.
         self._regions: dict[MrHandle, tuple[Region, MrDesc]] = {}
         self._by_key: dict[tuple[int, int, int, int], list[MrHandle]] = {}
         self._remotes: dict[str, Remote] = {}
 
     def _forget(self, remote: Remote) -> None:
-        """An agent was removed; called under the lock."""
+        """Fail the requests to a removed agent; called under the lock."""
 
     # ------------------------------------------------------------------ backends
 
     def get_plugin_list(self) -> list[str]:
-        """Names that create_backend takes."""
+        """Return the names that create_backend takes."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Kinds of memory that a plugin can move."""
+        """Return the kinds of memory that a plugin can move."""
         return ["DRAM_SEG", "VRAM_SEG"] if backend in PLUGINS else []
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """None: tep's options come from TEP_NIXL_OPTIONS."""
+        """Return no parameters: tep's options come from TEP_NIXL_OPTIONS."""
         return {}
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Kinds of memory that a backend can move."""
+        """Return the kinds of memory that a backend can move."""
         return self.get_plugin_mem_types(backend) if backend in self.backends else []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
-        """See get_plugin_params."""
+        """Return no parameters; see get_plugin_params."""
         return {}
 
     def create_backend(self, backend: str, initParams: dict[str, str] = {}) -> None:
-        """Have the engine answer to one more name."""
+        """Add one more name of the engine."""
         if backend in self.backends:
             raise nixlBind.nixlInvalidParamError(f"backend {backend!r} exists already")
         if backend not in PLUGINS:
@@ -134,12 +135,12 @@ class Registry:
         return descs
 
     def _keep(self, region: Region, mr: MrHandle, desc: MrDesc) -> None:
-        """Enter a region; under the lock."""
+        """Add a region; under the lock."""
         self._regions[mr] = region, desc
         self._by_key.setdefault(region.key, []).append(mr)
 
     def _take(self, key: tuple[int, int, int, int]) -> tuple[Region, MrHandle, MrDesc] | None:
-        """Take out the region that was registered last under a key, if any; under the lock."""
+        """Remove the region that was registered last under a key, if any; under the lock."""
         same = self._by_key.get(key)
         if not same:
             return None
@@ -154,7 +155,7 @@ class Registry:
             try:
                 return self.engine.reg_mr(memory, access=Access.SOURCE_AND_TARGET | Access.READABLE)
             except UsageError as error:
-                result = self.engine.reg_mr(memory)  # if it was not for the reads, it says so
+                result = self.engine.reg_mr(memory)  # if reads were not the reason, this raises
                 self._reads = False
                 logger.info("READ asks the owner to write: %s", error)
                 return result
@@ -165,7 +166,7 @@ class Registry:
         dereg_list: nixlBind.nixlRegDList,
         backends: list[str] = [],
     ) -> None:
-        """Give memory back."""
+        """Deregister memory."""
         self._check_backends(backends)
         mem = int(dereg_list.getType())
         for start, nbytes, device, *_ in dereg_list:
@@ -183,7 +184,7 @@ class Registry:
     def query_memory(
         self, reg_list: Any, backend: str, mem_type: str | None = None
     ) -> list[dict[str, str] | None]:
-        """Not supported: it is for storage."""
+        """Raise NIXL's error: it is for storage, which is not supported."""
         if backend not in self.backends:
             raise ValueError(f"Backend '{backend}' not found. Available: {list(self.backends)}")
         raise nixlBind.nixlNotSupportedError("query_memory is for storage")
@@ -191,7 +192,7 @@ class Registry:
     # ------------------------------------------------------------------ agents
 
     def get_agent_metadata(self) -> bytes:
-        """What a peer needs to reach this agent and its memory."""
+        """Return the metadata by which a peer reaches this agent and its memory."""
         with self._lock:
             regions = tuple(region for region, _ in self._regions.values())
         return encode(Metadata(self.name, self._channels.raw, regions, False))
@@ -202,7 +203,7 @@ class Registry:
         inc_conn_info: bool = False,
         backends: list[str] = [],
     ) -> bytes:
-        """The same for some memory only."""
+        """Return the same for some of the memory."""
         self._check_backends(backends)
         with self._lock:
             known = [region for region, _ in self._regions.values()]
@@ -219,7 +220,7 @@ class Registry:
         return encode(Metadata(self.name, addr, regions, True))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Get to know an agent, or more of it; return its name, as bytes, like NIXL."""
+        """Add an agent, or more of its memory; return its name as bytes, like NIXL."""
         try:
             found = Remote.read(metadata)
             with self._lock:
@@ -234,7 +235,7 @@ class Registry:
         except BadDescriptor as error:
             raise nixlBind.nixlMismatchError(str(error)) from error
         if addr is not None and addr != self.engine.main_address.by_address():
-            # Refused where there are no control messages, or the agent is watched already.
+            # Refused if there are no control messages, or the agent is watched already.
             with contextlib.suppress(UsageError, BusyError):
                 self.engine.watch_peer(addr, every_s=1.0, lost_after_s=_LOST_S)
         return found.name.encode()
@@ -250,7 +251,7 @@ class Registry:
     def check_remote_metadata(
         self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None
     ) -> bool:
-        """Whether an agent is known, and some memory of it."""
+        """Return True if an agent is known, with the given memory."""
         with self._lock:
             remote = self._remotes.get(text_of(agent))
             if remote is None or remote.addr is None:
@@ -327,21 +328,21 @@ class Registry:
         *,
         backends: list[str] | None = None,
     ) -> int:
-        """Not supported: kernels start no transfers of tep's."""
+        """Raise NIXL's error: kernels cannot start transfers of tep."""
         raise nixlBind.nixlNotSupportedError("memory views of kernels")
 
     def release_mem_view(self, mvh: int) -> None:
-        """See prep_mem_view."""
+        """Raise NIXL's error; see prep_mem_view."""
         raise nixlBind.nixlNotSupportedError("memory views of kernels")
 
     # ------------------------------------------------------------------ descriptors
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> Any:
-        """A list for transfers from tuples, tensors or an array of three columns; None: neither."""
+        """Make a transfer list of tuples, tensors or an array of three columns; None: neither."""
         return self._descs(descs, mem_type, nixlBind.nixlXferDList, nixlBind.nixlRegDList)
 
     def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> Any:
-        """A list for registration, likewise."""
+        """Make a registration list, likewise."""
         return self._descs(descs, mem_type, nixlBind.nixlRegDList, nixlBind.nixlXferDList)
 
     def _descs(self, descs: Any, mem_type: str | None, kind: Any, other: Any) -> Any:
@@ -376,7 +377,7 @@ class Registry:
         return kind(mem, [(*row, *kind._rest()) for row in rows])
 
     def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> Any:
-        """A list of several agents' memory; None: the arguments are none."""
+        """Make a list of several agents' memory; None: the arguments are none."""
         if isinstance(descs, nixlBind.nixlRemoteDList):
             return descs
         if mem_type is None or not (isinstance(descs[0], tuple) and len(descs[0]) == 4):
@@ -389,7 +390,7 @@ class Registry:
         return pickle.dumps(descs)
 
     def deserialize_descs(self, serialized_descs: bytes) -> Any:
-        """Unpickle a list, from a peer that is trusted: NIXL's interface has it so."""
+        """Unpickle a list from a trusted peer, like NIXL."""
         return pickle.loads(serialized_descs)
 
     def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
@@ -411,10 +412,10 @@ class Registry:
 
 
 def text_of(name: str | bytes) -> str:
-    """An agent's name as text; programs pass on the bytes that add_remote_agent returned."""
+    """Return an agent's name as text; programs pass the bytes that add_remote_agent returned."""
     return name if isinstance(name, str) else name.decode()
 
 
 def raw_of(message: str | bytes) -> bytes:
-    """A notification as bytes."""
+    """Return a notification as bytes."""
     return message.encode() if isinstance(message, str) else bytes(message)

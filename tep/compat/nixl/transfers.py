@@ -1,4 +1,4 @@
-"""Transfers of an agent: rows cut from descriptors, their submission, and how far they are."""
+"""Transfers of an agent: rows cut from descriptors, their submission and their progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS = 1536
 
 
 class Side(NamedTuple):
-    """Descriptors of one side: whose, their rows, the region of each, and the regions."""
+    """The descriptors of one side: agent, rows, region of each row, and regions."""
 
     remote: Remote | None
     rows: Rows
@@ -32,7 +32,7 @@ class Side(NamedTuple):
     held: list[tuple[Region, Any, MrDesc]]
 
     def pick(self, which: Rows) -> Side:
-        """Some of them."""
+        """Return a selection of them."""
         return self._replace(rows=self.rows[which], where=self.where[which])
 
 
@@ -48,7 +48,7 @@ class Rows2(NamedTuple):
 
 
 def cut_rows(local: Side, there: Side) -> list[Rows2]:
-    """Join neighbours, cut what is long, and sort by regions and length."""
+    """Join neighbours, cut long rows, and sort by regions and length."""
     starts = [
         side.rows[:, 0] - np.array([r[0].start for r in side.held], np.int64)[side.where]
         for side in (local, there)
@@ -81,7 +81,7 @@ def cut_rows(local: Side, there: Side) -> list[Rows2]:
 
 
 class Numbers:
-    """Immediates of one writer at one target, in turn; those of failed transfers stay out of use.
+    """Immediates of one writer at one target, in order; those of failed transfers are not reused.
 
     Rows of a failed transfer may have been counted, so its number would count short.
     """
@@ -91,7 +91,7 @@ class Numbers:
         self._burnt: set[int] = set()
 
     def take(self) -> int:
-        """The next number.
+        """Return the next number.
 
         Raises:
             nixlBackendError: none is left.
@@ -104,7 +104,7 @@ class Numbers:
         raise nixlBind.nixlBackendError(f"no immediate is left of {self._stop - self._start}")
 
     def burn(self, number: int) -> None:
-        """Never give out a number again."""
+        """Never return a number again."""
         self._burnt.add(number)
 
 
@@ -112,14 +112,14 @@ class Request:
     """One transfer of this agent.
 
     Attributes:
-        op, remote, parts, notif: what it is.
+        op, remote, parts, notif: the arguments.
         state: "NEW", "PROC", "DONE" or "ERR".
-        error: why it failed.
-        number: of this posting.
-        imm: what its rows carry.
-        under_way: whether memory may be touched still.
-        asked_s: when its agent was asked for something last.
-        transfers, expectation: of this posting.
+        error: the reason of a failure.
+        number: number of this posting.
+        imm: the immediate of its rows.
+        under_way: True while its memory may be touched.
+        asked_s: time of the last message to its agent.
+        transfers, expectation: the handles of this posting.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Request:
         self._begun_s = self._ended_s = self.posted_s = self.asked_s = 0.0
 
     def begin(self, number: int) -> None:
-        """It is posted, for the first time or again."""
+        """Start a posting, the first or a later one."""
         self.state, self.error, self.number = "PROC", None, number
         self.transfers, self.expectation, self.under_way = [], None, True
         self._begun_s = time.monotonic()
@@ -149,7 +149,7 @@ class Request:
         lock: AbstractContextManager[object],
         on_end: Callable[[], object],
     ) -> None:
-        """Submit its rows as writes, or as reads; on_end() under the lock when all are back."""
+        """Submit the rows as writes, or as reads; on_end() under the lock when all are back."""
 
         def done(transfer: Transfer) -> None:
             with lock:
@@ -187,7 +187,7 @@ class Request:
         step()
 
     def asks(self) -> Iterator[Ask]:
-        """What asks the owner to write all of it."""
+        """Yield the messages that ask the owner to write all of it."""
         pieces = [
             Part(
                 part.length,
@@ -204,18 +204,18 @@ class Request:
             yield Ask(self.number, self.imm, (piece,), last, self.notif or None)
 
     def end(self, number: int | None = None) -> None:
-        """All is done, of this posting if it has a number."""
+        """End the posting of this number, or the current one if there is none."""
         self.under_way = False
         if self.error is None and self.state == "PROC" and number in {None, self.number}:
             self.state, self._ended_s = "DONE", time.monotonic()
 
     def fail(self, error: Exception) -> None:
-        """It did not work; a first verdict stays."""
+        """Fail the request, unless it has ended already."""
         if self.state == "PROC":
             self.state, self.error = "ERR", error
 
     def telemetry(self) -> nixlXferTelemetry:
-        """Times and size of the last posting."""
+        """Return times and size of the last posting."""
         posted, ended = self.posted_s or self._begun_s, self._ended_s
         return nixlXferTelemetry(
             round(self._begun_s * 1e6),
@@ -227,21 +227,21 @@ class Request:
 
 
 def _error_of(error: TepError, name: str) -> Exception:
-    """NIXL's error for one of the engine's."""
+    """Return NIXL's error for one of the engine's."""
     gone = any(word in str(error) for word in ("UNREACHABLE", "PEER_LOST", "STALE", "NIC_DOWN"))
     kind = nixlBind.nixlRemoteDisconnectError if gone else nixlBind.nixlBackendError
     return kind(f"agent {name!r}: {error}")
 
 
 class Asked:
-    """What another agent asked this one to write.
+    """The writes that another agent has asked for.
 
     Args:
-        reader: its engine, whose memory alone is written.
+        reader: its engine; only memory of that engine is written.
 
     Attributes:
-        reason: why it did not work, or "".
-        notif: what it said.
+        reason: the reason of a failure, or "".
+        notif: the notification to deliver at the end.
     """
 
     def __init__(self, reader: NetAddr) -> None:
@@ -254,7 +254,7 @@ class Asked:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is under way, nor will be."""
+        """True if no write of it is in flight, and none will follow."""
         return self._left == 0 and self._whole
 
     def submit(
@@ -284,7 +284,7 @@ class Asked:
                 dst = Pages(np.frombuffer(part.dst, "<i8"), stride=1)
                 desc = MrDesc.from_bytes(part.desc).by_address()
                 if desc.addr != self._reader:
-                    self.reason = f"{desc} is not the memory of who asks"
+                    self.reason = f"{desc} is not the asking agent's memory"
                     break
                 target = (desc, dst)
                 self._left += 1
@@ -303,7 +303,7 @@ class Asked:
         on_end()
 
     def cancel(self, reason: str = "cancelled by the reader") -> None:
-        """Write nothing more."""
+        """Cancel the writes."""
         self.reason = self.reason or reason
         for one in self._transfers:
             one.cancel()

@@ -1,4 +1,4 @@
-"""What agents tell each other beside their bytes: metadata, and the messages of transfers."""
+"""The messages between agents, beside the data: metadata, and the messages of transfers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """What tells it from others that were registered here."""
+        """The key that distinguishes it from other registered memory."""
         return self.mem, self.start, self.nbytes, self.device
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True, tag="tep.nixl.1"):
-    """What `get_agent_metadata` says; `addr` is a NetAddr, or b"" in partial metadata."""
+    """The metadata of `get_agent_metadata`; `addr` is a NetAddr, or b"" in partial metadata."""
 
     name: str
     addr: bytes
@@ -47,11 +47,11 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WantGrant(_Body, frozen=True, array_like=True, tag=True):
-    """Writer -> target: give me immediates to write with."""
+    """Writer -> target: request immediates to write with."""
 
 
 class Grant(_Body, frozen=True, array_like=True, tag=True):
-    """Target -> writer: these are yours: start, stop."""
+    """Target -> writer: grant the immediates start .. stop - 1."""
 
     start: Imm
     stop: Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -66,7 +66,7 @@ class Written(_Body, frozen=True, array_like=True, tag=True):
 
 
 class Notif(_Body, frozen=True, array_like=True, tag=True):
-    """A notification without bytes to wait for."""
+    """A notification that waits for no bytes."""
 
     notif: bytes
 
@@ -75,7 +75,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """Rows of one length between two regions.
 
     Attributes:
-        length: of a row.
+        length: bytes of a row.
         region: number of the owner's region.
         src: offsets in it, int64 little-endian.
         desc: MrDesc of the reader's region.
@@ -90,14 +90,14 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ask(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: write this to me, each row with this immediate.
+    """Reader -> owner: write these rows to me, each with this immediate.
 
     Attributes:
-        number: of the reader's asks; several messages may have the same.
-        imm: granted by the reader.
-        parts: what to write.
-        last: whether these are the last.
-        notif: what to tell the owner when all is written.
+        number: number of the ask, counted by the reader; several messages may have the same.
+        imm: the immediate, chosen by the reader.
+        parts: the rows to write.
+        last: True if these are the last.
+        notif: the notification for the owner, once all is written.
     """
 
     number: int
@@ -108,19 +108,19 @@ class Ask(_Body, frozen=True, array_like=True, tag=True):
 
 
 class Still(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: is this ask under way? Its Ended may have been lost."""
+    """Reader -> owner: is this ask in progress? Its Ended may have been lost."""
 
     number: int
 
 
 class Cancel(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: stop writing, and say when it has ended."""
+    """Reader -> owner: stop writing, and answer when it has ended."""
 
     number: int
 
 
 class Ended(_Body, frozen=True, array_like=True, tag=True):
-    """Owner -> reader: no row of this ask is under way any more, and it failed or was cancelled."""
+    """Owner -> reader: the ask failed or was cancelled, and none of its rows is in flight."""
 
     number: int
     reason: str
@@ -133,12 +133,12 @@ _METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)
 
 
 def encode(value: Body | Metadata) -> bytes:
-    """Turn a message or metadata into bytes."""
+    """Encode a message or metadata."""
     return _ENCODER.encode(value)
 
 
 def decode(raw: bytes) -> Body:
-    """Read a message; BadDescriptor if the bytes are none."""
+    """Decode a message; BadDescriptor if the bytes are none."""
     try:
         return _BODY.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -146,11 +146,11 @@ def decode(raw: bytes) -> Body:
 
 
 class Remote:
-    """What is known of another agent.
+    """Another agent as known here.
 
     Attributes:
-        name: its own.
-        addr: of its engine, `by_address`; None before the metadata said so.
+        name: its name.
+        addr: `by_address` of its engine; None before its metadata has come.
         regions: its memory.
     """
 
@@ -161,7 +161,7 @@ class Remote:
 
     @staticmethod
     def read(raw: bytes) -> Metadata:
-        """Read metadata.
+        """Decode metadata.
 
         Raises:
             BadDescriptor: the bytes are none.
@@ -172,7 +172,7 @@ class Remote:
             raise BadDescriptor(f"{len(raw)} bytes are no agent's metadata: {error}") from error
 
     def learn(self, found: Metadata) -> None:
-        """Take metadata: whole, in place of what was known; partial, beside it."""
+        """Take metadata: full metadata replaces the known regions, partial adds to them."""
         if found.addr:
             self.addr = NetAddr.from_bytes(found.addr).by_address()
         fresh = [(one, MrDesc.from_bytes(one.desc).by_address()) for one in found.regions]
@@ -183,7 +183,7 @@ class Remote:
 
 
 def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
-    """For each row the index of a region that holds it, or -1."""
+    """Find for each row the index of a region that contains it, or -1."""
     found = np.full(len(rows), -1, np.int64)
     named = [
         (index, one.start, one.nbytes, one.device)
@@ -194,7 +194,7 @@ def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
     for device in np.unique(kind[:, 3]):
         mine = kind[kind[:, 3] == device]
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
-        # Nearly always no region lies in another: the last one that begins before a row.
+        # Nearly always no region lies in another: take the last one that begins before a row.
         at = np.searchsorted(mine[:, 1], rows[:, 0], side="right") - 1
         last = mine[at]
         good = (at >= 0) & (rows[:, 2] == device)
@@ -210,6 +210,6 @@ def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
 
 
 def _is_sound(one: Region) -> bool:
-    """Whether a peer's numbers are those of memory that can be."""
+    """Return True if a peer's numbers can be those of memory."""
     sound = one.start >= 0 and one.nbytes >= 0 and one.start + one.nbytes < 1 << 63
     return sound and 0 <= one.device < 1 << 63

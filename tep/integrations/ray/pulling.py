@@ -1,7 +1,7 @@
 """Objects of memory that one process offers and others pull by one-sided reads. No Ray, no torch.
 
-Rule 1: memory is given back only when no row can touch it: a pull lets go of its regions when all
-its reads have settled, also where nobody waits for it any more.
+Rule 1: memory is released only when no row can touch it: a pull deregisters its regions when all
+its reads have settled, even if nobody waits for it any more.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tep import (
 __all__ = ["Part", "Pull", "Puller"]
 
 _SETTLE_S: Final = 5.0
-"""So long a failed pull waits for its rows to come back before it says that they have not."""
+"""Time that a failed pull waits for its rows before it reports that they are not back, seconds."""
 
 _LOOK_S: Final = 0.25
-"""How soon a wait sees that it was cancelled although rows of it do not come back."""
+"""Interval at which a wait checks for a cancel, seconds."""
 
 _NOTES_MAX: Final = 4096
 
 
 class Part(NamedTuple):
-    """Where one piece of an object goes.
+    """The destination of one piece of an object.
 
     Attributes:
-        desc: of the piece, as its owner offered it.
-        target: number of the memory it goes to.
-        offset, nbytes: of the piece in this memory.
+        desc: descriptor of the piece, from its owner.
+        target: index of the memory it goes to.
+        offset, nbytes: the range of that memory.
     """
 
     desc: bytes
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Pull:
-    """One object on its way here; `Puller.pull` makes it."""
+    """The transfer of one object to this process; `Puller.pull` makes it."""
 
     def __init__(self, puller: Puller, object_id: str, targets: Sequence[Any]) -> None:
         self._puller, self._id = puller, object_id
@@ -70,7 +70,7 @@ class Pull:
             raise
 
     def submit(self, parts: Sequence[Part]) -> None:
-        """Submit the reads. Raises TepError; then those that were submitted end by themselves."""
+        """Submit the reads. On a TepError, the reads submitted before it end by themselves."""
         try:
             for part in parts:
                 with self._lock:
@@ -95,8 +95,8 @@ class Pull:
 
         Raises:
             WaitTimeout: not yet; wait again, or cancel.
-            TepError: a read failed, or the pull was cancelled. No row is on its way any more, or
-                the error has a note that says otherwise.
+            TepError: a read failed, or the pull was cancelled. No row is in flight any more, unless
+                a note of the error says so.
         """
         end_s = time.monotonic() + timeout_s
         try:
@@ -122,19 +122,19 @@ class Pull:
                 raise aborted
 
     def cancel(self) -> None:
-        """Have it end soon; `wait` then raises unless all bytes are here already."""
+        """Cancel the pull; `wait` then raises unless all bytes are here already."""
         self._cancelled = True
         for read in self._reads:
             read.cancel()
 
     def _settle(self, error: TepError) -> None:
-        """Wait a while until no row is on its way; if they are, a note of the error says so."""
+        """Wait a while until no row is in flight; if some still are, add a note to the error."""
         end_s = time.monotonic() + _SETTLE_S
         for read in self._reads:
             try:
                 read.wait(max(0.0, end_s - time.monotonic()))
             except WaitTimeout:
-                note = f"rows are still on their way after {_SETTLE_S:g} s; their memory is kept"
+                note = f"rows are still in flight after {_SETTLE_S:g} s; their memory is kept"
                 error.add_note(f"{self._id}: {note}")
                 return
             except TepError:
@@ -147,12 +147,12 @@ class Pull:
                 return
         self._puller.over(self._id, self)
         for region in self._regions:
-            with contextlib.suppress(ClosedError):  # the engine was closed: it has let go
+            with contextlib.suppress(ClosedError):  # the engine was closed, and with it the regions
                 self._puller.engine.deregister(region)
 
 
 class _Offered(NamedTuple):
-    """A registered piece of memory, and in how many objects it is."""
+    """A registered piece of memory, and the number of objects that it is in."""
 
     region: MrHandle
     desc: bytes
@@ -180,7 +180,7 @@ class Puller:
         A piece that is in another object already is not registered again.
 
         Args:
-            object_id: of the object; offered again, it keeps its descriptors.
+            object_id: the object's id; an object offered again keeps its descriptors.
             pieces: (address, bytes, memory), contiguous; a piece without bytes gets b"".
 
         Raises:
@@ -213,7 +213,7 @@ class Puller:
         return known.desc
 
     def withdraw(self, object_id: str) -> None:
-        """Stop offering an object: reads of it fail from now on. Unknown ones are withdrawn."""
+        """Stop offering an object: reads of it fail from now on. Ignore an unknown one."""
         with self._lock:
             for key in self._objects.pop(object_id, ()):
                 if not key[1]:
@@ -231,7 +231,7 @@ class Puller:
         Args:
             object_id: for `abort`.
             parts: its pieces; those without bytes may be left out.
-            targets: memory that the parts name, writable and contiguous.
+            targets: the destinations that the parts name, writable and contiguous.
 
         Raises:
             Cancelled: it was aborted before it began.
@@ -255,7 +255,7 @@ class Puller:
             pull.cancel()
 
     def _note(self, object_id: str, *, pulled: bool) -> bool | None:
-        """Write down that an object was pulled or aborted; what was known before."""
+        """Record that an object was pulled or aborted; return the earlier record."""
         known = self._seen.pop(object_id, None)
         self._seen[object_id] = pulled
         while len(self._seen) > _NOTES_MAX:
@@ -263,7 +263,7 @@ class Puller:
         return known
 
     def over(self, object_id: str, pull: Pull) -> None:
-        """A pull has settled; called by itself."""
+        """Forget a pull that has settled; called by the pull."""
         with self._lock:
             pulls = self._pulls.get(object_id, [])
             if pull in pulls:
@@ -272,5 +272,5 @@ class Puller:
                 self._pulls.pop(object_id, None)
 
     def close(self) -> None:
-        """Close the engine: everything ends."""
+        """Close the engine, which ends all pulls and offers."""
         self.engine.close()

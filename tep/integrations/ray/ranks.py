@@ -1,6 +1,7 @@
-"""A job of ranks on Ray: each rank is an actor that finds what torchrun would have set.
+"""A job of ranks on Ray: each rank is an actor with the environment that torchrun would set.
 
-So whatever starts under torchrun or srun starts under Ray: it meets by `tep.rendezvous`.
+So a program that starts under torchrun or srun starts under Ray too, and meets by
+`tep.rendezvous`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ __all__ = ["run_ranks"]
 
 _LOOK_S: Final = 5.0
 _ROOM_S: Final = 120.0
-"""How long to wait until the cluster has room for all ranks."""
+"""Time to wait until the cluster has room for all ranks, seconds."""
 
 
 class _Rank:
-    """An actor."""
+    """The actor of one rank."""
 
     def where(self) -> tuple[str, int]:
-        """This node's address, and a port that is free there now."""
+        """Return this node's address, and a port that is free there now."""
         import ray
 
         with socket.create_server(("", 0)) as probe:
@@ -40,7 +41,7 @@ class _Rank:
     def run(
         self, variables: dict[str, str], program: str, arguments: Sequence[str]
     ) -> tuple[int, str, str]:
-        """Run a program: its status, stdout and stderr."""
+        """Run a program; return its status, stdout and stderr."""
         os.environ.update(variables)
         room, _, name = program.partition(":")
         main = getattr(importlib.import_module(room), name)
@@ -58,7 +59,7 @@ def run_ranks(
     *,
     timeout_s: float = 600.0,
 ) -> tuple[int, str]:
-    """Run a program as so many ranks, each an actor with a CPU, and wait until all have ended.
+    """Run a program as `size` ranks, each an actor with a CPU, and wait until all have ended.
 
     Files that the arguments name must be on all nodes. Ranks have RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and TEP_TOKEN in their environment.
@@ -66,9 +67,9 @@ def run_ranks(
     Args:
         program: MODULE:FUNCTION that takes the arguments and returns an exit status.
         arguments: for the program.
-        size: how many ranks.
-        address: as for `search.connect`.
-        timeout_s: how long all may take; then they are ended.
+        size: number of ranks.
+        address: same as for `search.connect`.
+        timeout_s: time limit for all ranks; then they are ended.
 
     Returns:
         Status and stdout of rank 0; its stderr goes to stderr.

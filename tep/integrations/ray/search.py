@@ -1,6 +1,6 @@
 """A pool of Ray workers for `tep.testing.spread`: each share of seeds is one task.
 
-Ray starts no task again by itself here: which seeds a lost worker leaves is the search's business.
+Ray does not restart tasks here: the search handles the seeds of a lost worker.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tep.testing import Judge, Judged, ProtocolJudge, Share, judge_share
 __all__ = ["RayPool", "connect"]
 
 _SHARE_S: Final = 2.0
-"""How long a worker judges before it answers: progress moves, and little is lost with a worker."""
+"""Time after which a worker answers, seconds: short, for progress and for losses of workers."""
 
 _JUNK: Final = [".git", ".venv", "**/__pycache__", "node_modules"]
-"""What does not travel with a protocol's folder."""
+"""Names that are not sent with a protocol's folder."""
 
 
 def connect(address: str, **options: Any) -> tuple[Any, bool]:  # Ray's module
     """Join a Ray cluster, unless this process has joined one.
 
     Args:
-        address: HOST:PORT of a cluster; "auto": that of RAY_ADDRESS or of this machine; "local":
-            one is started here.
-        options: of `ray.init`.
+        address: HOST:PORT of a cluster; "auto": the cluster of RAY_ADDRESS or of this machine;
+            "local": start one here.
+        options: options of `ray.init`.
 
     Returns:
-        The module `ray`, and whether this call has joined.
+        The module `ray`, and True if this call has joined.
 
     Raises:
         BackendUnavailable: Ray is not installed.
@@ -58,7 +58,7 @@ def connect(address: str, **options: Any) -> tuple[Any, bool]:  # Ray's module
 
 @cache
 def _code() -> str:
-    """A digest of tep's modules: workers with other code would find other things."""
+    """Compute a digest of tep's modules: workers with other code would find other bugs."""
     root = Path(tep.__file__).parent
     digest = sha256()
     for path in sorted(root.rglob("*.py")):
@@ -67,7 +67,7 @@ def _code() -> str:
 
 
 def _work(judge: Judge, share: Share, most: int, share_s: float) -> tuple[Judged, str, str]:
-    """Run by a worker: judge a share; with the digest of its code, and where it is."""
+    """Judge a share, on a worker; return the result, the digest of its code and its place."""
     end_s = time.monotonic() + share_s
     found = judge_share(judge, share, most, lambda: time.monotonic() >= end_s)
     return found, _code(), tep.__file__
@@ -80,10 +80,10 @@ class RayPool:
     protocol's file is sent to them.
 
     Args:
-        judge: what is done with each seed.
-        address: as for `connect`.
-        most: findings after which a share ends.
-        share_s: seconds after which a worker answers with what it has judged.
+        judge: the check of each seed.
+        address: same as for `connect`.
+        most: number of findings after which a share ends.
+        share_s: seconds after which a worker answers with its results so far.
 
     Raises:
         BackendUnavailable: Ray is not installed.
@@ -120,7 +120,7 @@ class RayPool:
         return [(self._refs.pop(ref), self._answer(ref)) for ref in done]
 
     def _answer(self, ref: Any) -> Judged | str:
-        """What a task gave: a result, or why its worker was lost; other errors are raised."""
+        """Return a task's result, or the reason why its worker was lost; raise other errors."""
         errors = self._ray.exceptions
         try:
             judged, code, where = self._ray.get(ref)
@@ -145,7 +145,7 @@ class RayPool:
             self._ray.cancel(ref, force=True)
 
     def close(self) -> None:
-        """Drop what runs, and leave the cluster if the pool has joined it."""
+        """Cancel running tasks, and leave the cluster if the pool has joined it."""
         for share in list(self._refs.values()):
             self.drop(share)
         if self._joined:

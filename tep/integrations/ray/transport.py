@@ -1,4 +1,4 @@
-"""A tensor transport of Ray on tep: only this room and `search` know Ray.
+"""A tensor transport of Ray on tep: only this module and `search` know Ray.
 
 The receiver reads the sender's tensors by one-sided reads; an aborted transfer is cancelled, so Ray
 kills no actor because of one. Written against Ray 2.60, whose interface is marked alpha.
@@ -32,13 +32,13 @@ from tep.integrations.ray.pulling import Part, Pull, Puller
 __all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
 
 NAME = "TEP"
-_ALIGN = 256  # of a tensor within the memory that takes an object: more than any dtype asks for
+_ALIGN = 256  # alignment of a tensor in an object's memory: more than any dtype needs
 
 
 def register() -> None:
-    """Have Ray know the transport "TEP".
+    """Register the transport "TEP" with Ray.
 
-    To be called before a class of actors names it, in the process that makes the actors.
+    Call it before a class of actors names it, in the process that makes the actors.
     """
     try:
         register_tensor_transport(NAME, ["cuda", "cpu"], TepTransport, torch.Tensor)
@@ -49,14 +49,14 @@ def register() -> None:
 
 @dataclass(eq=False)
 class TepMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray is not typed here
-    """What a receiver needs: a descriptor of each tensor; b"" for one without elements."""
+    """The metadata for a receiver: a descriptor of each tensor; b"" for one without elements."""
 
     descs: tuple[bytes, ...] = ()
 
 
 @dataclass(eq=False)
 class TepFetch(FetchRequest):  # type: ignore[misc]  # Ray is not typed here
-    """A transfer under way, or None: there was nothing to move."""
+    """A transfer in progress, or None: there was nothing to move."""
 
     pull: Pull | None = field(default=None)
 
@@ -85,7 +85,7 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
         return True
 
     def puller(self, device: str = "cpu") -> Puller:
-        """The one of this process, with an engine beside this device if it is opened now."""
+        """Return this process's Puller; if it is opened now, with an engine beside this device."""
         with self._lock:
             if self._puller is None:
                 options = _options()
@@ -107,7 +107,7 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> TepMetadata:
         tensors = [_checked(tensor, rdt_object[0]) for tensor in rdt_object]
         for device in {str(tensor.device) for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # what wrote them may still run
+            torch.cuda.synchronize(device)  # kernels that write them may still run
         descs: list[bytes] = []
         if tensors:
             puller = self.puller(str(tensors[0].device))
@@ -203,7 +203,7 @@ def _options() -> dict[str, Any]:
 
 
 def _opens(_actor: Any) -> bool:
-    """Run in an actor: whether an engine opens there."""
+    """Return True if an engine opens in an actor; run there."""
     from ray.experimental.rdt.util import get_tensor_transport_manager
 
     try:
@@ -227,12 +227,12 @@ def _checked(tensor: Any, first: Any) -> Any:
 
 
 def _bytes(tensor: Any) -> Any:
-    """A tensor's elements as a row of bytes; the same memory."""
+    """View a tensor's elements as a row of bytes, in the same memory."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _room_for(meta: TepMetadata) -> tuple[list[Any], list[Any], list[tuple[int, int]]]:
-    """New tensors in one stretch of memory: they, the memory, and the place of each non-empty."""
+    """Make tensors in one block of memory; return them, the block, and each non-empty's place."""
     starts, end = [], 0
     for shape, dtype in meta.tensor_meta:
         starts.append(end)

@@ -1,6 +1,7 @@
-"""TepConnector: vLLM's connector class. Every method hands over to the two halves, or translates.
+"""TepConnector: vLLM's connector class. Every method calls one of the two halves, or translates.
 
-This room alone imports vLLM (0.32 or later) and torch; vLLM loads it by `kv_connector_module_path`.
+Only this module imports vLLM (0.32 or later) and torch; vLLM loads it by
+`kv_connector_module_path`.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ class TepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's
 
 @dataclass
 class TepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's
-    """Workers -> scheduler: what vLLM's own results have no place for."""
+    """Workers -> scheduler: results that vLLM's own have no field for."""
 
     report: Report
 
     def aggregate(self, other: TepReport) -> TepReport:
-        """Two workers' together."""
+        """Merge the reports of two workers."""
         return TepReport(self.report.aggregate(other.report))
 
 
 class _Pool:
-    """vLLM's BlockPool as a Keeper."""
+    """Adapter of vLLM's BlockPool to Keeper."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -79,11 +80,11 @@ class _Pool:
 
 
 class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's
-    """KV blocks between prefill and decode instances, by tep.
+    """The connector that moves KV blocks between prefill and decode instances by tep.
 
-    Options, in `kv_connector_extra_config`: `backend` ("auto"), `backend_options` (of that
-    backend), `name` (of the instance: keep it over restarts; else vLLM's engine_id), and the
-    times of `Terms`.
+    Options, in `kv_connector_extra_config`: `backend` ("auto"), `backend_options` (that backend's),
+    `name` (the instance's: keep it over restarts; default: vLLM's engine_id), and the times of
+    `Terms`.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open an engine beside the cache's device, and describe every tensor to it."""
+        """Open an engine beside the cache's device, and add every tensor to it."""
         rank, tp = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         device = next(iter(kv_caches.values())).device
         self._engine = open_engine(
@@ -163,7 +164,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         logger.info("TepConnector: %s", self._engine.explain())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The engine's address, for the scheduler."""
+        """Return the engine's address, for the scheduler."""
         if self._worker is None:
             return None
         return TepHandshake(self._worker.address)
@@ -171,8 +172,8 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait until nothing reads the blocks of preempted requests.
 
-        It ends when the fabric has ended every row that was under way; until then the blocks would
-        be sent as another request's.
+        It returns when the fabric has ended every row in flight; until then new contents of the
+        blocks would be sent as the preempted request's.
 
         Raises:
             WaitTimeout: a NIC still reads blocks after `load_s`; this worker cannot go on.
@@ -181,21 +182,21 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
             self._worker.stop_all(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins."""
+        """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.obey(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads were begun with the step's metadata."""
+        """Do nothing: loads were begun with the step's metadata."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs only when its load has ended: there is nothing to wait for."""
+        """Do nothing: a request runs only when its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A layer was computed, or its kernels were submitted."""
+        """Note a layer that was computed, or submitted to the GPU."""
         worker = self._worker
         if worker is None or not worker.steps:
             return
@@ -214,7 +215,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
             self._worker.layer_saved(layer, steps)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended since the last step."""
+        """Return the transfers that have ended since the last step."""
         if self._worker is None:
             return KVConnectorTransferResults()
         self.wait_for_save()
@@ -222,17 +223,17 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         return KVConnectorTransferResults(report.sent, report.received, report.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same, as versions before failed requests had a place ask for it."""
+        """Return the same for versions of vLLM whose result has no field for failed requests."""
         found = self.get_transfer_results(finished_req_ids)
         return found.finished_sending or None, found.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of the loads that were just reported, which are not whole."""
+        """Return the incomplete blocks of the loads that were just reported."""
         several = len(self._kv_cache_config.kv_cache_groups) > 1
         return set() if several else self._report.bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler has to know besides."""
+        """Return the rest of the report, for the scheduler."""
         report = self._report
         if report.doubt or report.certain or report.gone:
             return TepReport(Report(doubt=report.doubt, certain=report.certain, gone=report.gone))
@@ -246,44 +247,44 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are sent one by one, so their hooks must run."""
+        """Return True: layers are sent one by one, so their hooks must run."""
         return True
 
     # ------------------------------------------------------------------ scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """The workers' engines."""
+        """Take the addresses of the workers' engines."""
         found = [metadata[key] for key in sorted(metadata)]
         self._scheduler.ranks = tuple(one.address for one in found)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Where blocks in doubt are kept out of use."""
+        """Take the pool in which blocks in doubt are kept out of use."""
         self._scheduler.keeper = _Pool(gpu_block_pool)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups are loaded."""
+        """Return all groups: each is loaded."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived."""
+        """Note a request that has arrived."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens come from a prefiller."""
+        """Return how many tokens come from a prefiller."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated."""
+        """Note blocks that were allocated."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """A step's orders."""
+        """Make the orders of a step."""
         return TepMetadata(self._scheduler.orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """The workers' results."""
+        """Take the workers' results."""
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, TepReport) else None
         self._scheduler.reported(report, connector_output.finished_recving or ())
@@ -291,15 +292,15 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, where there is one group."""
+        """Note a request that has ended, if there is one group."""
         return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended."""
+        """Note a request that has ended."""
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether workers have yet to hear of something."""
+        """Return True if there are orders that the workers do not have yet."""
         return self._scheduler.pending

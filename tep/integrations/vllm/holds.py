@@ -1,7 +1,8 @@
-"""The prefiller's half of a worker: blocks that are held, and written to decoders that ask.
+"""The prefiller's half of a worker: blocks that are kept, and written to decoders that ask.
 
 Rule 1: a request is reported as sent when no NIC reads its blocks and none will. Rule 2: a key that
-was given up is never begun again, and who asks for it is told. Rule 3: the cache's lock guards all.
+was given up is never begun again, and a decoder that asks for it is answered so. Rule 3: the
+cache's lock guards all.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from tep.integrations.vllm.wire import Told, Want
 __all__ = ["Holds"]
 
 GONE_MAX = 4096
-"""Keys that are remembered to be gone, with the reason."""
+"""Limit of keys that are remembered as gone, with the reason."""
 
 SENDS_MAX = 1024
-"""Loads of one key."""
+"""Limit of one key's loads."""
 
 _REASON = 1000
-"""Characters of a reason."""
+"""Limit of a reason, characters."""
 
 Receiver = tuple[str, int, bytes]
 """One load of a decoder's rank: name and epoch of its engine, and its ticket."""
 
 
 class _Held:
-    """One key."""
+    """The blocks of one key."""
 
     def __init__(self, request: str, key: str, blocks: Blocks, ntokens: int) -> None:
         self.request, self.key, self.blocks, self.ntokens = request, key, blocks, ntokens
         self.done: dict[int, int] = {}  # tokens of each layer
-        self.until_s = math.inf  # from the end of the prefill on
+        self.until_s = math.inf  # finite from the end of the prefill on
         self.sends: dict[Receiver, KvSend] = {}
-        self.served: set[int] = set()  # ranks of the decoder
-        self.wanted = 0  # how many ranks it has
+        self.served: set[int] = set()  # the decoder's ranks that have begun a load
+        self.wanted = 0  # number of the decoder's ranks
         self.final = False
-        self.why = ""  # it was given up
+        self.why = ""  # the reason, if it was given up
 
     @property
     def still(self) -> bool:
-        """Whether no NIC reads its blocks."""
+        """True if no NIC reads its blocks."""
         return all(send.finished for send in self.sends.values())
 
 
@@ -53,7 +54,7 @@ class Holds:
 
     Args:
         blocks: its cache.
-        terms: how long to wait.
+        terms: its timeouts.
         meet: called with the address of each decoder's engine.
     """
 
@@ -70,13 +71,13 @@ class Holds:
     # ------------------------------------------------------------------ the scheduler's orders
 
     def step(self, step: Step) -> None:
-        """A request is being computed, and its blocks are known."""
+        """Add a request that is being computed and has its blocks."""
         if step.key not in self._gone and step.key not in self._held:
             held = _Held(step.request, step.key, step.blocks, step.ntokens)
             self._held[step.key] = self._by_request[step.request] = held
 
     def layer_saved(self, step: Step, layer: int) -> None:
-        """One layer of a step is computed."""
+        """Send one layer of a step that is computed."""
         held = self._held.get(step.key)
         if held is not None and not held.why:
             held.done[layer] = max(step.upto, held.done.get(layer, 0))
@@ -84,10 +85,10 @@ class Holds:
                 send.layer_done(layer, step.upto)
 
     def hold(self, order: Hold) -> None:
-        """A request is computed, all of it."""
+        """Keep the blocks of a request that is computed completely."""
         held = self._held.get(order.key)
         if order.key in self._gone if held is None else held.request != order.request:
-            self._sent.add(order.request)  # given up, or the key is another request's
+            self._sent.add(order.request)  # the key was given up, or is another request's
             return
         if held is None:
             held = _Held(order.request, order.key, order.blocks, order.ntokens)
@@ -101,7 +102,7 @@ class Holds:
         self._settle(held)
 
     def end(self, request: str, key: str) -> None:
-        """The request was aborted; it is reported when nothing reads its blocks."""
+        """Give up an aborted request; report it when nothing reads its blocks."""
         held = self._by_request.get(request)
         if held is None:
             if key not in self._held:
@@ -112,7 +113,7 @@ class Holds:
             self._give_up(held, "the prefill was aborted")
 
     def stop(self, request: str) -> bool:
-        """The request's blocks are about to be taken away; whether nothing reads them already."""
+        """Give up a preempted request's blocks; return True if nothing reads them."""
         held = self._by_request.get(request)
         if held is None or held.final:
             return True
@@ -125,7 +126,7 @@ class Holds:
         return held.still
 
     def poll(self) -> set[str]:
-        """Requests that were sent since the last call; also looks at the times."""
+        """Return the requests that were sent since the last call; check the timeouts too."""
         self.sender.poll()
         with self._blocks.lock:
             now_s = self._now_s()
@@ -138,13 +139,13 @@ class Holds:
 
     @property
     def busy(self) -> bool:
-        """Whether something is held or under way."""
+        """True if blocks are kept or transfers in progress."""
         return bool(self._held or self._sent)
 
     # ------------------------------------------------------------------ decoders
 
     def answer(self, peer: NetAddr, want: Want) -> Told:
-        """What to tell a decoder's rank that wants something; it is begun as well."""
+        """Do what a decoder's rank asks for, and return the answer."""
         held = self._held.get(want.key)
         if held is None or held.why:
             why = held.why if held is not None else self._gone.get(want.key, "")
@@ -195,7 +196,7 @@ class Holds:
         return Told(want.number, want.key, "taken")
 
     def lost(self, name: str, epoch: int) -> None:
-        """A decoder is lost, or has restarted: stop what goes there."""
+        """Stop the transfers to a decoder that is lost or has restarted."""
         for held in tuple(self._held.values()):
             for (other, its_epoch, _), send in held.sends.items():
                 if other == name and its_epoch <= epoch:

@@ -1,9 +1,10 @@
-"""The decoder's half of a worker: loads that were ordered, and what became of them.
+"""The decoder's half of a worker: the loads that were ordered, and their results.
 
 Rule 1: a load is reported when nothing can be written to its blocks any more, or, `doubt_s` after
 it failed, as one in doubt: the scheduler keeps its blocks out of use until it is certain. Rule 2:
-every load is reported once. Rule 3: the cache's lock guards all. Rule 4: a source is what a request
-says; a prefiller is who answers from there: it alone says which process it is.
+every load is reported once. Rule 3: the cache's lock guards all. Rule 4: a source is an address
+that a request names; a prefiller is an engine that answers there, and only its own answers say
+which process it is.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ __all__ = ["Loads"]
 logger = logging.getLogger(__name__)
 
 DROPS = 8
-"""How often a prefiller is told that blocks are not wanted, unless it answers."""
+"""Number of times a prefiller is sent a drop that it does not answer."""
 
 
 class _Ask:
-    """What one prefiller's rank is asked until it answers."""
+    """A question to one prefiller's rank, repeated until it answers."""
 
     def __init__(self, addr: NetAddr, want: Want, began_s: float, tries: float) -> None:
         self.addr, self.want, self.began_s, self.tries = addr, want, began_s, tries
@@ -47,11 +48,11 @@ class Loads:
 
     Args:
         blocks: its cache.
-        terms: how long to wait.
+        terms: its timeouts.
 
     Attributes:
-        receiver: what it stands on.
-        done: how many loads were whole.
+        receiver: the KvReceiver that it uses.
+        done: number of successful loads.
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms) -> None:
@@ -62,10 +63,10 @@ class Loads:
         self._doubtful: list[_Loading] = []
         self._asks: dict[int, _Ask] = {}  # by number
         self._keeps: dict[str, list[_Ask]] = {}
-        self._strangers: set[NetAddr] = set()  # who was asked and has not said anything yet
+        self._strangers: set[NetAddr] = set()  # engines that were asked and have not answered yet
         self._marks: dict[tuple[str, int], str] = {}  # processes of prefillers' ranks
         self._dead: set[tuple[str, int]] = set()
-        self._latest: dict[str, int] = {}  # epochs of those that answered, by their own name
+        self._latest: dict[str, int] = {}  # latest epochs that answered, by the engine's own name
         self._gone: set[str] = set()
         self._refused: list[tuple[Load, str]] = []
         self._number = 0
@@ -74,7 +75,7 @@ class Loads:
     # ------------------------------------------------------------------ the scheduler's orders
 
     def start(self, order: Load) -> list[NetAddr]:
-        """Have blocks written here; return the engines to watch: those that have spoken before."""
+        """Ask for blocks; return the engines to watch: those that have answered before."""
         source = order.source
         try:
             load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
@@ -85,11 +86,11 @@ class Loads:
             asks = self._ask(source, "load", load.ticket)
             self._loading[order.request] = _Loading(order, load, asks)
             if any((ask.addr.name, ask.addr.epoch) in self._dead for ask in asks):
-                load.cancel("the prefiller is dead")  # it was asked: if it lives, it says so
+                load.cancel("the prefiller is dead")  # it is asked all the same, in case it lives
         return [ask.addr for ask in asks if ask.addr not in self._strangers]
 
     def keep(self, sources: Sequence[Source]) -> None:
-        """Sources that requests here will load from, all of them."""
+        """Ask the given sources, and no others, to keep blocks that requests here will load."""
         wanted = {source.key: source for source in sources}
         for key in self._keeps.keys() - wanted.keys():
             for ask in self._keeps.pop(key):
@@ -98,11 +99,11 @@ class Loads:
             self._keeps[key] = self._ask(wanted[key], "keep")
 
     def drop(self, source: Source) -> None:
-        """Blocks of a source are not wanted."""
+        """Ask a source to drop blocks that are not wanted."""
         self._ask(source, "drop", tries=DROPS)
 
     def end(self, request: str) -> bool:
-        """The request was aborted; it is reported once nothing is written there. Is it loading?"""
+        """Cancel an aborted request's load, if any; return whether it was loading."""
         found = self._loading.get(request)
         if found is not None:
             found.load.cancel("the request was aborted")
@@ -111,7 +112,7 @@ class Loads:
     # ------------------------------------------------------------------ prefillers
 
     def told(self, peer: NetAddr, told: Told) -> bool:
-        """A prefiller's rank has answered; False: nobody has asked it that."""
+        """Take the answer of a prefiller's rank; False: it answers no open question."""
         ask = self._asks.get(told.number)
         if ask is None or ask.addr != peer or ask.want.key != told.key:
             return False
@@ -126,7 +127,7 @@ class Loads:
             fields = (want.key, want.kind, want.early, self._blocks.card(), want.ticket)
             del self._asks[want.number]
             self._number += 1
-            ask.want = Want(self._number, *fields)  # another body is another note
+            ask.want = Want(self._number, *fields)  # a note with another body needs another number
             self._asks[self._number] = ask
             self._say(ask)
         elif told.state == "gone" or (told.state == "taken" and kind == "load"):
@@ -140,11 +141,11 @@ class Loads:
         return True
 
     def has_successor(self, name: str, epoch: int) -> bool:
-        """Whether a later incarnation of a prefiller has answered."""
+        """Return True if a later incarnation of a prefiller has answered."""
         return self._latest.get(own_name(name), 0) > epoch
 
     def dead(self, name: str, epoch: int) -> None:
-        """A prefiller is certain to be dead: nothing of it lands any more."""
+        """Fence a prefiller that is certain to be dead: no write of it can arrive any more."""
         with self._blocks.lock:
             self._marks.pop((name, epoch), None)
             self._dead.add((name, epoch))
@@ -152,7 +153,7 @@ class Loads:
             self.receiver.fenced(name, epoch)
 
     def lost(self, name: str, epoch: int) -> None:
-        """A prefiller is lost, or has restarted: what it was to write will not come."""
+        """Cancel loads from a prefiller that is lost or has restarted."""
         for one in tuple(self._loading.values()):
             if any(ask.addr.name == name and ask.addr.epoch <= epoch for ask in one.asks):
                 one.load.cancel(f"prefiller {name} is lost")
@@ -165,7 +166,7 @@ class Loads:
     # ------------------------------------------------------------------ time and results
 
     def poll(self, report: Report) -> None:
-        """Repeat what was not answered, and add to a report what has happened."""
+        """Repeat unanswered questions, and add the new results to a report."""
         self.receiver.poll()
         self._look_for_dead()
         with self._blocks.lock:
@@ -191,7 +192,7 @@ class Loads:
 
     @property
     def busy(self) -> bool:
-        """Whether a load is under way, or a prefiller has yet to answer."""
+        """True if a load is in progress, or a question unanswered."""
         return bool(self._loading or self._asks)
 
     def _look(self, one: _Loading, now_s: float, report: Report) -> None:
@@ -218,7 +219,7 @@ class Loads:
             self.drop(one.order.source)
 
     def _look_for_dead(self) -> None:
-        """Ask the system about prefillers of this machine on which a failed load waits."""
+        """Ask the system whether prefillers on this machine have ended, if a failed load waits."""
         waited = [one.load for one in (*self._loading.values(), *self._doubtful)]
         if not any(load.state in {"open", "failed"} for load in waited):
             return
@@ -227,7 +228,7 @@ class Loads:
                 self.dead(*who)
 
     def _look_at_strangers(self, now_s: float) -> None:
-        """Give up who does not answer, or is said to be where another one is; then forget it."""
+        """Give up engines that do not answer, or use another engine's address; forget them."""
         blocks, asked = self._blocks, set()
         for ask in tuple(self._asks.values()) if self._strangers else ():
             if ask.addr in self._strangers and not blocks.has_spoken(ask.addr):
@@ -275,7 +276,7 @@ class Loads:
         ask.told_s = self._now_s()
         ask.tries -= 1
         if ask.addr in self._strangers and self._doubtful_address(ask.addr):
-            return  # it is given up with the next poll
+            return  # the next poll gives it up
         self._blocks.send_note(ask.addr, ask.want.number, encode(ask.want))
         if ask.tries <= 0:
             self._asks.pop(ask.want.number, None)
@@ -285,5 +286,5 @@ class Loads:
 
 
 def own_name(name: str) -> str:
-    """Return what a peer calls itself; see `NetAddr.by_address`."""
+    """Return a peer's own name; see `NetAddr.by_address`."""
     return name.rpartition("~")[0]

@@ -1,4 +1,4 @@
-"""Whether a process of this machine has ended, which is certain, where silence is not.
+"""Proof that a process of this machine has ended, which its silence would not be.
 
 A mark names boot, pid namespace, pid and start of a process. For processes of other machines and
 namespaces nothing can be said.
@@ -13,7 +13,7 @@ __all__ = ["has_ended", "mark_here"]
 
 
 def mark_here() -> str:
-    """The mark of this process; "" where the system does not say."""
+    """Return the mark of this process; "" if the system does not say."""
     pid = os.getpid()
     start = _start(pid)
     place = _place()
@@ -21,7 +21,7 @@ def mark_here() -> str:
 
 
 def has_ended(mark: str) -> bool:
-    """Whether a marked process is certain to have ended."""
+    """Return True if a marked process is certain to have ended."""
     place, _, rest = mark.rpartition(":")
     place, _, pid = place.rpartition(":")
     if not (place and place == _place() and pid.isascii() and pid.isdigit() and len(pid) <= 10):
@@ -30,7 +30,7 @@ def has_ended(mark: str) -> bool:
 
 
 def _place() -> str:
-    """The boot and the pid namespace of this process."""
+    """Return the boot and the pid namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}".replace(":", "")
@@ -39,7 +39,7 @@ def _place() -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process began, in ticks since the boot; "" if there is none, or only its corpse."""
+    """Return a process's start, in ticks since boot; "" if there is none, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

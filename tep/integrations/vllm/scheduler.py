@@ -1,8 +1,8 @@
-"""The scheduler's half of the connector, without vLLM: what to load, what to keep, what to free.
+"""The scheduler's half of the connector, without vLLM: decides which blocks to load, keep or free.
 
-Its methods are called where vLLM's interface says, with vLLM's objects; only the attributes that
-`Request` and `Scheduled` name are looked at. Rule: a request's blocks are vLLM's until it is told
-otherwise; whoever keeps them says so once, and lets them go once.
+vLLM's connector interface calls its methods, with vLLM's objects; only the attributes that
+`Request` and `Scheduled` name are read. Rule: a request's blocks are vLLM's unless this half keeps
+them; it says so once, and releases them once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NULL_BLOCK = 0
 
 
 class Request(Protocol):
-    """What is looked at of vLLM's Request."""
+    """The attributes of vLLM's Request that are read."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
@@ -46,7 +46,7 @@ class Request(Protocol):
 
 
 class Scheduled(Protocol):
-    """What is looked at of vLLM's SchedulerOutput."""
+    """The attributes of vLLM's SchedulerOutput that are read."""
 
     scheduled_new_reqs: Sequence[Any]
     scheduled_cached_reqs: Any
@@ -55,13 +55,13 @@ class Scheduled(Protocol):
 
 
 class Keeper(Protocol):
-    """vLLM's pool of blocks, as far as blocks are kept out of use."""
+    """The interface of vLLM's pool of blocks for keeping blocks out of use."""
 
     def take(self, blocks: Sequence[int]) -> object:
-        """Count one more user of each."""
+        """Add a user to each block."""
 
     def give_back(self, blocks: Sequence[int]) -> object:
-        """Count one less."""
+        """Remove a user from each block."""
 
 
 class _Prefill:
@@ -73,17 +73,17 @@ class _Prefill:
 
 
 class Scheduler:
-    """What one instance's scheduler knows of transfers.
+    """The state of transfers in one instance's scheduler.
 
     Args:
         block_tokens: tokens of a block of each group of layers.
-        terms: how long to wait.
-        token: secret of which the keys are made; another one after each start.
+        terms: the timeouts.
+        token: secret from which the keys are made; another one after each start.
 
     Attributes:
         ranks: addresses of this instance's ranks.
         keeper: the pool of blocks; None before vLLM has made it.
-        refused: sources that were not used, by reason; of many reasons the first 256.
+        refused: number of sources that were not used, by reason; at most 256 reasons.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Scheduler:
         self.ranks: tuple[bytes, ...] = ()
         self.keeper: Keeper | None = None
         self.refused: dict[str, int] = {}
-        self._sources: dict[str, Source] = {}  # of requests that have no blocks yet
+        self._sources: dict[str, Source] = {}  # sources of requests that have no blocks yet
         self._matched: dict[str, int] = {}
         self._loading: dict[str, Blocks] = {}
         self._prefills: dict[str, _Prefill] = {}
@@ -104,7 +104,7 @@ class Scheduler:
     # ------------------------------------------------------------------ decoder
 
     def arrived(self, request: Request) -> None:
-        """A request is new here."""
+        """Read the transfer parameters of a new request."""
         params = _params(request)
         if not params.get("do_remote_prefill"):
             return
@@ -123,7 +123,7 @@ class Scheduler:
         self._sources[request.request_id] = source
 
     def matched(self, request: Request, ncomputed: int) -> tuple[int, bool]:
-        """How many tokens a prefiller has beyond `ncomputed`, and whether they come meanwhile."""
+        """Return the number of tokens to load beyond `ncomputed`, and True if there are any."""
         prompt = request.prompt_token_ids
         if request.request_id not in self._sources or prompt is None:
             return 0, False
@@ -132,7 +132,7 @@ class Scheduler:
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], nexternal: int) -> None:
-        """The request got blocks, of which `nexternal` tokens are to be loaded."""
+        """Order the load of `nexternal` tokens into the request's new blocks."""
         name, params = request.request_id, _params(request)
         if params.get("do_remote_decode") and name not in self._prefills:
             self._prefills[name] = self._prefill(request, params)
@@ -140,7 +140,7 @@ class Scheduler:
         ncomputed = self._matched.pop(name, 0)
         if source is None:
             return
-        params["do_remote_prefill"] = False  # it is loaded once
+        params["do_remote_prefill"] = False  # load it once only
         if nexternal <= 0:
             self._orders.drops.append(source)
             return
@@ -175,7 +175,7 @@ class Scheduler:
         return _Prefill(key, len(request.prompt_token_ids or ()))
 
     def _new_key(self) -> str:
-        """A key that nobody can guess: who knows it may have the blocks, or have them dropped."""
+        """Make an unguessable key: a peer that knows it may load the blocks, or drop them."""
         self._serial += 1
         secret = hashlib.blake2b(self._token.encode(), digest_size=32).digest()
         serial = str(self._serial).encode()
@@ -188,7 +188,7 @@ class Scheduler:
         prefill = self._prefills[name]
         need = self._needed(prefill.ntokens)
         whole = all(len(ids) >= n for ids, n in zip(prefill.blocks, need, strict=True))
-        if whole and len(need) == 1:  # elsewhere windows move on while it is computed
+        if whole and len(need) == 1:  # with more groups, windows move while it is computed
             blocks = tuple(tuple(ids[:n]) for ids, n in zip(prefill.blocks, need, strict=True))
             ntokens = prefill.ntokens
             order = Step(name, prefill.key, blocks, ntokens, min(upto, ntokens))
@@ -221,7 +221,7 @@ class Scheduler:
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are kept, and what its client is told."""
+        """End a request; return whether its blocks are kept, and the parameters for its client."""
         name = request.request_id
         source = self._sources.pop(name, None)
         self._matched.pop(name, None)
@@ -253,7 +253,7 @@ class Scheduler:
     # ------------------------------------------------------------------ workers
 
     def orders(self, scheduled: Scheduled) -> Orders:
-        """The workers' orders for a step."""
+        """Return the workers' orders for a step."""
         self._look_at(scheduled)
         orders, self._orders = self._orders, Orders()
         orders.keeps = list(self._sources.values())
@@ -261,12 +261,12 @@ class Scheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether there are orders that no step has taken along yet."""
+        """True if there are orders that no step has taken yet."""
         waiting = self._orders
         return bool(waiting.drops or waiting.ends or waiting.holds or waiting.loads)
 
     def reported(self, report: Report | None, received: Iterable[str]) -> None:
-        """What the workers have to say, and the loads that have ended at all of them."""
+        """Take the workers' report, and the loads that have ended at all of them."""
         if report is not None:
             for rank, requests in report.doubt.items():
                 for name in requests:
@@ -285,7 +285,7 @@ class Scheduler:
             self._loading.pop(name, None)
 
     def _forget(self, gone: set[str]) -> None:
-        """Requests that wait for blocks here need not wait for what has expired."""
+        """Compute requests here whose source has expired."""
         for name in [n for n, source in self._sources.items() if source.key in gone]:
             key = self._sources.pop(name).key
             why = "the prefiller does not have it any more"
@@ -294,6 +294,6 @@ class Scheduler:
 
 
 def _params(request: Request) -> dict[str, Any]:
-    """Return what a request brings, whatever its client has sent."""
+    """Return a request's transfer parameters, {} if its client sent no dict."""
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}

@@ -1,4 +1,4 @@
-"""How vLLM's KV tensors lie in memory, in the words of KvBlocks. Shapes only, no vLLM."""
+"""The memory layout of vLLM's KV tensors, in the terms of KvBlocks. Shapes only, no vLLM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["axes_of", "views_of"]
 def views_of(
     array: Any, *, nblocks: int, heads: int, tokens: int, what: str
 ) -> list[tuple[str, Any, str]]:
-    """The parts of one layer's tensor: (suffix of the name, view, axes).
+    """List the parts of one layer's tensor: (suffix of the name, view, axes).
 
-    K and V are one part where a dimension of the block holds both, and two where they lie apart.
+    K and V are one part if a dimension of the block holds both, and two if they lie apart.
 
     Args:
         array: a layer's tensor, e.g. [2, nblocks, tokens, heads, elements].
-        nblocks: of this rank's cache.
-        heads: in this rank's cache.
-        tokens: of a block.
-        what: for errors.
+        nblocks: number of blocks of this rank's cache.
+        heads: number of heads in this rank's cache.
+        tokens: tokens of a block.
+        what: the tensor's name in errors.
 
     Raises:
         UsageError: a layout that is not known.
@@ -39,7 +39,7 @@ def views_of(
 
 
 def axes_of(shape: Sequence[int], nblocks: int, heads: int, tokens: int, what: str) -> str:
-    """The letters of KvBlocks.add for [blocks, (heads, tokens in either order,) elements]."""
+    """Return the axes of KvBlocks.add for [blocks, (heads, tokens in either order,) elements]."""
     inner = tuple(shape[1:-1])
     if len(shape) >= 2 and shape[0] == nblocks:
         if not inner:

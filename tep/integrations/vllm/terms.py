@@ -1,4 +1,4 @@
-"""What the scheduler's half and the workers' half of the connector tell each other. Data only.
+"""The data between the scheduler's half and the workers' half of the connector.
 
 Orders go from the scheduler to every worker with each step; each worker answers with a Report.
 Both are pickled by vLLM.
@@ -24,20 +24,20 @@ __all__ = [
 ]  # fmt: skip
 
 Blocks = tuple[tuple[int, ...], ...]
-"""For each group of layers, ids of blocks."""
+"""Ids of blocks, for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How long to wait, in seconds; each is an option of `kv_connector_extra_config`.
+    """The timeouts, in seconds; each is an option of `kv_connector_extra_config`.
 
     Attributes:
-        lease_s: a prefiller keeps finished blocks for so long after the last word of a decoder.
-        load_s: for one load, from its start to its last byte.
-        beat_s: between repeats of what was not answered, and between two signs of life.
-        lost_after_s: a peer that says nothing for so long is lost; twice beat_s or more.
-        doubt_s: from the failure of a load until it is reported although a write may still land;
-            its blocks are kept out of use then.
+        lease_s: time that a prefiller keeps finished blocks after a decoder's last message.
+        load_s: limit of one load, from its start to its last byte.
+        beat_s: interval between repeats of unanswered messages, and between heartbeats.
+        lost_after_s: silence after which a peer is lost; twice beat_s or more.
+        doubt_s: time from the failure of a load until it is reported although a write may still
+            arrive; its blocks are kept out of use then.
     """
 
     lease_s: float = 30.0
@@ -57,20 +57,20 @@ class Terms:
 
 
 _SHOWN = 200
-"""Characters of a message about what a request brought."""
+"""Characters of an error about a request's parameters."""
 
 Key = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[ -~]+\Z")]
-"""Of a transfer: printable ASCII."""
+"""The key of a transfer: printable ASCII."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a request brings as kv_transfer_params["tep"]: a stranger's claims. Others are ignored.
+    """The fields of a request's kv_transfer_params["tep"], unverified; other fields are ignored.
 
     Attributes:
-        key: of the transfer.
+        key: key of the transfer.
         ranks: NetAddr of each of the prefiller's ranks, in base64.
-        ntokens: of the prompt, once it is computed.
-        digest: of the prompt.
+        ntokens: number of the prompt's tokens, once it is computed.
+        digest: digest of the prompt.
     """
 
     key: Key
@@ -83,10 +83,10 @@ class Asked(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, params: object) -> Asked:
-        """Take it from the value of "tep" in kv_transfer_params.
+        """Read the value of "tep" in kv_transfer_params.
 
         Raises:
-            UsageError: it is not what a prefiller returned, or a router makes up.
+            UsageError: it is neither a prefiller's answer nor made by a router.
         """
         try:
             return msgspec.convert(params, cls, strict=True)
@@ -94,7 +94,7 @@ class Asked(msgspec.Struct, frozen=True):
             raise UsageError(f"kv_transfer_params['tep']: {str(error)[:_SHOWN]}") from error
 
     def source(self) -> Source:
-        """Where the blocks are said to be.
+        """Return the source that the request names.
 
         Raises:
             UsageError: no addresses.
@@ -113,13 +113,13 @@ class Asked(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a request's blocks come from, as the request says.
+    """The source of a request's blocks, as the request names it.
 
     Attributes:
-        key: of the transfer; unique.
+        key: key of the transfer; unique.
         ranks: NetAddr of each of the prefiller's ranks, as bytes.
-        early: the prefill may not have begun: a prefiller that does not know the key has to be
-            asked again. Otherwise not to know it means that it has expired.
+        early: the prefill may not have begun: ask a prefiller that does not know the key again.
+            Otherwise an unknown key has expired.
     """
 
     key: str
@@ -127,7 +127,7 @@ class Source:
     early: bool = False
 
     def params(self, prompt: Sequence[int], lease_s: float) -> dict[str, object]:
-        """What a prefiller returns once it has computed the prompt; JSON."""
+        """Return a prefiller's answer once it has computed the prompt; JSON."""
         return {
             "key": self.key,
             "ranks": [base64.b64encode(one).decode() for one in self.ranks],
@@ -138,13 +138,13 @@ class Source:
 
 
 def digest_of(prompt: Iterable[int]) -> str:
-    """A digest of a prompt's tokens: blocks of another prompt would give its answer."""
+    """Compute a digest of a prompt's tokens: another prompt's blocks would give a wrong answer."""
     return hashlib.sha256(np.array(list(prompt), "<i8").tobytes()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Decoder: have a request's blocks written here."""
+    """Order to a decoder: load a request's blocks."""
 
     request: str
     source: Source
@@ -153,13 +153,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Prefiller: what is known after this step of a request that is being computed.
+    """Order to a prefiller: the state, after this step, of a request that is being computed.
 
     Attributes:
-        request, key: whose.
-        blocks: of the whole prompt.
-        ntokens: of the prompt.
-        upto: tokens whose KV this step completes.
+        request, key: the request and its key.
+        blocks: blocks of the whole prompt.
+        ntokens: tokens of the whole prompt.
+        upto: number of tokens whose KV is complete after this step.
     """
 
     request: str
@@ -171,7 +171,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Prefiller: a request is computed; keep its blocks for the decoder."""
+    """Order to a prefiller: keep a computed request's blocks for the decoder."""
 
     request: str
     key: str
@@ -181,15 +181,15 @@ class Hold:
 
 @dataclass(slots=True)
 class Orders:
-    """One step's.
+    """The orders of one step.
 
     Attributes:
-        loads, steps, holds: see there.
+        loads, steps, holds: see Load, Step and Hold.
         keeps: sources of requests that wait for blocks here: the prefiller should keep them.
         drops: sources that are not wanted any more.
-        ends: requests that were aborted: stop their transfers, and report when nothing is under
-            way; with their keys where they are the prefiller's.
-        stops: requests whose blocks are about to be taken away: stop before this step.
+        ends: aborted requests: stop their transfers, and report when none is in flight; with
+            their keys at a prefiller.
+        stops: preempted requests, whose blocks vLLM is about to reuse: stop before this step.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -203,13 +203,13 @@ class Orders:
 
 @dataclass(slots=True)
 class Report:
-    """One worker's step, or several workers' together.
+    """The report of one worker's step, or of several workers.
 
     Attributes:
         sent: requests whose blocks no transfer reads any more.
-        received: requests whose loads have ended, well or not.
-        bad: blocks of those that are not whole.
-        failed: requests of which nothing that was loaded may be used.
+        received: requests whose loads have ended, successfully or not.
+        bad: their incomplete blocks.
+        failed: requests whose loaded blocks must not be used.
         doubt: for each rank, requests in `failed` whose blocks a write may still change.
         certain: for each rank, requests that were in doubt and are not any more.
         gone: keys that a prefiller does not have any more.
@@ -224,7 +224,7 @@ class Report:
     gone: set[str] = field(default_factory=set)
 
     def aggregate(self, other: Report) -> Report:
-        """What two workers have to say together."""
+        """Merge the reports of two workers."""
         whole = Report(
             self.sent | other.sent,
             self.received | other.received,

@@ -1,7 +1,7 @@
-"""What workers of a decoder and of a prefiller say to each other, in notes of their KV caches.
+"""The messages between workers of a decoder and of a prefiller, in notes of their KV caches.
 
 MessagePack; strict. Notes may be lost, repeated and overtake each other: a Want is repeated until
-it is answered, and an answer tells how things are now.
+it is answered, and an answer gives the current state.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Decoder -> prefiller, about the blocks of one key.
 
     Attributes:
-        number: of the decoder's; the answer has it too.
-        key: of the transfer.
+        number: counted by the decoder; the answer has it too.
+        key: key of the transfer.
         kind: "load": write them for this ticket. "keep": keep them, a load will come. "drop": they
             are not wanted any more.
         early: see Source.
-        card: of the decoder's cache, once it was asked for; else b"".
-        ticket: of the load.
+        card: the card of the decoder's cache, once it was asked for; else b"".
+        ticket: ticket of the load.
     """
 
     number: Annotated[int, Meta(ge=0)]
@@ -44,11 +44,11 @@ class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Prefiller -> decoder: the answer.
 
     Attributes:
-        number, key: of the Want.
+        number, key: those of the Want.
         state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
             and the reason says why. "card": ask again, with the card.
-        reason: why.
-        process: mark of the prefiller's process, see `processes`; "" where there is none.
+        reason: the reason for "gone".
+        process: mark of the prefiller's process, see `processes`; "" if there is none.
     """
 
     number: Annotated[int, Meta(ge=0)]
@@ -63,12 +63,12 @@ _DECODER: msgspec.msgpack.Decoder[Want | Told] = msgspec.msgpack.Decoder(Want | 
 
 
 def encode(note: Want | Told) -> bytes:
-    """Turn a note into bytes."""
+    """Encode a note."""
     return _ENCODER.encode(note)
 
 
 def decode(raw: bytes) -> Want | Told:
-    """Read a note; BadDescriptor if the bytes are none."""
+    """Decode a note; BadDescriptor if the bytes are none."""
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""One worker's half of the connector, without vLLM: a KV cache that loads, and is loaded from.
+"""One worker's half of the connector, without vLLM: loads from, and sends to, other KV caches.
 
 The engine's thread answers other workers, also while vLLM is between two steps.
 """
@@ -39,19 +39,19 @@ _PAUSE_S: Final = 0.0005
 
 
 class Worker:
-    """What one worker does with its scheduler's orders.
+    """The execution of the scheduler's orders in one worker.
 
     Args:
-        blocks: its cache, with all tensors; it and its engine are this worker's alone.
-        terms: how long to wait.
+        blocks: its cache, with all tensors; the cache and its engine are this worker's alone.
+        terms: its timeouts.
 
     Attributes:
         holds, loads: the two halves.
-        garbled: notes that were none.
+        garbled: number of undecodable notes.
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms = Terms()) -> None:
-        blocks.name_by_address()  # requests hand in addresses
+        blocks.name_by_address()  # requests bring addresses
         self._blocks, self._terms = blocks, terms
         self._process = mark_here()
         self.holds = Holds(blocks, terms, self._meet)
@@ -65,11 +65,11 @@ class Worker:
 
     @property
     def address(self) -> bytes:
-        """NetAddr of its engine."""
+        """The NetAddr of its engine."""
         return self._blocks.engine.main_address.to_bytes()
 
     def stop(self, orders: Orders) -> set[str]:
-        """Before a step: preempted requests whose blocks are still being read; ask again."""
+        """Stop preempted requests before a step; return those still being read, to ask again."""
         with self._blocks.lock:
             return {request for request in orders.stops if not self.holds.stop(request)}
 
@@ -90,7 +90,7 @@ class Worker:
             time.sleep(_PAUSE_S)
 
     def obey(self, orders: Orders) -> None:
-        """Begin a step: everything but `stops`."""
+        """Begin a step: execute all orders but `stops`."""
         with self._blocks.lock:
             for step in orders.steps:
                 self.holds.step(step)
@@ -110,25 +110,25 @@ class Worker:
                 self._meet(addr)
 
     def layer_saved(self, layer: int, steps: list[Step] | None = None) -> None:
-        """A layer of this step, or of an earlier one, is computed."""
+        """Note a computed layer of this step, or of an earlier one."""
         with self._blocks.lock:
             for step in self._steps if steps is None else steps:
                 self.holds.layer_saved(step, layer)
 
     @property
     def steps(self) -> list[Step]:
-        """Of the step that was begun last."""
+        """The steps of the orders that were executed last."""
         return self._steps
 
     def poll(self) -> Report:
-        """What has happened since the last call; it also repeats messages and looks at times."""
+        """Report the results since the last call; also repeat messages and check timeouts."""
         for who, addr in tuple(self._strangers.items()):
             del self._strangers[who]
-            if who not in self._watches:  # notes came meanwhile
+            if who not in self._watches:  # else notes have come meanwhile
                 self._watch(addr)
         for who, watch in tuple(self._watches.items()):
             if watch is not None and watch.state is not PeerState.ALIVE:
-                self._lost(*who)  # also for what began after it was lost
+                self._lost(*who)  # also for transfers that began after it was lost
                 if watch.state is PeerState.RESTARTED:
                     del self._watches[who]
                 elif self.loads.has_successor(*who):
@@ -151,16 +151,16 @@ class Worker:
             if self.loads.told(peer, note):
                 self._meet(peer)
             return
-        # Answers have numbers of their own: below 0, so that no Want of ours has the same.
+        # Answers have numbers below 0, so that they differ from our Wants'.
         try:
             told = self.holds.answer(peer, note)
-        except Exception as error:  # noqa: BLE001  # the decoder must hear it
+        except Exception as error:  # noqa: BLE001  # the decoder must get an answer
             told = _no_answer(peer, note, error)
         told = msgspec.structs.replace(told, process=self._process)
         self._blocks.send_note(peer, ~note.number, encode(told))
 
     def _meet(self, addr: NetAddr) -> None:
-        """Watch an engine from the next poll on: to ask for it waits for the engine's thread."""
+        """Watch an engine from the next poll on; watch_peer() waits for the engine's thread."""
         if (addr.name, addr.epoch) not in self._watches:
             self._strangers[addr.name, addr.epoch] = addr
 
@@ -173,9 +173,9 @@ class Worker:
         except StaleEpoch:
             self._lost(*who)
         except ClosedError:
-            pass  # it is being removed, since it had never answered: its next answer comes here
+            pass  # it is being removed, having never answered; its next answer comes here again
         except (BusyError, UsageError) as error:
-            # Deadlines end what a peer leaves open that nobody can watch.
+            # Transfers with a peer that cannot be watched end at their deadlines.
             logger.warning("%s is not watched: %s", addr.name, error)
             self._watches[who] = None
 
@@ -190,6 +190,6 @@ class Worker:
 
 
 def _no_answer(peer: NetAddr, want: Want, error: Exception) -> Told:
-    """Tell a decoder of a bug here."""
+    """Answer a decoder after a bug here."""
     logger.error("no answer to %s (%s)", peer.name, want.kind, exc_info=error)
     return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}"[:1000])

@@ -1,4 +1,4 @@
-"""tep's look-alike under NIXL's name, for `python -m tep.compat.nixl -- COMMAND`."""
+"""The look-alike under NIXL's name, for `python -m tep.compat.nixl -- COMMAND`."""
 
 from __future__ import annotations
 
