@@ -50,9 +50,9 @@ class ChaosNode:
         epoch: 1 for the first incarnation, then 2, ...
         uid: number of the host on its fabric; part of every draw.
         domains: its NICs.
-        on_drift: told how fast its engine's clock runs now, in millionths, and how far it jumps.
-        busy_until_ps: always 0: what a worker's time costs is the timing fabric's business.
-        on_news: never called, since every news wakes the worker.
+        on_drift: called with the new speed of its engine's clock, in millionths, and a jump in ps.
+        busy_until_ps: always 0: only the timing fabric charges a worker for its time.
+        on_arrival: never called, since every completion wakes the worker.
     """
 
     def __init__(self, fabric: ChaosFabric, name: str, uid: int, nics: int, epoch: int) -> None:
@@ -61,7 +61,7 @@ class ChaosNode:
         self.uid = uid
         self.epoch = epoch
         self.busy_until_ps = 0
-        self.on_news: Callable[[], object] = nobody
+        self.on_arrival: Callable[[], object] = nobody
         self.on_drift: Callable[[int, int], object] = _nobody
         self._paused_ps = 0
         self._steps = uid << 32  # of this incarnation; part of every draw
@@ -111,9 +111,9 @@ class ChaosFabric:
         nodes: the incarnation of each host that runs now.
         rows: rows and messages posted so far.
         failed: (NIC, ctx, row, status) of every row and message that ended in an error.
-        violations: what no correct engine may do, in words.
-        happened: faults that nobody asked for: what the fabric's own load brought about.
-        seen: how often some things happened that a suite should have met, by name.
+        violations: things that no correct engine does, in words.
+        happened: faults that nobody asked for: those that the fabric's own load brought about.
+        seen: name -> count of events that a suite should have met.
         healed: whether heal() was called: nothing of the fabric's own will goes wrong any more.
 
     Args:
@@ -191,7 +191,7 @@ class ChaosFabric:
             self._nic(name, number).revoke()
 
     def inflict(self, fault: Fault) -> None:
-        """Do what a fault says, now."""
+        """Carry out a fault, now."""
         match fault:
             case KillNic(name, nic):
                 self.kill_nic(name, nic)
@@ -263,7 +263,7 @@ class ChaosFabric:
         return Status.STALE_PEER if node and node.epoch > epoch else Status.UNREACHABLE
 
     def lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
-        """Tell every other NIC that one is gone."""
+        """Notify every other NIC that one is gone."""
         for node in self.nodes.values():
             for nic in node.domains:
                 if nic is not target and nic.state in (NicState.UP, NicState.DEAD):

@@ -105,7 +105,7 @@ class ChaosNic(ChaosTarget):
         return room
 
     def _ahead(self, batch: WriteBatch, start: int, stop: int) -> int:
-        """How many rows come before the first one to a peer that holds as many as it may."""
+        """Count the rows before the first one to a peer that holds as many as it may."""
         depth, peers = self._chaos.peer_depth, self._peers
         if isinstance(batch.peer, int):
             return min(stop - start, max(0, depth - peers[batch.peer].rows))
@@ -147,15 +147,15 @@ class ChaosNic(ChaosTarget):
         """Whether a message gets lost for good; it may also arrive, and only its answer be lost."""
         if self.fabric.healed or (row.bits >> 40) & 15 >= self._chaos.message_loss:
             return False
-        row.unheard = bool(row.bits >> 44 & 1)
+        row.ack_lost = bool(row.bits >> 44 & 1)
         self.fabric.seen["message lost"] += 1
-        if not row.unheard:
+        if not row.ack_lost:
             delay_ps = self._error_delay(row, self._chaos.dead_after_ps)
             self._doom(row, Status.UNREACHABLE, delay_ps)
-        return not row.unheard
+        return not row.ack_lost
 
     def _room(self, wanted: int, room: int, *, is_control: bool = False) -> int:
-        """How many of the rows offered are taken this time, where there is room for some."""
+        """Draw how many of the offered rows are taken this time, if there is room for some."""
         if self.state is not NicState.UP:
             self._check_open()
         if self._chaos.post_fails and (why := self._fails(self._chaos.post_fails, 4)):
@@ -344,7 +344,7 @@ class ChaosNic(ChaosTarget):
         read, target = piece[0], piece[0].peer.target
         assert target is not None
         if read.flying:
-            if not self._is_stuck(read, target, self._bring, piece, hears=True):
+            if not self._is_stuck(read, target, self._bring, piece, acks=True):
                 self._place(piece)
         elif read.ghost is not None and read.number in self._reading:
             self._env.call_at(self._env.now + _LOOK_PS, self._bring, piece)
@@ -400,11 +400,11 @@ class ChaosNic(ChaosTarget):
         again: Callable[[Any], object],
         arg: object,
         *,
-        hears: bool = False,
+        acks: bool = False,
     ) -> bool:
         """Whether a link lets nothing through; then the same is tried again soon."""
         mine, its = self.link, target.link
-        if mine.hears(its) if hears else its.lets_in(mine):
+        if mine.lets_acks_in(its) if acks else its.lets_in(mine):
             return False
         now = self._env.now
         self.stuck(read)
@@ -420,12 +420,12 @@ class ChaosNic(ChaosTarget):
         target = row.peer.target
         assert target is not None
         mine, its = self.link, target.link
-        if not mine.hears(its):
+        if not mine.lets_acks_in(its):
             stays = its.clogs and not (mine.clogs or mine.mutes or mine.deafs)
             (its if stays else mine).hold_ack(row)
             self.stuck(row)
             return
-        if row.unheard:
+        if row.ack_lost:
             self._doom(row, Status.UNREACHABLE, self._error_delay(row, ACK_PS * 2))
             return
         row.flying = False
@@ -446,9 +446,9 @@ class ChaosNic(ChaosTarget):
         row.stuck_ps = -1
         mine, its = self.link, target.link
         if row.kind == _READ:
-            passes = not row.left or (mine.hears(its) and its.lets_in(mine))
+            passes = not row.left or (mine.lets_acks_in(its) and its.lets_in(mine))
         else:
-            passes = mine.hears(its) if row.left < 0 else its.lets_in(mine)
+            passes = mine.lets_acks_in(its) if row.left < 0 else its.lets_in(mine)
         if passes or not row.flying:
             return
         if row.kind == _READ and self._chaos.late_land and row.bits >> 48 & 1:
@@ -578,7 +578,7 @@ class ChaosNic(ChaosTarget):
 
 
 def _cuts(nbytes: int, pieces: int, places: int) -> list[int]:
-    """Where a row is cut: the ends of so many pieces, at drawn places of 16 bits each."""
+    """Cut a row: return the ends of so many pieces, at drawn places of 16 bits each."""
     cuts = [nbytes * ((places >> 16 * k) & 0xFFFF) >> 16 for k in range(pieces - 1)]
     return sorted([0, *cuts, nbytes])
 

@@ -51,11 +51,11 @@ class Link:
     long is the NIC's matter.
 
     Attributes:
-        clogs: how many faults last by which nothing passes; 0: none.
-        deafs: the same of those by which nothing comes in.
-        mutes: the same of those by which no acknowledgement comes in.
-        cuts: how many faults last by which nothing comes in from a link; not in it: none.
-        factor: how many times as long as usual everything takes.
+        clogs: number of current faults that let nothing pass.
+        deafs: number of current faults that let nothing in.
+        mutes: number of current faults that let no acknowledgement in.
+        cuts: link -> number of current faults that let nothing in from it; never 0.
+        factor: everything takes so many times as long as usual.
 
     Args:
         env: the clock.
@@ -101,7 +101,7 @@ class Link:
         """Whether fragments from another link come in here now."""
         return not (self.clogs or self.deafs or source.clogs or source in self.cuts)
 
-    def hears(self, target: Link) -> bool:
+    def lets_acks_in(self, target: Link) -> bool:
         """Whether answers of another link to what was sent from here come in now."""
         return not self.mutes and self.lets_in(target)
 
@@ -110,7 +110,7 @@ class Link:
         self._fragments.append(fragment)
 
     def hold_ack(self, row: Flight) -> None:
-        """Keep an acknowledgement until it can be heard."""
+        """Keep an acknowledgement until it can pass."""
         self._acks.append(row)
 
     def trouble(self, what: Trouble, for_ps: int | None) -> None:
@@ -179,7 +179,7 @@ class Link:
         for fragment in fragments:
             self._land(fragment)
         acks, self._acks = self._acks, []
-        for row in acks:  # one that its sender cannot hear yet is held again, at the sender's link
+        for row in acks:  # one that cannot pass yet is held again, at the sender's link
             self._acknowledge(row)
 
 
@@ -190,7 +190,7 @@ _MERGED: Final = (int(Kind.WRITE), _IMM, int(Kind.READ))
 
 
 class NicState(Enum):
-    """How much of a NIC is left."""
+    """The life of a NIC."""
 
     UP = auto()
     DEAD = auto()  # killed: it still hands out completions
@@ -215,8 +215,8 @@ class Peer:
     """One address that a NIC has connected to.
 
     Attributes:
-        name, nic, epoch: what the address says.
-        target: the NIC that is there; None until somebody opens it.
+        name, nic, epoch: of the address.
+        target: the NIC at that address; None until somebody opens it.
         landed_ps: ordered fabrics: when the last fragment lands that was sent so far.
         held: ordered fabrics: fragments behind a row that waits for a receive; None: none waits.
         rows: to that address that have not ended, messages not counted.
@@ -249,7 +249,7 @@ class Flight:
             -1 once its target has answered, a read until its owner has.
         parked: whether it has waited for a receive.
         stuck_ps: since when it is stuck on a link, while its time for that runs; else -1.
-        unheard: a message whose acknowledgement is lost on the way.
+        ack_lost: a message whose acknowledgement is lost on the way.
         is_control: whether its payload is for the peer's engine, not for a user's buffer.
         ghost: the bytes of a write that has failed, while more of them may land. A read has b""
             while more of it may be placed after its end. None: nothing may.
@@ -261,9 +261,9 @@ class Flight:
     """
 
     __slots__ = (
-        "at", "bits", "ctx", "flying", "ghost", "imm", "index", "is_control", "kind", "left",
-        "nbytes", "nic", "number", "parked", "payload", "peer", "region", "remote", "rkey",
-        "stuck_ps", "unheard",
+        "ack_lost", "at", "bits", "ctx", "flying", "ghost", "imm", "index", "is_control", "kind",
+        "left", "nbytes", "nic", "number", "parked", "payload", "peer", "region", "remote", "rkey",
+        "stuck_ps",
     )  # fmt: skip
 
     def __init__(self, nic: Nic, peer: Peer, number: int, bits: int, ctx: int, kind: int) -> None:
@@ -278,7 +278,7 @@ class Flight:
         self.left = 1
         self.parked = False
         self.stuck_ps = -1
-        self.unheard = False
+        self.ack_lost = False
         self.is_control = False
         self.ghost: bytes | None = None
         self.payload: bytes | None = None
@@ -376,7 +376,7 @@ class Fabric(Protocol):
         """Why an address cannot be reached."""
 
     def lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
-        """Tell every other NIC that one is gone."""
+        """Notify every other NIC that one is gone."""
 
 
 class CompletionQueue:
@@ -386,7 +386,7 @@ class CompletionQueue:
         entries: those that poll() can return now.
         waker: called when there is something new.
         imms_polled: immediates handed out so far.
-        down_seen: whether the owner was told that the NIC is gone.
+        down_seen: whether the owner has polled that the NIC is gone.
     """
 
     def __init__(self, env: FabricEnv, chaos: Chaos, draw: Draw, uid: int) -> None:
@@ -403,7 +403,7 @@ class CompletionQueue:
 
     @property
     def held(self) -> int:
-        """How many entries nobody has polled."""
+        """The number of entries that nobody has polled."""
         return len(self.entries) + len(self._hidden)
 
     def push(self, entry: Entry) -> None:

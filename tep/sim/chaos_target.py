@@ -66,7 +66,7 @@ class ChaosTarget:
     """One NIC as far as others reach it.
 
     Attributes:
-        state: how much of it is left.
+        state: whether it is up, dead, closed or gone.
         rows: rows and messages accepted so far.
         entries: those that poll() can return now.
     """
@@ -127,7 +127,7 @@ class ChaosTarget:
 
     @property
     def regions(self) -> int:
-        """How many regions are registered."""
+        """The number of registered regions."""
         return len(self._lkeys)
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
@@ -226,14 +226,14 @@ class ChaosTarget:
         if self._row_log is not None:
             self._row_log.add(Record(self._env.now, "fault", self.node.name, self.number, fault))
 
-    # ------------------------------------------------------------------ what lands here
+    # ------------------------------------------------------------------ landing
 
     def kill(self) -> None:
         """Die; the sending side knows how."""
         raise NotImplementedError
 
     def land(self, fragment: Fragment) -> None:
-        """A fragment of somebody's row is here, at its target."""
+        """Take a fragment of a row that arrives at its target."""
         row, start, stop, early = fragment
         if not row.flying:
             if row.ghost is not None and self._chaos.late_ps:
@@ -309,7 +309,7 @@ class ChaosTarget:
         return region.view[offset : offset + nbytes]
 
     def _land_late(self, fragment: Fragment) -> None:
-        """A fragment of a row that has failed is here all the same."""
+        """Place a fragment of a row that has failed already."""
         row, start, stop, _ = fragment
         ghost, region = row.ghost, self._rkeys.get(row.rkey)
         if ghost is None or row.payload is not None or self.state is not NicState.UP:
@@ -342,7 +342,7 @@ class ChaosTarget:
         return True
 
     def _arrive(self, row: Flight) -> None:
-        """All bytes of a row are here: its immediate may be seen."""
+        """Show the immediate of a row whose bytes are all here."""
         imm = row.imm
         if imm is not None:
             if self._overruns():
@@ -395,12 +395,12 @@ class ChaosTarget:
         self._cq.push((_CONTROL, _OK, 1, 0, 0, self._controls_seen, row.nbytes))
 
     def take_copy(self, row: Flight) -> None:
-        """A control message is here once more."""
+        """Take a control message that arrives a second time."""
         self.fabric.seen["control message doubled"] += 1
         self._hear(row)
 
     def _park(self, row: Flight) -> None:
-        """No receive is posted: the row waits here, and on an ordered fabric all behind it too."""
+        """Let a row wait for a receive; on an ordered fabric all behind it wait too."""
         self._waiting.append(row)
         self.fabric.seen["row without a receive"] += 1
         if self._chaos.ordered:
@@ -417,13 +417,13 @@ class ChaosTarget:
             self._release(row.peer)
 
     def _release(self, peer: Peer) -> None:
-        """Let the fragments go on that were held behind a row."""
+        """Release the fragments that were held behind a row."""
         held, peer.held = peer.held or [], None
         for fragment in held:
             self.land(fragment)
 
     def _has_receives(self) -> None:
-        """Receives were posted: let what waits try again, at its sender's next try."""
+        """Receives were posted: retry waiting rows at their sender's next try."""
         if self._waiting and not self._serving:
             self._serving = True
             drawn = self._draws.error(self._uid, self.fabric.rows)

@@ -43,7 +43,7 @@ __all__ = [
 T = TypeVar("T")
 
 Place = tuple[int, EventPriority, int]
-"""Where an event stands in the order of all: time, rank, number."""
+"""The position of an event in the order of all: time, rank, number."""
 
 FOREVER_PS: Final = 1 << 100
 """Later than any event: the deadline of what has none."""
@@ -60,7 +60,7 @@ class Call(Event):
     fn: Callable[[Any], object]
     arg: Any
 
-    # Class attributes in place of Event.__init__: what stock step() reads, at no cost per call.
+    # Class attributes in place of Event.__init__: stock step() reads them, at no cost per call.
     _ok = True
     _value = None
 
@@ -137,7 +137,7 @@ class FabricEnv(simpy.Environment):
         self._next_tie: Callable[[], int] | None = None
         self.passes_places = False
         self._reserved: tuple[Any, ...] = (-1,)  # the last of all places
-        self._head: tuple[Any, ...] = (-1,)  # the last place of which an event was processed
+        self._head: tuple[Any, ...] = (-1,)  # the place of the last event that was processed
         if tie_seed is not None:
             self.shuffle_ties(tie_seed)
         self._fast = self.keeps_places = fast and internals_as_expected()
@@ -163,7 +163,7 @@ class FabricEnv(simpy.Environment):
     def call_at(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
         """Call fn(arg) at t_ps, which is now or later.
 
-        A call cannot be taken back: let `arg` carry what tells that it is out of date.
+        A call cannot be taken back: let `arg` show whether it is out of date.
         """
         assert t_ps >= self._now, (t_ps, self._now)
         if not self._fast:
@@ -180,9 +180,9 @@ class FabricEnv(simpy.Environment):
         heappush(self._queue, (t_ps, rank, next(self._eid), event))
 
     def reserve(self, t_ps: int) -> Place:
-        """The place in the order of events that call_at(t_ps) would take now, with no event.
+        """Reserve the place that call_at(t_ps) would take now, without an event.
 
-        Whoever then finds that the call is needed after all has it by `call_in_place`.
+        `call_in_place` makes the event if it turns out to be needed.
         """
         assert t_ps >= self._now, (t_ps, self._now)
         rank = NORMAL if self._next_tie is None else self._rank()
@@ -205,7 +205,7 @@ class FabricEnv(simpy.Environment):
         heappush(self._queue, (t_ps, rank, number, event))
 
     def call_daemon(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
-        """As call_at, for periodic looks: an environment with only daemons left counts as empty."""
+        """Do as call_at, for periodic looks: an environment with only daemons counts as empty."""
         self._daemons += 1
         self.call_at(t_ps, self._run_daemon, (fn, arg))
 
@@ -236,7 +236,7 @@ class FabricEnv(simpy.Environment):
     # ---- turning
 
     def peek_live(self) -> int:
-        """When the next event is that can change anything; FOREVER_PS if there is none."""
+        """The time of the next event that can change anything; FOREVER_PS if there is none."""
         if len(self._queue) <= self._daemons:
             return FOREVER_PS
         # As in now().
@@ -288,7 +288,7 @@ class FabricEnv(simpy.Environment):
             self.deadline_ps = FOREVER_PS
 
     def turn(self, settled: Callable[[], bool], deadline_ps: int) -> Turned:
-        """The loop of run_until, for who has called enter()."""
+        """Run the loop of run_until; enter() must have been called."""
         self.deadline_ps = deadline_ps
         queue = self._queue
         pool = self._pool
@@ -301,7 +301,7 @@ class FabricEnv(simpy.Environment):
                     self._now = deadline_ps
                     return Turned.DEADLINE
                 event = head[3]
-                # With shuffled ties an event may be made for a place before that of its maker.
+                # With shuffled ties an event may be made for a place before its maker's.
                 if head > self._head:  # noqa: PLR1730  # max() takes twice as long
                     self._head = head
                 if type(event) is Call and fast:
@@ -323,7 +323,7 @@ class FabricEnv(simpy.Environment):
                 return self._end(deadline_ps)
 
     def _end(self, deadline_ps: int) -> Turned:
-        """No event is left: let what would have been called in places that nobody took pass."""
+        """End a run without events: move past the reserved places that nobody took."""
         place = self._reserved
         if self.passes_places and place > self._head:
             if place[0] > deadline_ps:
@@ -360,15 +360,15 @@ class FabricEnv(simpy.Environment):
         return None
 
     def skip_to(self, t_ps: int) -> None:
-        """Set the clock forward to a time before which nothing is left to do."""
+        """Set the clock forward; nothing may be left to do before that time."""
         assert self.peek_live() >= t_ps, (self.peek_live(), t_ps)
         self._now = max(self._now, t_ps)
 
     def stall_report(self) -> str:
-        """What every registered engine waits for; one paragraph an engine."""
+        """Report what every registered engine waits for, one paragraph an engine."""
         reports = [report() for report in self.reporters]
-        told = "\n".join(text for text in reports if text)
-        return told or "no engine reports anything outstanding"
+        text = "\n".join(one for one in reports if one)
+        return text or "no engine reports anything outstanding"
 
 
 def _never() -> bool:

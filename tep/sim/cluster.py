@@ -44,7 +44,7 @@ _NODES_MAX: int = 2**16
 
 
 class _Fabric(Protocol):
-    """What both fabrics can do for a cluster."""
+    """The chaos fabric, or the timing fabric, as a cluster uses it."""
 
     def node(self, name: str, nics: int) -> SimNode: ...
 
@@ -356,7 +356,7 @@ class Cluster:
 
     @property
     def datagrams(self) -> Datagrams:
-        """What nodes can tell each other outside the engines, with no promise but speed."""
+        """Datagrams between nodes, outside the engines; they are fast, and not reliable."""
         if self._datagrams is None:
             self._datagrams = Datagrams(self._chaos("datagrams"))
         return self._datagrams

@@ -55,12 +55,12 @@ _NONE: Final = np.empty((0, _COLUMNS), np.int64)
 
 @dataclass(slots=True)
 class Passing:
-    """What one pass would do; `Paths.keep` makes it so.
+    """The outcome of one pass; `Paths.keep` makes it effective.
 
     Attributes:
         flights: quanta whose landing is known, a row each.
-        done: when each has landed.
-        receivers: when each receiver is free afterwards.
+        done: the landing time of each.
+        receivers: the time from which each receiver is free.
     """
 
     flights: Ints
@@ -94,8 +94,8 @@ class Paths:
     """The servers of one network, and the quanta between them.
 
     Args:
-        network: what it is.
-        latency_ps: of every way, or of the shortest, without what the network adds.
+        network: its leaves, rates and distances.
+        latency_ps: of every route, or of the shortest, without the network's own.
         receiving: (sources, targets, holds) -> how long each holds its receiver.
         ways: (sources, targets) -> the latency of each; None: `latency_ps`.
     """
@@ -153,7 +153,7 @@ class Paths:
         self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
 
     def due_ps(self) -> int | None:
-        """When the first quantum in a pool can land; None: there is none."""
+        """The time when the first quantum in a pool can land; None: there is none."""
         times = [int(self._near[:, FIRST].min())] if len(self._near) else []
         if len(self._below):
             times.append(int(self._below[:, FIRST].min()) + self._latency_ps)
@@ -162,12 +162,12 @@ class Paths:
         return min(times, default=None)
 
     def advance(self, new: Ints, limit_ps: int, receivers: Ints) -> Passing:
-        """Say what lands, if nothing unknown starts before the limit.
+        """Compute the landings, provided that nothing unknown starts before the limit.
 
         Args:
             new: quanta that start before the limit, as `flights` makes them.
             limit_ps: see the rule above.
-            receivers: when each receiving NIC is free; not changed.
+            receivers: the time from which each receiving NIC is free; not changed.
         """
         ups, downs, below = self._ups.copy(), self._downs.copy(), self._below
         buses, out = self._buses, self._out
@@ -206,13 +206,13 @@ class Paths:
         return Passing(rows, done, free, ups, downs, below, waiting, buses, out)
 
     def keep(self, passing: Passing) -> None:
-        """Let a pass have happened."""
+        """Make a pass effective."""
         self._ups, self._downs = passing._ups, passing._downs
         self._below, self._near = passing._below, passing._near
         self._buses, self._out = passing._buses, passing._out
 
     def waited(self, passing: Passing) -> Ints:
-        """How long each quantum that landed stood behind others, or before a circuit."""
+        """The time that each landed quantum spent behind others, or before a circuit."""
         rows = passing.flights
         far = self._leaf[rows[:, SOURCE]] != self._leaf[rows[:, TARGET]]
         slowest = np.maximum(rows[:, SERVICE], rows[:, HOLDS])
@@ -230,7 +230,7 @@ class Paths:
     def _serve(rows: Ints, server: Ints, free: Ints, scale: Ints | int) -> Ints:
         """Pass buses, uplinks or downlinks; `free` is brought forward.
 
-        Their scale is that of a Rate, one for all or of each row's server; 0: no server, for all.
+        The scale is a Rate's, one for all or one a row; 0: there are no servers.
         """
         if (isinstance(scale, int) and not scale) or not len(rows):
             return rows.copy()
@@ -257,7 +257,7 @@ class Paths:
         cycle_ps = (leaves - 1) * slot_ps
         opens = ((target - source) % leaves - 1) * slot_ps + network.circuit_down_ps
         server = source * leaves + target
-        # Of each circuit: how long it has been up, at a time; and back.
+        # Times are counted while a circuit is up, and then turned back.
         cycles, within = rows[:, FIRST] // cycle_ps, rows[:, FIRST] % cycle_ps
         was_up = cycles * up_ps + np.clip(within - opens, 0, up_ps)
         service = self._rate.ps(rows[:, NBYTES])
@@ -272,7 +272,7 @@ class Paths:
         return rows
 
     def _leave(self, rows: Ints) -> Ints:
-        """On the way to the receiver: the latency of the pair."""
+        """Add the latency of each pair: the rows are on their way to the receiver."""
         rows = rows.copy()
         way: Ints | int = self._latency_ps
         if self._ways is not None:
@@ -296,7 +296,7 @@ def _longer(column: Ints, index: int) -> Ints:
 
 
 def _order(rows: Ints) -> Ints:
-    """In order of arrival; of those that arrive together by sender, then as they left it."""
+    """Sort by arrival; rows that arrive together by sender, then by departure."""
     return np.lexsort((rows[:, START], rows[:, SOURCE], rows[:, FIRST]))
 
 
@@ -306,7 +306,7 @@ def _in_order(rows: Ints) -> Ints:
 
 
 _FULL: Final = 1 << 20
-"""The rate of a queue pair that nobody holds back."""
+"""The rate of a queue pair without congestion."""
 _LEAST: Final = _FULL >> 10
 _FAST: Final = 5  # steps that halve the distance to the old rate, before that is raised: DCQCN
 _PERIODS_MAX: Final = 4096  # after so many steps any rate is back
@@ -328,7 +328,7 @@ class _Quantum(NamedTuple):
 
 
 class _Pair:
-    """One queue pair: what it has to send, and what holds it back."""
+    """One queue pair: its unsent quanta, and the credit and rate that limit it."""
 
     def __init__(self, place: int) -> None:
         self.waiting: deque[_Quantum] = deque()
@@ -343,9 +343,9 @@ class _Pair:
 
 
 class PacedQueue(SendQueue):
-    """The plan of one NIC, made only as far as it is asked for; see the rule of this room.
+    """The plan of one NIC, made only as far as it is asked for: rule 2.
 
-    Of `starts`, the last stands for the rest: no quantum that is not planned leaves before it.
+    The last of `starts` stands for the rest: no quantum that is not planned leaves before it.
 
     Args:
         profile: of its machine.
@@ -357,7 +357,7 @@ class PacedQueue(SendQueue):
         self._recover_ps = profile.ecn_recover_ps
         self._grow = profile.ecn_grow_bps * _FULL // profile.wire_bps
         self._pairs: dict[int, _Pair] = {}
-        self._news: list[tuple[int, int, int, bool]] = []
+        self._notices: list[tuple[int, int, int, bool]] = []
         self._turn = _SERVED
         self._rows = 0
         self._wire_ps = 0
@@ -372,21 +372,21 @@ class PacedQueue(SendQueue):
             self._rows += 1
         self.foresee()
 
-    def tell(self, time_ps: int, target: int, nbytes: int, *, marked: bool) -> None:
-        """At `time_ps` the NIC learns that a receiver took so many bytes, or that it was marked.
+    def notify(self, time_ps: int, target: int, nbytes: int, *, marked: bool) -> None:
+        """Let the NIC learn at `time_ps` that a receiver took so many bytes, and of a mark.
 
         `foresee()` is to follow.
         """
-        heappush(self._news, (time_ps, target, nbytes, marked))
+        heappush(self._notices, (time_ps, target, nbytes, marked))
 
     def before(self, limit_ps: int) -> int:
-        """Plan what leaves before the limit; the number of units that do, from `at` = 0 on."""
+        """Plan the units that leave before the limit; return their number, from `at` = 0 on."""
         found: list[_Row] = []
         starts: list[int] = []
         while True:
             start_ps, target = self._first()
-            if self._news and self._news[0][0] <= min(start_ps, limit_ps - 1):
-                self._hear(*heappop(self._news))
+            if self._notices and self._notices[0][0] <= min(start_ps, limit_ps - 1):
+                self._take_notice(*heappop(self._notices))
             elif start_ps < limit_ps:
                 starts.append(start_ps)
                 found.append(self._send(start_ps, target))
@@ -400,7 +400,7 @@ class PacedQueue(SendQueue):
         return planned
 
     def drop_waiting(self, now_ps: int) -> Units:  # noqa: ARG002  # as in add()
-        """Give up what is not planned; return it."""
+        """Give up the units that are not planned; return them."""
         rows = [
             (quantum.number, target, quantum.ready_ps, quantum.service_ps, *quantum[3:])
             for target, pair in self._pairs.items()
@@ -415,15 +415,15 @@ class PacedQueue(SendQueue):
         planned = self.starts[: len(self.units.number)]
         if any(pair.waiting for pair in self._pairs.values()):
             first_ps = self._first()[0]
-            if self._news:
-                first_ps = min(first_ps, self._news[0][0])
+            if self._notices:
+                first_ps = min(first_ps, self._notices[0][0])
             planned = np.append(planned, first_ps)
         self.starts = planned
 
     # ------------------------------------------------------------------ one step
 
     def _first(self) -> tuple[int, int]:
-        """When the next quantum leaves if nothing is heard before, and where it goes."""
+        """The time and target of the next quantum, if no notice comes before."""
         best = (NEVER_PS, False, 0, 0)
         for target, pair in self._pairs.items():
             if not pair.waiting:
@@ -452,7 +452,7 @@ class PacedQueue(SendQueue):
         pair.place = self._turn
         return quantum.number, target, quantum.ready_ps, quantum.service_ps, *quantum[3:]
 
-    def _hear(self, time_ps: int, target: int, nbytes: int, marked: bool) -> None:
+    def _take_notice(self, time_ps: int, target: int, nbytes: int, marked: bool) -> None:
         pair = self._pairs.get(target)
         if pair is None:
             return
@@ -487,11 +487,11 @@ def _units(rows: list[_Row]) -> Units:
 
 
 class Marks:
-    """Which quanta a receiver tells its senders of.
+    """Decides which quanta a receiver reports as congested to their senders.
 
     Args:
         profile: of the machines.
-        pairs: where they are not all alike.
+        pairs: of the machines, if they are not all alike.
     """
 
     def __init__(self, profile: Profile, pairs: Pairs | None = None) -> None:
@@ -499,16 +499,16 @@ class Marks:
         self._waits_ps = int(Rate(profile.wire_bps).ps(np.array([profile.ecn_bytes]))[0])
         self._every_ps = profile.ecn_every_ps
         self._on = bool(profile.ecn_bytes)
-        self._told_ps: dict[tuple[int, int], int] = {}
+        self._notified_ps: dict[tuple[int, int], int] = {}
 
-    def told(self, source: Ints, target: Ints, waited: Ints, done: Ints) -> list[bool]:
-        """Of each quantum, whether its sender is told that it waited too long.
+    def notices(self, source: Ints, target: Ints, waited: Ints, done: Ints) -> list[bool]:
+        """Decide for each quantum whether its sender is notified that it waited too long.
 
         Args:
             source: the NIC that sent it.
             target: the NIC that took it.
-            waited: how long each stood behind others.
-            done: when each was taken, in order for each pair.
+            waited: the time that each spent behind others.
+            done: the time when each was taken, in order for each pair.
         """
         found = [False] * len(done)
         if not self._on:
@@ -516,7 +516,7 @@ class Marks:
         waits = self._waits_ps if self._pairs is None else self._pairs.waits_ps(target)
         for place in (waited > waits).nonzero()[0].tolist():
             pair, now = (int(source[place]), int(target[place])), int(done[place])
-            if now >= self._told_ps.get(pair, -self._every_ps) + self._every_ps:
-                self._told_ps[pair] = now
+            if now >= self._notified_ps.get(pair, -self._every_ps) + self._every_ps:
+                self._notified_ps[pair] = now
                 found[place] = True
         return found

@@ -21,7 +21,7 @@ __all__ = ["Draw", "Draws", "Label", "Recorder", "Stream", "describe"]
 
 
 class Stream(IntEnum):
-    """What a draw is for; numbers 100 and up are the knobs of `Chaos.draw`."""
+    """The purpose of a draw; numbers 100 and up are the knobs of `Chaos.draw`."""
 
     TIES = 1  # order of events at one instant
     STEP = 2  # when a kicked engine steps
@@ -40,7 +40,7 @@ Label = tuple[int, int, int]
 Draw = Callable[..., int]
 """(entity, index=0) -> 64 bits."""
 
-_LOW: Final = 2**32 - 1  # `below` gives 0, and no mask of low bits finds what it looks for
+_LOW: Final = 2**32 - 1  # `below` gives 0, and every mask of low bits misses
 _TAME: Final = {
     (Stream.STEP, 0): _LOW,
     (Stream.POST, 0): 2**64 - 1,  # all rows are taken
@@ -105,7 +105,7 @@ def _stream(seed: int, stream: Stream, kept: Container[Label] | None) -> Draw:
 
 
 _BITS: Final = (Stream.FRAGMENT, Stream.MESSAGE)
-"""Streams of which every index is read by masks."""
+"""Streams whose every index is read by masks."""
 
 
 def describe(labels: Iterable[Label], names: Iterable[str]) -> list[str]:

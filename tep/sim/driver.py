@@ -2,7 +2,7 @@
 
 `kick()` books one step after the node's poll delay, and not before the node's worker is free again;
 a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work, but
-not where that one would find nothing and the fabric tells of all its news.
+not if that one would find nothing and the fabric signals all arrivals.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["WATCH_PS", "SimDriver", "SimNode"]
 T = TypeVar("T")
 
 _LONG_S: Final = 1e9
-"""What is due later than this, or never, is not booked; seconds."""
+"""Deadlines later than this are not booked; seconds."""
 
 _MILLION: Final = 1_000_000
 
 WATCH_PS: Final = 500 * PS_PER_NS
-"""How often watched words are read while nothing else steps the engine; a guess, as a poll on an
-idle core takes well under a microsecond."""
+"""The interval between reads of watched words while nothing else steps the engine; a guess, as a
+poll on an idle core takes well under a microsecond."""
 
 
 class SimNode(Protocol):
@@ -60,34 +60,34 @@ class SimNode(Protocol):
     def busy_until_ps(self) -> int: ...
 
     def step_delay_ps(self) -> int:
-        """How long from a kick to the step; 0 or more."""
+        """The delay from a kick to the step; 0 or more."""
 
 
-class NewsNode(Protocol):
-    """A node where a poll finds nothing of which nobody was told.
+class SignallingNode(Protocol):
+    """A node that always signals its driver before a poll can find anything.
 
-    One whose poll leaves something behind and wakes nobody says so by `has_more() -> bool`.
+    If a poll can leave entries behind without a wake-up, the node has `has_more() -> bool`.
 
     Attributes:
-        on_news: told of news that wake nobody, but that a poll would find.
+        on_arrival: called when there are completions that a poll would find, and that wake nobody.
     """
 
-    on_news: Callable[[], object]
+    on_arrival: Callable[[], object]
 
 
 class CountingNode(Protocol):
     """A node that offers immediates before it wakes anybody for them.
 
     Attributes:
-        on_imm: offered an immediate, and how many of it are here; True: they were counted, so that
-            no poll is to find them.
+        on_imm: called with an immediate and the number that arrived; True: they were counted, and
+            no poll may find them.
     """
 
     on_imm: Callable[[int, int], bool]
 
 
 class TurningNode(Protocol):
-    """A node that wants to know when a turn has posted all that it posts.
+    """A node that is notified when a turn has posted everything.
 
     Attributes:
         in_turn: set before a turn.
@@ -103,7 +103,7 @@ class Restful(Protocol):
     """A machine that says when it needs no further turn."""
 
     def at_rest(self) -> bool:
-        """Whether a turn now would find nothing to do unless a NIC has news."""
+        """Whether a turn now would find nothing to do unless a NIC has completions."""
 
 
 class Counting(Restful, Protocol):
@@ -117,8 +117,8 @@ class DriftingNode(Protocol):
     """A node whose clock may run at another speed than the simulation's.
 
     Attributes:
-        on_drift: told the new speed in millionths of the simulation's, and by how much the clock
-            jumps ahead, in ps.
+        on_drift: called with the new speed in millionths of the simulation's, and with the jump of
+            the clock in ps.
     """
 
     on_drift: Callable[[int, int], object]
@@ -133,7 +133,7 @@ class _Clock:
     speed: int
 
     def read(self, now_ps: int) -> int:
-        """What it reads at a time."""
+        """The reading at a time."""
         return self.reads_ps + (now_ps - self.at_ps) * self.speed // _MILLION
 
     def when(self, reads_ps: int) -> int:
@@ -146,7 +146,7 @@ class SimDriver:
 
     Args:
         env: the clock, shared by all nodes of a fabric.
-        node: whose delays count.
+        node: the one whose delays count.
     """
 
     __slots__ = (
@@ -188,9 +188,9 @@ class SimDriver:
         node = self.node
         if hasattr(machine, "due_s"):
             self._timed = cast("Timed", machine)
-        if self.env.keeps_places and hasattr(machine, "at_rest") and hasattr(node, "on_news"):
+        if self.env.keeps_places and hasattr(machine, "at_rest") and hasattr(node, "on_arrival"):
             self._restful = cast("Restful", machine)
-            cast("NewsNode", node).on_news = self.look
+            cast("SignallingNode", node).on_arrival = self.look
             self._has_more = getattr(node, "has_more", bool)
             if hasattr(machine, "count_early") and hasattr(node, "on_imm"):
                 self._counting = cast("Counting", machine)
@@ -224,7 +224,7 @@ class SimDriver:
             raise
 
     def nudge(self) -> None:
-        """As kick(): a worker of its own takes what is queued at once, and time goes by with it."""
+        """Do as kick(): a step takes the queued commands, and simulated time passes with it."""
         self.kick()
 
     def call(self, function: Callable[[], T]) -> T:
@@ -232,7 +232,7 @@ class SimDriver:
         with Interrupts():
             try:
                 return function()
-            except BaseException:  # what it did before that wants a step
+            except BaseException:  # it may have done something before that wants a step
                 self.kick()
                 raise
 
@@ -322,11 +322,11 @@ class SimDriver:
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
 
     def _rests(self) -> bool:
-        """After a step that had work: whether the next one can be left out.
+        """Decide after a step that had work whether the next one can be left out.
 
-        An engine turns until it finds nothing to do, so half of all turns were in vain. The
-        place of this one is kept: whoever kicks before its time has it then, so that every step
-        happens at the time, and in the order, that it has where each such turn is made.
+        An engine steps until it finds nothing to do, so half of all steps would be idle. The place
+        of this one is reserved: a kick before its time takes it, so that every step happens at the
+        same time, and in the same order, as if all idle steps were made.
         """
         if self._booked or self._restful is None or not self._restful.at_rest():
             return False
@@ -337,10 +337,10 @@ class SimDriver:
         return True
 
     def _count(self, imm: int, count: int) -> bool:
-        """A NIC has immediates: whether they are counted now, and the step for them is left out.
+        """Count immediates of a NIC without a step, if a step would do nothing else.
 
-        It is, where that step would only raise a count that nobody hears of. The places of this
-        step, and of the one after it that would find nothing, are kept as in `_rests`.
+        The places of that step, and of the idle one after it, are reserved as in `_rests`. Returns
+        whether they were counted.
         """
         counting = self._counting
         if self._booked or counting is None:
@@ -362,7 +362,7 @@ class SimDriver:
         return True
 
     def _next_ps(self) -> int:
-        """When a step is made that is asked for now."""
+        """The time of a step that is asked for now."""
         node = self.node
         due_ps, busy_ps = self.env.now + node.step_delay_ps(), node.busy_until_ps
         if due_ps < busy_ps:  # noqa: PLR1730  # max() takes twice as long
@@ -370,7 +370,7 @@ class SimDriver:
         return due_ps
 
     def look(self) -> None:
-        """A NIC has news of which it wakes nobody: a turn that was left out would find it."""
+        """Make the step that was left out: a NIC has a completion that wakes nobody."""
         places = self._silent, self._idle
         if any(place is not None and self.env.is_ahead(place) for place in places):
             self.kick()
@@ -390,7 +390,7 @@ class SimDriver:
             self._due_ps = FOREVER_PS
         if self._machine is None or self._timed is None or self._booked:
             return
-        due_s = self._timed.due_s()  # what it was booked for may have been settled meanwhile
+        due_s = self._timed.due_s()  # the reason for the alarm may be gone
         if due_s is not None and due_s <= self.now_s():
             self.kick()
         else:

@@ -78,7 +78,7 @@ _BOUNDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chaos:
-    """The knobs of one run; the defaults are an unordered fabric of moderate ill will.
+    """The knobs of one run; the defaults are an unordered, moderately hostile fabric.
 
     Times are ps. None of them stands for a real machine: they are sized so that the disorders meet
     each other within a few microseconds.
@@ -97,9 +97,9 @@ class Chaos:
         sq_depth: rows that one NIC may hold (F8).
         peer_depth: rows that it may hold towards one peer's NIC, as a queue pair; 0 = any (F8).
         imm_credits: receives that an ordered NIC holds ready for immediates (F10).
-        rnr_retries: how often a row without a receive is tried again; -1 = for ever (F10).
+        rnr_retries: number of retries of a row without a receive; -1 = for ever (F10).
         rnr_timer_ps: the wait between two tries.
-        dead_after_ps: how long until a row towards something dead fails, at the most (F11, F13).
+        dead_after_ps: longest time until a row towards something dead fails (F11, F13).
         poll_delay_ps: longest time from a kick to the engine's step (F19).
         pause_ps: longest pause of a worker, once in about 64 steps; 0 = none (F19).
         cqe_limit: most entries that one poll() returns (F23).
@@ -112,22 +112,22 @@ class Chaos:
         tie_shuffle: events of one instant come in an order drawn from the seed.
         cq_depth: completions that an unordered NIC holds; an immediate that finds no room kills the
             NIC; 0 = any number (F9).
-        message_loss: of 16 messages so many end UNREACHABLE, half of them after they arrived (F20).
-        datagram_loss, datagram_dup: of 16 datagrams so many are lost, or arrive twice (F20).
+        message_loss: so many of 16 messages end UNREACHABLE, half of them after they arrived (F20).
+        datagram_loss, datagram_dup: so many of 16 datagrams are lost, or arrive twice (F20).
         late_land: rows that failed because their path died, or that were flushed, may land after
             their error, and rows of a host after its crash: 0 = no, 1 = bytes only, 2 = the
             immediate too (F25).
-        late_ps: how much later, at the most, than they would have landed.
+        late_ps: the longest delay of such a late landing.
         late_fence: a fence shuts out rows from its FENCED entry on; False: from the call on (F26).
-        control_dup: of 16 control messages so many arrive twice (F20).
-        odd_errors: of 256 rows that have landed so many end PROVIDER (F27).
-        post_fails, connect_fails, register_fails: of 256 posts, new connections and registrations
-            so many raise for want of resources; a signal may also interrupt a post (F29).
-        fence_fails: of 256 fences so many end PROVIDER, and keep nothing out (F32).
-        corrupt: of 256 rows so many have one bit turned on their way, which no engine notices: only
-            who compares bytes, or has a checksum of its own (F33).
+        control_dup: so many of 16 control messages arrive twice (F20).
+        odd_errors: so many of 256 landed rows end PROVIDER (F27).
+        post_fails, connect_fails, register_fails: so many of 256 posts, new connections and
+            registrations raise for lack of resources; a signal may also interrupt a post (F29).
+        fence_fails: so many of 256 fences end PROVIDER, and keep nothing out (F32).
+        corrupt: so many of 256 rows have one bit turned on their way, which no engine notices: only
+            a comparison of bytes, or a checksum of the application, does (F33).
         kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
-            has them; None: all are made. What shrinking leaves of a run.
+            has them; None: all are made. Shrinking a run sets it.
     """
 
     seed: int = 0
@@ -214,7 +214,7 @@ class Chaos:
 
     @classmethod
     def calm(cls, seed: int = 0, **knobs: Any) -> Chaos:
-        """As little ill will as a record can have: what `knobs` add to it is all there is."""
+        """Make the mildest record: it has only the faults that `knobs` add."""
         return cls(**({"seed": seed} | _CALM | knobs))
 
     def __str__(self) -> str:
@@ -303,10 +303,10 @@ HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (48, "post_fails", (0, 0, 0, 2)),
     (49, "connect_fails", (0, 0, 0, 24)),
 )
-"""Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
+"""Number, name and choices of each knob that Chaos.draw(harm=True) draws in addition."""
 
 SPOILT: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = ((50, "corrupt", (0, 4, 32)),)
-"""As SWARM, for what no engine mends: only Faults.draw() draws it, if it is asked to."""
+"""Further knobs, for faults that no engine repairs: only Faults.draw() draws them, on request."""
 
 _CALM: Final[dict[str, Any]] = {
     "reorder_ps": 0,
@@ -348,7 +348,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 """The knobs and records of each group that a swarm can be restricted to."""
 
 _UNASKED: Final = frozenset(GROUPS) - {"bytes"}
-"""What "all" means: under these an engine keeps its promises; it mends no byte that comes wrong."""
+"""The groups of "all": under these an engine keeps its promises; it repairs no corrupted byte."""
 
 CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F1": ("rows of one NIC land in any order", ("ordered", "reorder_ps")),
@@ -439,7 +439,7 @@ class Faults:
         from_ps: int = 1,
         to_ps: int = 1500 * _NS,
     ) -> Faults:
-        """Draw the knobs, and no event (3 runs of 7) or some: what hurts comes seldom, and apart.
+        """Draw the knobs, and no event (3 runs of 7) or a few.
 
         Args:
             seed: 0 or more.
@@ -475,7 +475,7 @@ _EVENTS: Final = (
     *("Restart", "Revoke", "Slow", "Clog", "Clog", "Mute", "Swizzle", "Pause"),
 )
 DRIFTS: Final = (-500_000, -100, 100, 1_000_000)
-"""Millionths: half as fast, twice as fast, and what quartz does at its worst."""
+"""Millionths: half as fast, twice as fast, and quartz at its worst."""
 _AHEAD_PS: Final = PS_PER_MS
 _LASTS: Final = (300 * _NS, 2000 * _NS, 8000 * _NS, None)
 
@@ -554,7 +554,7 @@ class Clog:
     A row that waits longer than `Chaos.dead_after_ps` ends UNREACHABLE.
 
     Attributes:
-        inward: nothing reaches the NIC, and what it sends gets through; False: nothing either way.
+        inward: nothing reaches the NIC, and its own rows get through; False: nothing passes.
     """
 
     node: str
@@ -570,10 +570,10 @@ class Cut:
     A row that waits longer than `Chaos.dead_after_ps` ends UNREACHABLE; what is held lands later.
 
     Attributes:
-        node, nic: where it comes from.
-        peer, peer_nic: where it would go to.
-        one_way: what the peer sends arrives, and is not acknowledged; False: nothing passes either
-            way.
+        node, nic: the sending end.
+        peer, peer_nic: the receiving end.
+        one_way: rows of the peer arrive, but are not acknowledged; False: nothing passes in either
+            direction.
     """
 
     node: str
@@ -680,7 +680,7 @@ def slow(node: str, nic: int, factor: int = 10, us: float | None = None) -> Slow
 def clog(node: str, nic: int, us: float | None = None, *, inward: bool = False) -> Clog:
     """Say that a link carries nothing for some microseconds; None: until the fabric is healed.
 
-    `inward`: nothing reaches the NIC, and what it sends gets through.
+    `inward`: nothing reaches the NIC, and its own rows get through.
     """
     return Clog(node, nic, _ps(us), inward)
 
@@ -696,7 +696,7 @@ def cut(
 ) -> Cut:
     """Say that nothing passes between two NICs for a while; None: until the fabric is healed.
 
-    `one_way`: what the peer's NIC sends arrives.
+    `one_way`: rows of the peer's NIC arrive.
     """
     return Cut(node, nic, peer, peer_nic, _ps(us), one_way)
 

@@ -2,7 +2,7 @@
 
 The shipped profiles come from this program and the published points. It solves for the four numbers
 that point-to-point throughput can determine, and takes all others from a base profile. The model is
-that of one pair of idle nodes in closed form; tests hold it against whole engines.
+one pair of idle nodes in closed form; tests hold it against whole engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUN_PAGES: Final = 16_384
 """Pages of a run; its start and end are a thousandth of it."""
 
 _PULL: Final = 1e-3
-"""How hard a number is held at its guess: enough where the points say nothing, else too little."""
+"""The weight of a number's guess: it decides only if the points say nothing."""
 
 _SHARE_BYTES: Final = 8192  # of a write that is shared by NICs, each gets this at the least
 _STEPS_MAX: Final = 200
@@ -55,14 +55,14 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What came of a fit.
+    """The result of a fit.
 
     Attributes:
         profile: the base with the fitted numbers, which name the measurements as their source.
-        points: what it was fitted to.
+        points: the measurements.
         residuals: model over measured, less one, of each point.
-        errors: relative standard error of each fitted number, by field; None: as many numbers as
-            points, so that nothing is left over to tell.
+        errors: relative standard error of each fitted number, by field; None: no error is
+            known, as there are as many numbers as points.
         kept: fields that the points do not determine; they are guesses.
     """
 
@@ -74,7 +74,7 @@ class Fit:
 
 
 def model_gbps(profile: Profile, point: Measured) -> float:
-    """What the timing fabric makes of a measurement, in closed form."""
+    """Predict a measurement as the timing fabric does, in closed form."""
     nbytes, nics = point.nbytes, profile.nics
     if point.kind == "single":
         nics = max(1, min(nics, nbytes // _SHARE_BYTES))  # as the engine shares it out
@@ -103,9 +103,10 @@ def fitted_fields(base: Profile) -> tuple[str, ...]:
 
 
 def _start(base: Profile, fields: Sequence[str]) -> Floats:
-    """Where a fit starts: guesses that know nothing of the base's own fitted numbers.
+    """The start of a fit: guesses that are independent of the base's own fitted numbers.
 
-    What the points do not determine stays near them, so that a point left out cannot leak back.
+    A number that the points do not determine stays near its guess, so that a point left out cannot
+    leak back.
     """
     guesses = {
         "wire_bps": 0.9 * base.link_bps,
@@ -129,7 +130,7 @@ def fit(
     Args:
         points: measured; of several sizes and both kinds, or some numbers stay the base's.
         base: the machine's kind; gives all other numbers.
-        source: what the fitted numbers say they are from.
+        source: the origin that the fitted numbers state.
         held: fields that stay the base's.
 
     Raises:
@@ -202,7 +203,7 @@ def _is_seen(
 def _jacobian(
     points: Sequence[Measured], base: Profile, fields: Sequence[str], values: Floats
 ) -> Floats:
-    """How each residual moves with the logarithm of each number."""
+    """The change of each residual with the logarithm of each number."""
     columns = []
     for k in range(len(fields)):
         pair = []

@@ -47,7 +47,7 @@ class FlowFabric:
         env, profile: as given; of several profiles the first.
         machines: those there are.
         flows, rows, nbytes: carried so far.
-        rows_cost: by the id of a machine's profile: what `FlowNic._cost` found, by rows and bytes.
+        rows_cost: by the id of a machine's profile: results of `FlowNic._cost`, by rows and bytes.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class FlowNode:
     """One host with one device: its NICs, and the CPU of its worker.
 
     Attributes:
-        name, epoch: who it is.
+        name, epoch: of the engine.
         profile: of its machine.
         domains: its NICs.
-        busy_until_ps: when the worker can take its next turn.
-        cpu_free_ps: when the worker has posted all that it was given.
+        busy_until_ps: time of the worker's next turn.
+        cpu_free_ps: time when the worker has posted all rows that it was given.
         in_turn: the worker takes a turn, and its driver will call `end_turn`.
-        on_news: never called, since every news wakes the worker.
-        on_imm: offered immediates that are here; True: they were counted, and need no turn.
+        on_arrival: never called, since every completion wakes the worker.
+        on_imm: called with an immediate and a count; True: they were counted, and need no turn.
     """
 
     __slots__ = (
-        "_fabric", "_posts", "_step_delay_ps", "_tells", "_turn_ps", "busy_until_ps", "cpu_free_ps",
-        "domains", "epoch", "in_turn", "name", "on_imm", "on_news", "profile",
+        "_fabric", "_posts", "_reports", "_step_delay_ps", "_turn_ps", "busy_until_ps",
+        "cpu_free_ps", "domains", "epoch", "in_turn", "name", "on_arrival", "on_imm", "profile",
     )  # fmt: skip
 
     def __init__(self, fabric: FlowFabric, name: str, epoch: int, profile: Profile) -> None:
@@ -112,14 +112,14 @@ class FlowNode:
         self._fabric = fabric
         self._step_delay_ps = profile.step_delay_ps
         self._turn_ps = profile.turn_rows * profile.post_first_ps
-        self._tells: dict[int, list[FlowNic]] = {}  # the NICs that tell of completions, by time
+        self._reports: dict[int, list[FlowNic]] = {}  # the NICs that report completions, by time
         self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
-        self.on_news: Callable[[], object] = _nobody
+        self.on_arrival: Callable[[], object] = _nobody
         self.on_imm: Callable[[int, int], bool] = _takes_none
         self.domains = tuple(FlowNic(fabric, self, k) for k in range(profile.nics))
 
     def step_delay_ps(self) -> int:
-        """From a kick, or news from a NIC, to the worker's turn."""
+        """The delay from a kick, or a completion, to the worker's turn."""
         return self._step_delay_ps
 
     def charge(self, n: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class FlowNode:
         self._posts.append((nic, batch, peer, start, n))
 
     def end_turn(self) -> None:
-        """The worker has posted what it posts now."""
+        """Launch the posts of this turn."""
         self.in_turn = False
         if self._posts:
             self._launch(None)
@@ -167,16 +167,16 @@ class FlowNode:
             for arrive_ps, flows in arriving.items():
                 call_at(arrive_ps, _arrive, flows)
 
-    def tell_at(self, at_ps: int, nic: FlowNic) -> None:
-        """Have a NIC say at a time which of its flows have ended."""
-        nics = self._tells.setdefault(at_ps, [])
+    def report_at(self, at_ps: int, nic: FlowNic) -> None:
+        """Have a NIC report at a time which of its flows have ended."""
+        nics = self._reports.setdefault(at_ps, [])
         if not nics:
-            self._fabric.env.call_at(at_ps, self._tell, at_ps)
+            self._fabric.env.call_at(at_ps, self._report, at_ps)
         nics.append(nic)
 
-    def _tell(self, at_ps: int) -> None:
-        for nic in self._tells.pop(at_ps):
-            nic.tell_acks()
+    def _report(self, at_ps: int) -> None:
+        for nic in self._reports.pop(at_ps):
+            nic.report_acks()
 
 
 class _Flow:
@@ -213,8 +213,8 @@ class FlowNic:
 
     __slots__ = (
         "_acks", "_costs", "_env", "_fabric", "_flying", "_free_slots", "_gather_ps", "_key",
-        "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_rx_free_ps", "_sends",
-        "_slot_bytes", "_slots", "_told_ps", "_tx_free_ps", "_waker", "address", "caps", "closed",
+        "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_report_ps", "_rx_free_ps",
+        "_sends", "_slot_bytes", "_slots", "_tx_free_ps", "_waker", "address", "caps", "closed",
         "node",
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ class FlowNic:
         self._costs = fabric.rows_cost.setdefault(id(profile), {})
         self._ready: deque[Entry] = deque()
         self._acks: list[tuple[int, _Flow]] = []  # when they are due, in no order
-        self._told_ps = FOREVER_PS  # when they will be looked at next
+        self._report_ps = FOREVER_PS  # time of the next report
         self._keys: set[int] = set()
         self._key = len(fabric.nics) << 24
         self._open = 0
@@ -284,10 +284,10 @@ class FlowNic:
         return n
 
     def _refuse(self) -> None:
-        """The owner waits for room: what has been gathered must be told now."""
+        """The owner waits for room: report gathered completions now."""
         self._refused = True
         if self._acks:
-            self._tell_at(min(due_ps for due_ps, _ in self._acks))
+            self._report_at(min(due_ps for due_ps, _ in self._acks))
 
     def launch(
         self, batch: WriteBatch, peer: int, start: int, n: int, cpu_ps: tuple[int, int]
@@ -364,7 +364,7 @@ class FlowNic:
         return done_ps
 
     def _deliver(self, letter: tuple[FlowNic, bytes, int]) -> None:
-        """A message is here; it waits until there is a buffer."""
+        """Take a message; it waits until there is a buffer."""
         self._mail.append(letter)
         if self.closed:
             self._return_mail()
@@ -372,7 +372,7 @@ class FlowNic:
             self._hand_out()
 
     def _return_mail(self) -> None:
-        """This NIC is closed: the senders of what waits learn it when they have waited enough."""
+        """Fail the messages that wait at this closed NIC, after their senders' timeout."""
         while self._mail:
             source, _, ctx = self._mail.popleft()
             at_ps = self._env.now + source._profile.peer_timeout_ps
@@ -382,10 +382,10 @@ class FlowNic:
         seen_ps = self._env.now - self._profile.receive_ps
         while self._mail and self._free_slots:
             source, payload, ctx = self._mail.popleft()
-            told_ps = seen_ps + ack_ps(source._profile, self._profile)
+            acked_ps = seen_ps + ack_ps(source._profile, self._profile)
             fits = len(payload) <= self._slot_bytes
             status = _OK if fits else int(Status.LENGTH)
-            self._env.call_at(told_ps, source._end_send, (ctx, status))
+            self._env.call_at(acked_ps, source._end_send, (ctx, status))
             if fits:
                 slot = self._free_slots.pop()
                 self._slots[slot] = source.address, payload
@@ -413,24 +413,24 @@ class FlowNic:
     # ------------------------------------------------------------------ completions
 
     def _ack(self, flow: _Flow, due_ps: int) -> None:
-        """A flow of ours will have ended well at a time; say so then, or with later ones."""
+        """Report at a time, or together with later ones, that a flow of ours has ended well."""
         self._acks.append((due_ps, flow))
-        tell_ps = due_ps if self._refused else due_ps + self._gather_ps
-        if tell_ps < self._told_ps:
-            self._tell_at(tell_ps)
+        report_ps = due_ps if self._refused else due_ps + self._gather_ps
+        if report_ps < self._report_ps:
+            self._report_at(report_ps)
 
-    def _tell_at(self, at_ps: int) -> None:
+    def _report_at(self, at_ps: int) -> None:
         at_ps = max(at_ps, self._env.now)
-        if at_ps < self._told_ps:
-            self._told_ps = at_ps
-            self.node.tell_at(at_ps, self)
+        if at_ps < self._report_ps:
+            self._report_ps = at_ps
+            self.node.report_at(at_ps, self)
 
-    def tell_acks(self) -> None:
-        """Say which flows have ended well by now."""
+    def report_acks(self) -> None:
+        """Report the flows that have ended well by now."""
         now = self._env.now
-        self._told_ps = FOREVER_PS
+        self._report_ps = FOREVER_PS
         later: list[tuple[int, _Flow]] = []
-        told = False
+        found = False
         for due_ps, flow in self._acks:
             if due_ps > now:
                 later.append((due_ps, flow))
@@ -438,14 +438,14 @@ class FlowNic:
                 self._flying.remove(flow)
                 self._open -= flow.n
                 self._ready.append((_WRITE, _OK, flow.n, 0, 0, flow.batch.ctx, 0))
-                told = True
+                found = True
         self._acks = later
-        if told:
+        if found:
             self._refused = False
             self._waker()
         if later and not self.closed:
             gather_ps = 0 if self._refused else self._gather_ps
-            self._tell_at(min(due_ps for due_ps, _ in later) + gather_ps)
+            self._report_at(min(due_ps for due_ps, _ in later) + gather_ps)
 
     def _fail(self, flow_status: tuple[_Flow, Status]) -> None:
         flow, status = flow_status
@@ -496,7 +496,7 @@ class FlowNic:
         if self.closed:
             return
         self.closed = True
-        self.tell_acks()
+        self.report_acks()
         for flow in sorted(self._flying, key=lambda flow: flow.arrive_ps):
             self._fail((flow, Status.FLUSHED))
         flushed = int(Status.FLUSHED)
@@ -511,7 +511,7 @@ class FlowNic:
 
 
 def _arrive(flows: list[_Flow]) -> None:
-    """The first bytes are at their targets, at this instant: each serves them in this order."""
+    """Have targets serve flows whose first bytes arrive at this instant, in this order."""
     env = flows[0].source._env
     counted: dict[int, list[_Flow]] = {}
     for flow in flows:
@@ -536,7 +536,7 @@ def _arrive(flows: list[_Flow]) -> None:
 
 
 def _count(flows: list[_Flow]) -> None:
-    """The rows of flows are in: hand out their immediates."""
+    """Deliver the immediates of flows whose rows are all in."""
     for flow in flows:
         nic, imm = flow.target, flow.batch.imm
         if nic.closed or imm is None:
@@ -552,15 +552,15 @@ def _count(flows: list[_Flow]) -> None:
 
 
 def _taking_ps(profile: Profile, n: int, nbytes: int) -> int:
-    """How long a NIC of a machine takes for n rows from an unlike one."""
+    """The time that a NIC of a machine takes for n rows from an unlike one."""
     dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
     return max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
 
 
 def _takes_none(_imm: int, _count: int) -> bool:
-    """Counts nothing: no driver has asked."""
+    """Count nothing: no driver has asked."""
     return False
 
 
 def _nobody() -> None:
-    """Wakes nobody: the owner has set no waker."""
+    """Do nothing: the owner has set no waker."""

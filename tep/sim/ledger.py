@@ -23,7 +23,7 @@ _FEW: Final = 6  # so many rows one by one are quicker than columns
 
 
 class Hold(IntFlag):
-    """Who still needs a row."""
+    """The ends that still need a row."""
 
     SENDER = 1  # it has not been completed there
     WIRE = 2  # it has not landed
@@ -121,12 +121,12 @@ class Ledger:
 
 
 class Batches:
-    """What the wakes need to know of each batch in flight; numbers are used again.
+    """The batches in flight, as the wakes need them; numbers are used again.
 
     Attributes:
         left: rows posted that have not landed.
-        seen_ps: when the latest of its rows can be seen where it landed.
-        acked_ps: when its sender learns of the last; kept where machines are not all alike.
+        seen_ps: time when the last of its rows becomes visible at its target.
+        acked_ps: time when its sender learns of the last; kept if machines are not all alike.
         whole: whether all its rows are posted.
         target: the NIC that all its rows go to; -1: several.
     """
@@ -169,7 +169,7 @@ class Agenda:
         self._at = 0
         self._more: list[tuple[Ints, Ints]] = []
         self.first_ps = NEVER_PS
-        """When the first of them is; NEVER_PS if there is none."""
+        """The time of the first; NEVER_PS if there is none."""
 
     def __len__(self) -> int:
         return len(self._times) - self._at + sum(len(times) for times, _ in self._more)
@@ -195,7 +195,7 @@ class Agenda:
         self._times, self._numbers, self._at = times, numbers, 0
 
     def take(self, now_ps: int) -> tuple[Ints, Ints]:
-        """Take what is due: times and numbers, in order."""
+        """Take the rows that are due: times and numbers, in order."""
         if self.first_ps > now_ps:
             return _NONE, _NONE
         self._merge()
@@ -206,7 +206,7 @@ class Agenda:
         return self._times[begin : self._at], self._numbers[begin : self._at]
 
     def take_few(self, now_ps: int) -> list[tuple[int, int]] | None:
-        """Take what is due if it is a few rows, without columns: times and numbers; else None.
+        """Take the rows that are due if they are few, without columns: times, numbers; else None.
 
         After take_one() found that it is not one.
         """
@@ -220,7 +220,7 @@ class Agenda:
         return list(zip(times[:count], self._numbers[at : at + count].tolist()))
 
     def take_one(self, now_ps: int) -> tuple[int, int] | None:
-        """Take what is due if it is one row, without columns: time and number; else None."""
+        """Take the row that is due if it is only one, without columns: time, number; else None."""
         if self._more:
             self._merge()
         times, at = self._times, self._at
@@ -238,13 +238,13 @@ class Agenda:
         return due_ps, self._numbers.item(at)
 
     def nth_ps(self, n: int) -> int:
-        """When the n-th from now is, n >= 1; NEVER_PS if there are fewer."""
+        """The time of the n-th from now, n >= 1; NEVER_PS if there are fewer."""
         self._merge()
         index = self._at + n - 1
         return int(self._times[index]) if index < len(self._times) else NEVER_PS
 
     def put_off(self, numbers: Ints, times: Ints) -> None:
-        """Let rows be at other times, whether they were here or not."""
+        """Move rows to other times, whether they were here or not."""
         was, rows = self.take(NEVER_PS)
         others = ~np.isin(rows, numbers)
         if others.any():

@@ -74,13 +74,13 @@ class _ClockSelector(selectors.BaseSelector):
         # At least 1 ps, or a timer between two ticks of the clock would be asked for for ever.
         deadline_ps = FOREVER_PS if timeout is None else env.now + _ticks(timeout)
         if timeout != 0:
-            env.turn(loop.has_news, deadline_ps)
-            if not loop.has_news():
+            env.turn(loop.has_queued, deadline_ps)
+            if not loop.has_queued():
                 if timeout is None:
                     loop.stall()
                 env.skip_to(deadline_ps)
                 loop.widen()
-        loop.forget_news()
+        loop.forget_queued()
         return []
 
 
@@ -92,15 +92,15 @@ class SimLoop(asyncio.SelectorEventLoop):
     """An asyncio loop on a FabricEnv; `run()` makes one, drives it and closes it.
 
     Attributes:
-        main: the task of what run() was given.
-        failure: what ends the run in place of main's end.
+        main: the task of run()'s coroutine.
+        failure: the exception that ends the run in place of main's end.
     """
 
     def __init__(self, env: FabricEnv) -> None:
         self.env = env
         self.main: asyncio.Task[Any] | None = None
         self.failure: BaseException | None = None
-        self._news = False
+        self._queued = False
         self._order: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._started = 0
         selector = _ClockSelector(env)
@@ -130,7 +130,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        self._news = True
+        self._queued = True
         return super().call_soon(callback, *args, context=context)
 
     def call_soon_threadsafe(
@@ -149,13 +149,13 @@ class SimLoop(asyncio.SelectorEventLoop):
             ) from None
         return self.call_soon(callback, *args, context=context)
 
-    def has_news(self) -> bool:
+    def has_queued(self) -> bool:
         """Whether anything was queued since the last round; a fabric does it through futures."""
-        return self._news
+        return self._queued
 
-    def forget_news(self) -> None:
-        """The round that starts now takes what was queued."""
-        self._news = False
+    def forget_queued(self) -> None:
+        """Start a round, which takes all that was queued."""
+        self._queued = False
 
     def widen(self) -> None:
         """Keep the loop's resolution above what a float can tell apart at this time.
@@ -166,7 +166,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = max(1 / PS_PER_S, 2 * math.ulp(self.time()))
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an exception for which nobody waits."""
+        """End the run with an exception that nobody awaits."""
         if self.failure is None and self.main is not None:
             self.failure = error
             self.main.cancel()
@@ -224,11 +224,11 @@ def run(main: Coroutine[Any, Any, T], env: FabricEnv | None = None) -> T:
     Works inside a running loop too, e.g. a notebook's; that loop stands still meanwhile.
 
     Args:
-        main: what to run; it may sleep, time out, gather and await transfers.
+        main: the coroutine; it may sleep, time out, gather and await transfers.
         env: the clock, e.g. `cluster.env`; None: a new one, which a Cluster made inside finds.
 
     Raises:
-        StallError: main waits for what nothing can bring about; the message is a stall report.
+        StallError: main waits for something that can never happen; the message is a stall report.
         UsageError: called from within another simulation that is running.
     """
     __tracebackhide__ = True  # a test that fails shows its own frames, not these
@@ -310,9 +310,9 @@ def _cancel_rest(loop: SimLoop) -> None:
         loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
     except StallError:
         # A task answered its cancellation with another wait for nothing. It is left to the
-        # collector, quietly: the StallError or result that ended the run is the news.
+        # collector, quietly: the StallError or result that ended the run counts.
         for task in rest:
-            # What asyncio sets itself where a task is left on purpose.
+            # asyncio sets this itself for a task that is left on purpose.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         return
     for task in rest:

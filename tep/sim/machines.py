@@ -42,7 +42,7 @@ __all__ = [
 _TRANSPORT = ("ordered", "imm_eats_recv")
 _CONGESTION = ("credit_bytes", "ecn_bytes", "ecn_every_ps", "ecn_recover_ps", "ecn_grow_bps")
 _PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps", "bus_bps")
-"""Where two machines differ in one of these, what a row takes depends on both of its ends."""
+"""The numbers for which a pair of unlike machines has numbers of its own, in `Pairs`."""
 
 
 def latency_ps(source: Profile, target: Profile) -> int:
@@ -66,7 +66,7 @@ class Machine:
     Attributes:
         profile, kind: as given.
         wire, dma: its rates.
-        late: what its NICs' rows are late by.
+        late: delays of its NICs' rows.
     """
 
     def __init__(self, profile: Profile, kind: int, seed: int) -> None:
@@ -77,7 +77,7 @@ class Machine:
         self.late = Late(profile, seed)
 
     def service_ps(self, nbytes: Ints, first: npt.NDArray[np.bool_] | None = None) -> Ints:
-        """How long one of its NICs takes for each quantum.
+        """The time that one of its NICs takes for each quantum.
 
         Args:
             nbytes: of each.
@@ -93,14 +93,14 @@ class Machines:
     """All machines of a fabric; a machine is found by its profile.
 
     Args:
-        profiles: of the fabric; the first is that of a node that does not say.
+        profiles: of the fabric; a node that names none has the first.
         seed: of the draws.
-        network: what stands between the NICs, if not what the profiles say.
+        network: between the NICs; None: the one that the profiles say.
 
     Attributes:
-        first: the machine of a node that does not say.
+        first: the machine of a node that names no profile.
         shortest_ps: the least latency of any pair: the lookahead.
-        pairs: numbers of pairs; None: all are alike in these, so that the first machine's hold.
+        pairs: numbers of pairs; None: all machines are alike in these.
         network: between the NICs; None: a perfect switch, which needs no servers of its own.
 
     Raises:
@@ -129,24 +129,24 @@ class Machines:
         self.shortest_ps = least_ps if self.pairs is None else self.pairs.shortest_ps
         self.network = network or network_of(self.first.profile)
         if self.network is None and self.pairs is not None:
-            self.network = Network()  # unlike ways need its pool of what arrives late
+            self.network = Network()  # routes of unlike lengths need its pool of late arrivals
 
     @property
     def profiles(self) -> list[Profile]:
-        """Of all of them."""
+        """The profiles of all machines."""
         return [machine.profile for machine in self._known]
 
     @property
     def names(self) -> str:
-        """Of all of them, for people."""
+        """The names of all profiles, for people."""
         return ", ".join(profile.name for profile in self.profiles)
 
     def latency_ps(self, source: Ints, target: Ints) -> Ints | int:
         """First byte out to first byte in."""
         return self.shortest_ps if self.pairs is None else self.pairs.latency_ps(source, target)
 
-    def told_ps(self, source: Ints, target: Ints, landed: Ints) -> tuple[Ints, Ints]:
-        """When receivers can see rows that land then, and when senders learn of them."""
+    def seen_and_acked_ps(self, source: Ints, target: Ints, landed: Ints) -> tuple[Ints, Ints]:
+        """The times when receivers see rows that land then, and when senders learn of them."""
         if self.pairs is None:
             profile = self.first.profile
             return landed + profile.receive_ps, landed + profile.ack_ps
@@ -178,7 +178,7 @@ class Machines:
         return self._known[-1]
 
     def _kind_of(self, profile: Profile) -> int:
-        """The number of the kind that a profile is of, or the next one."""
+        """The number of a profile's kind, or the next one."""
         if not self._known:
             return 0
         other = self._known[0].profile
@@ -216,7 +216,7 @@ class Pairs:
         self.kind = np.zeros(16, np.int64)
 
     def place(self, number: int, kind: int) -> None:
-        """Say of which kind a NIC is."""
+        """Set the kind of a NIC."""
         if number >= len(self.kind):
             more = np.zeros(max(len(self.kind), number), np.int64)
             self.kind = np.concatenate((self.kind, more))
@@ -238,14 +238,14 @@ class Pairs:
         return found
 
     def waits_ps(self, target: Ints) -> Ints:
-        """From how long a wait at a port on a quantum is marked."""
+        """The shortest wait at a port after which a quantum is marked."""
         found: Ints = self._waits[self.kind[target]]
         return found
 
     def holds_ps(
         self, target: Ints, nbytes: Ints, first: npt.NDArray[np.bool_] | None = None
     ) -> Ints:
-        """How long each quantum holds its receiver; as `Machine.service_ps` of the receiver's."""
+        """The time that each quantum holds its receiver: `Machine.service_ps` of that end."""
         kinds = self.kind[target]
         found = np.empty(len(target), np.int64)
         for kind in np.unique(kinds).tolist():
@@ -275,18 +275,18 @@ def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What stands between the NICs; as it is by default, nothing does.
+    """The switches between the NICs; by default one perfect switch.
 
     Attributes:
         leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
         rails: leaves are rails instead: NIC k of every node is on rail k.
-        uplink_bps: of each leaf to the spine, and from the spine to it; 0: as much as is wanted.
-        spine_ps: what the spine adds to the latency.
+        uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
+        spine_ps: the latency that the spine adds.
         circuit_up_ps, circuit_down_ps: an optical spine: leaf i has a circuit of uplink_bps to leaf
             i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
             circuit_down_ps. 0: packets are switched.
-        leaves: how many there are; needed for circuits.
-        extra_ps: (node, node) -> what the way from one to the other adds to the latency.
+        leaves: their number; needed for circuits.
+        extra_ps: (node, node) -> latency that the route from one to the other adds.
     """
 
     leaf_nodes: int = 0
@@ -312,7 +312,7 @@ class Network:
 
 
 NETWORK: Final = tuple(one.name for one in fields(Network) if one.name != "extra_ps")
-"""What a profile says of its network, in fields of the same names."""
+"""Fields that a profile and its network have in common."""
 
 
 def network_of(profile: Profile) -> Network | None:
@@ -343,7 +343,7 @@ class Late:
         self._wire = Rate(profile.wire_bps)
 
     def extra_ps(self, numbers: Ints, nbytes: Ints) -> Ints | int:
-        """How much later each row lands.
+        """Draw the delay of each row's landing.
 
         A lost packet costs its row the time until it is missed, and the bytes from there on once
         more; where the packet stands is drawn. Of several losses in a row one is counted.
@@ -390,7 +390,7 @@ class InOrder:
         return found
 
     def keep(self, source: Ints, target: Ints, landed: Ints) -> None:
-        """These rows have landed."""
+        """Record the landings of rows."""
         for pair, time_ps in zip(
             zip(source.tolist(), target.tolist(), strict=True), landed.tolist(), strict=True
         ):

@@ -52,7 +52,7 @@ _FACTORS: Final[Mapping[str, Mapping[str, int]]] = {
 
 
 class Field(NamedTuple):
-    """Where a field stands in the file, its unit, and the least value that makes sense."""
+    """The place of a field in the file, its unit, and the least value that makes sense."""
 
     path: str
     unit: str
@@ -113,8 +113,8 @@ class Number(NamedTuple):
     Attributes:
         value: in `unit`.
         unit: as written, e.g. "Gb/s".
-        source: where it is from, in words.
-        confidence: how sure we are.
+        source: its origin, in words.
+        confidence: measured, quoted, fitted or guessed.
     """
 
     value: float
@@ -135,7 +135,7 @@ class Profile:
         ordered: whether rows to one peer arrive in posting order.
         imm_eats_recv: whether an immediate consumes a receive.
         nics: NICs of one device.
-        step_delay_ps: from a submit, or news from a NIC, to the worker's turn.
+        step_delay_ps: from a submit, or a completion, to the worker's turn.
         post_first_ps: worker's CPU time for a row to another peer than the row before it.
         post_next_ps: the same for a row to the same peer.
         turn_rows: rows the worker posts before it looks at its NICs again.
@@ -143,8 +143,8 @@ class Profile:
         wire_bps: payload that one NIC's wire really carries.
         op_ps: NIC's own time for each row, before its bytes move.
         dma_bps: rate between memory and NIC.
-        fill_bytes: of a row, at most so many bytes are in the NIC before the first one leaves.
-        quantum_bytes: what a NIC sends of one queue pair before it turns to the next.
+        fill_bytes: most bytes of a row that are in the NIC before the first one leaves.
+        quantum_bytes: bytes that a NIC sends of one queue pair before it turns to the next.
         sq_depth: rows one NIC has outstanding at the most.
         max_write_bytes, max_msg_bytes: longest row and message.
         latency_ps: one way, first byte out to first byte in.
@@ -158,15 +158,15 @@ class Profile:
             long until one is missed; the rest of its row is sent again, and those behind it wait.
         credit_bytes: a queue pair has at most so many under way that were not given back; 0: any.
         ecn_bytes: a quantum that more than so many bytes stand before is marked; 0: none is.
-        ecn_every_ps: a receiver tells a sender of a mark at most once in this time.
+        ecn_every_ps: a receiver notifies a sender of a mark at most once in this time.
         ecn_recover_ps: a rate that was halved comes back by a step in each such time: to half way
             from where it was, and after five steps that is raised by
         ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
         qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
-        bus_bps: what the NICs of a node move together, each way: a PCIe that they share; 0: any.
-        leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: what stands
-            between such machines, as of `tep.sim.Network`; rails is 0 or 1.
+        bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
+        leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: the
+            network of such machines, as in `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -241,7 +241,7 @@ class Profile:
             )
 
     def caps(self, nic: str, *, moves_bytes: bool, control_bytes: int) -> DomainCaps:
-        """What one NIC of this machine can do; one that moves no bytes takes memory of any kind."""
+        """The capabilities of one NIC; one that moves no bytes takes memory of any kind."""
         return DomainCaps(
             backend="sim",
             nic=nic,

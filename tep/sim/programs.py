@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Incarnation:
-    """One life of a node, from its start to its crash: what its programs see of the world.
+    """One life of a node, from its start to its crash, as its programs see it.
 
     Attributes:
         name: of the node.
@@ -62,7 +62,7 @@ class Incarnation:
         self._mail().send(self.name, node, payload)
 
     async def receive(self) -> tuple[str, bytes]:
-        """Wait for the next datagram to this node; return who sent it, and its bytes."""
+        """Wait for the next datagram to this node; return its sender and its bytes."""
         self._check_alive()
         return await self._mail().receive(self.name)
 
@@ -81,10 +81,10 @@ Main = Callable[[Incarnation], Coroutine[Any, Any, T]]
 
 
 class _End(asyncio.Future[T]):
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
-        watched: whether anybody waits for it, and so hears of an exception.
+        watched: whether anybody awaits it, and so gets its exception.
     """
 
     watched = False
@@ -98,8 +98,8 @@ class Program(Generic[T]):
     """One program of a node: a task in each life of the node, until one comes to its end.
 
     Attributes:
-        end: the result of the task that came to its end, or its exception. An exception for which
-            nobody waits ends the run.
+        end: the result of the task that came to its end, or its exception. An exception that
+            nobody awaits ends the run.
     """
 
     def __init__(self, main: Main[T], loop: SimLoop) -> None:
@@ -125,7 +125,7 @@ class Program(Generic[T]):
     def _ended(self, task: asyncio.Task[T]) -> None:
         error = None if task.cancelled() else task.exception()
         if task is not self._task or self.end.done():
-            return  # its node has crashed: what its `finally` blocks raise is nobody's concern
+            return  # its node has crashed: exceptions of its `finally` blocks are ignored
         if task.cancelled():
             self.end.cancel()
         elif error is None:
@@ -133,7 +133,7 @@ class Program(Generic[T]):
         else:
             self.end.set_exception(error)
             if not self.end.watched:
-                self.end.exception()  # it is told: the run ends with it
+                self.end.exception()  # it is retrieved: the run ends with it
                 self._loop.fail(error)
 
 
@@ -148,7 +148,7 @@ class Datagrams:
     """All mailboxes of one cluster; `cluster.datagrams`.
 
     Attributes:
-        sent, lost, doubled: how many so far.
+        sent, lost, doubled: counts so far.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -186,7 +186,7 @@ class Datagrams:
             self._fabric.env.call_at(due, self._arrive, what)
 
     async def receive(self, node: str) -> tuple[str, bytes]:
-        """Wait for the next datagram to a node; return who sent it, and its bytes."""
+        """Wait for the next datagram to a node; return its sender and its bytes."""
         box = self._boxes.get(node)
         if box:
             return box.popleft()

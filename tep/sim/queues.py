@@ -74,7 +74,7 @@ class Rate:
 
 
 def spans_ps(nbytes: Ints, scale: Ints | int) -> Ints:
-    """As Rate.ps, with the scale of each; 0: no time at all."""
+    """Do as Rate.ps, with a scale for each; 0: no time at all."""
     found: Ints = nbytes * scale >> _FRACTION_BITS
     return found
 
@@ -163,7 +163,7 @@ def _fifo_few(arrive: Ints, service: Ints, groups: list[tuple[int, Which]], free
 
 
 def by_value(key: Ints, left_out: Bools | None = None) -> list[tuple[int, Which]]:
-    """Where each value of `key` is, by value, but for those left out."""
+    """Find the entries of each value of `key`, by value, without those left out."""
     if left_out is not None and has_any(left_out):
         here = (~left_out).nonzero()[0]
         return [(value, here[mine]) for value, mine in by_value(key[here])]
@@ -208,17 +208,17 @@ def round_robin(
 ) -> tuple[Ints, Ints]:
     """Serve the flows (queue pairs) of one server in turn, an item at a time.
 
-    The loop is that of an active list: a flow joins its tail when its head item is ready, and again
-    when it has been served and has another ready item. Of those that join at one instant, who got
-    ready stands before who was served; else the order is that of `flow` first, then of service.
+    The loop keeps an active list: a flow joins its tail when its head item is ready, and again when
+    it has been served and has another ready item. If several join at one instant, those that became
+    ready stand before those that were served; ties go by `flow`, then by service.
     Within a flow items keep their order.
 
     Args:
-        flow: int64[n], which flow each item is of.
-        ready: int64[n], when each item may be served.
+        flow: int64[n], the flow of each item.
+        ready: int64[n], time from which each item may be served.
         service: int64[n].
-        free_ps: when the server is free.
-        ended: when a flow's latest service ended, for flows that were served before.
+        free_ps: time from which the server is free.
+        ended: flow -> end of its latest service, for flows that were served before.
 
     Returns:
         order: the items, as indices, in the order of service; starts: int64[n], when each of
@@ -297,11 +297,11 @@ class Units(NamedTuple):
     Attributes:
         number: of the row.
         target: NIC it goes to; the queue pairs of a NIC are told apart by it.
-        ready: when it may leave, ps.
-        service: how long it holds the wire, ps.
+        ready: earliest departure, ps.
+        service: time on the wire, ps.
         last: whether the row ends with it.
         nbytes: of it.
-        holds: how long it holds its receiver, ps; None: `service`.
+        holds: time that it holds its receiver, ps; None: `service`.
     """
 
     number: Ints
@@ -358,7 +358,7 @@ class SendQueue:
 
     Attributes:
         units: in the order they leave.
-        starts: when each leaves, ps.
+        starts: departure of each, ps.
         at: the first that was not yet taken over by the receiving side.
         lone: the target of all units, if there is one that all have for sure; else -1.
     """
@@ -383,7 +383,7 @@ class SendQueue:
         return max(self.at, self.before(now_ps))
 
     def add(self, units: Units, now_ps: int) -> None:
-        """Take more units and plan again what has not started."""
+        """Take more units and plan again those that have not started."""
         cut = self.cut(now_ps)
         self._control_ended(cut)
         waits = len(self.starts) - cut
@@ -391,7 +391,7 @@ class SendQueue:
         alone = target >= 0 and (self.at == len(self.starts) or self.lone == target)
         self.lone = target if alone else -1
         if alone or (target >= 0 and (not waits or has_all(self.units.target[cut:] == target))):
-            # One queue pair: what waits keeps its place, the new stands behind it.
+            # One queue pair: waiting units keep their places, the new ones stand behind them.
             busy_ps = self._free_ps
             if waits:
                 busy_ps = self.starts.item(-1) + self.units.service.item(-1)
@@ -411,12 +411,12 @@ class SendQueue:
         self.at = 0
 
     def _control_ended(self, cut: int) -> None:
-        """Remember when the wire is free, and when each queue pair that waits was served last."""
+        """Keep the time when the wire is free, and the last service of each waiting queue pair."""
         if not cut:
             return
         targets, services = self.units.target, self.units.service
         self._free_ps = self.starts.item(cut - 1) + services.item(cut - 1)
-        # Of a queue pair with nothing waiting only the service that may still go on matters.
+        # Without waiting units only the service that may still go on matters.
         last = targets.item(cut - 1)
         waiting = targets[cut:]
         if not len(waiting) or has_all(waiting == last):
@@ -428,7 +428,7 @@ class SendQueue:
         self._ended = {target: end for target, end in latest.items() if target in alive}
 
     def drop_waiting(self, now_ps: int) -> Units:
-        """Give up what has not started; return it."""
+        """Give up the units that have not started; return them."""
         cut = self.cut(now_ps)
         dropped = self.units.pick(slice(cut, None))
         self.units = self.units.pick(slice(0, cut))
@@ -457,5 +457,5 @@ class Depths:
         return n
 
     def free(self, peers: Ints) -> None:
-        """These rows are completed."""
+        """Release the places of completed rows."""
         self._open.subtract(peers.tolist())

@@ -1,7 +1,7 @@
 """The receiving end of a NIC of the timing fabric: keys, bytes, immediates, message buffers.
 
-What lands here is known by its time already; this room only carries it out when somebody looks.
-Last, the columns as records of a row log, where somebody asked for one.
+The landing times of rows are known already; this module only places them when somebody looks.
+Last, the columns become records of a row log, if somebody asked for one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IMM, _RECV, _CONTROL = int(Kind.IMM), int(Kind.RECV), int(Kind.CONTROL)
 
 
 class Inlet:
-    """What one NIC does with what arrives.
+    """The receiving end of one NIC.
 
     Attributes:
         targets: rkey -> region.
@@ -52,7 +52,7 @@ class Inlet:
     # ------------------------------------------------------------------ rows
 
     def take(self, now: int) -> None:
-        """Carry out all that has landed by now: check, place, announce."""
+        """Check, place and announce all rows that have landed by now."""
         inbox = self._nic.inbox
         if inbox.first_ps > now:
             return
@@ -84,7 +84,7 @@ class Inlet:
     def _take_one(self, time_ps: int, number: int) -> None:
         """The same for one row. Scatters land row by row: without columns it takes half the time.
 
-        What is not plain (bytes to copy, errors, logs, fences) goes the way of the columns.
+        Rows with bytes to copy, errors, logs or fences go the way of the columns.
         """
         fabric, ledger = self._fabric, self._fabric.ledger
         row = number - ledger.base
@@ -118,8 +118,8 @@ class Inlet:
         if not has_all(good):
             for index in (~good).nonzero()[0].tolist():
                 sender = fabric.nic(int(ledger.source[rows[index]]))
-                told_ps = int(times[index]) + _gap_ps(sender, nic)
-                sender.node.wakes.must(max(told_ps, fabric.env.now))
+                notice_ps = int(times[index]) + _gap_ps(sender, nic)
+                sender.node.wakes.wake_at(max(notice_ps, fabric.env.now))
                 sender.node.wakes.book()
             times, rows, nbytes = times[good], rows[good], nbytes[good]
         fabric.landed_bytes[nic.number] += nbytes.sum()
@@ -162,7 +162,7 @@ class Inlet:
         src = (ledger.src[rows] - np.uint64(source.ptr)).astype(np.intp)
         copy_rows(source.host, src, target.host, dst.astype(np.intp), nbytes, len(rows))
 
-    def _announce(self, imms: Ints, rows: Ints) -> None:  # noqa: ARG002  # of whom: a mortal NIC's
+    def _announce(self, imms: Ints, rows: Ints) -> None:  # noqa: ARG002  # a mortal NIC's
         if is_alike(imms):
             self._nic.ready.append((_IMM, _OK, len(imms), int(imms[0]), 0, 0, 0))
             return
@@ -172,8 +172,7 @@ class Inlet:
         entries["imm"] = imms
         self._nic.ready.append(entries)
 
-    # ------------------------------------------------------------------ messages and control
-    # messages
+    # ------------------------------------------------------------------ messages
 
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
         """A control message, and the address of its sender; once."""
@@ -205,7 +204,7 @@ class Inlet:
             number = self._starved.popleft()
             if number in self._fabric.payloads:
                 self._receive(number, self._fabric.env.now)
-                self._nic.node.wakes.must(self._fabric.env.now)
+                self._nic.node.wakes.wake_at(self._fabric.env.now)
                 self._nic.node.wakes.book()
 
     def _take_message(self, number: int, time_ps: int) -> None:
@@ -223,7 +222,7 @@ class Inlet:
         fabric.env.call_at(due_ps, self._give_up, number)
 
     def _keep_control(self, number: int, time_ps: int) -> None:
-        """A control message needs no buffer."""
+        """Take a control message, which needs no buffer."""
         fabric = self._fabric
         payload = fabric.payloads[number]
         self._unread[number] = payload, self._sender(number)
@@ -254,7 +253,7 @@ class Inlet:
         self._finish(number, time_ps)
 
     def _finish(self, number: int, time_ps: int) -> None:
-        """A message or control message has been taken."""
+        """Record that a message or control message was taken, and answer it."""
         fabric, nic = self._fabric, self._nic
         fabric.landed_bytes[nic.number] += len(fabric.payloads[number])
         if fabric.row_log is not None:
@@ -263,7 +262,7 @@ class Inlet:
         self._answer(number, Status.OK, time_ps)
 
     def _answer(self, number: int, status: Status, time_ps: int) -> None:
-        """Let the sender of a message know, an acknowledgement's way later."""
+        """Notify the sender of a message, after the way of an acknowledgement."""
         fabric = self._fabric
         ledger = fabric.ledger
         del fabric.payloads[number]
@@ -273,13 +272,13 @@ class Inlet:
         sender = fabric.nic(int(ledger.source[row]))
         sent_ps = max(time_ps + _gap_ps(sender, self._nic), fabric.env.now)
         sender.outbox.add(np.array([sent_ps]), np.array([number]))
-        sender.node.wakes.must(sent_ps)
+        sender.node.wakes.wake_at(sent_ps)
         sender.node.wakes.book()
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Forget everything; what was under way to here fails at its sender."""
+        """Forget everything; rows under way to here fail at their senders."""
         fabric = self._fabric
         ledger = fabric.ledger
         numbers = self._nic.inbox.clear()
@@ -295,7 +294,7 @@ class Inlet:
 
 
 def _gap_ps(sender: Nic, receiver: Nic) -> int:
-    """From when a row can be seen to when its sender learns of it."""
+    """The time between a row's visibility and the notice at its sender."""
     return ack_ps(sender.profile, receiver.profile) - receiver.profile.receive_ps
 
 

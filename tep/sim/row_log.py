@@ -1,4 +1,4 @@
-"""What happened on a simulated fabric, row by row: a digest, columns for pictures, spans.
+"""The log of a simulated fabric, row by row: a digest, columns for pictures, spans.
 
 Both fabrics write here, and only when the log is on; nothing here models anything. A fabric must
 record every placement and every completion, since the digest stands for "the same run".
@@ -25,11 +25,11 @@ What = Literal["post", "place", "imm", "done", "fail", "send", "recv", "sent", "
 
 
 class Record(NamedTuple):
-    """One thing that happened.
+    """One event.
 
     Attributes:
-        t_ps: when.
-        what: which kind of thing.
+        t_ps: time.
+        what: the kind of event.
         node: name of the node it happened at.
         nic: number of the NIC there.
         peer: name of the node at the other end; fault: its kind.
@@ -54,7 +54,7 @@ class Record(NamedTuple):
     value: int = 0
 
     def sentence(self) -> str:
-        """Say what happened, as people read it."""
+        """Describe the event for people."""
         row, size, peer = f"row {self.row}", f"{self.nbytes} B", self.peer
         match self.what:
             case "post":
@@ -195,7 +195,7 @@ class RowLog:
         return found[np.argsort(found["t_ps"], kind="stable")]
 
     def overtakes(self, node: str | None = None) -> int:
-        """How many immediates arrived, at a node or at all, before one of a row posted earlier.
+        """Count immediates that arrived, at a node or at all, before one of a row posted earlier.
 
         Counted for each pair of sender and receiver by itself.
         """

@@ -7,7 +7,7 @@ settles many rows.
 
 Rule 1 (lookahead): nothing posted from now on can arrive before the next event plus the wire's
 latency. So `_resolve` settles every quantum that leaves before the next event in the queue, or the
-first wake it causes itself, whichever is earlier; the answer is that of an event for each arrival.
+first wake it causes itself, whichever is earlier; the result equals one event for each arrival.
 Rule 2: receivers serve in order of arrival. Reserving them in order of posting would overstate an
 all-to-all of 64 ranks by three quarters.
 Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
@@ -57,12 +57,12 @@ _COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps
 
 
 class _Rows(NamedTuple):
-    """Rows whose arrival is known, with what the books say of them.
+    """Rows whose arrival is known, with their columns of the ledger.
 
     Attributes:
-        numbers, landed: which rows, and when they land.
+        numbers, landed: the rows, and their landing times.
         rows, source, target, batch: of each, in the ledger.
-        seen, acked: when the receiver can see each, and when the sender learns of it.
+        seen, acked: times when the receiver sees each, and when the sender learns of it.
         counts: rows of each batch.
         mine: batches that have some.
     """
@@ -86,10 +86,10 @@ class TimingFabric:
         env: the clock.
         profile: the machine, or the name of one that comes with tep; or several: see `node`.
         seed: of the jitter of unordered profiles.
-        row_log: where to record what happens; None: nowhere.
+        row_log: receives the events; None: they are not recorded.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
         mortal: whether NICs can die, and fence others off; costs control messages.
-        network: what stands between the NICs; None: what the profile says, a perfect switch mostly.
+        network: between the NICs; None: the profile's, mostly a perfect switch.
     """
 
     def __init__(
@@ -129,8 +129,9 @@ class TimingFabric:
         if self.machines.network is not None:
             ways = None if self.pairs is None else self.pairs.latency_ps
             self.paths = Paths(self.machines.network, self._shortest_ps, self._receiving, ways)
-        # Of each NIC by its number: when its receiving side is free; from when on news, and
-        # completions, may wake its owner though no must; whether it is gone; bytes landed here.
+        # Columns, by the number of a NIC: the time when its receiving side is free; the earliest
+        # time at which a non-urgent immediate, and completion, may wake its owner; whether it is
+        # gone; bytes landed here.
         self._free = np.zeros(_NICS_MIN, np.int64)
         self.soft = np.zeros(_NICS_MIN, np.int64)
         self.soft_acks = np.zeros(_NICS_MIN, np.int64)
@@ -138,7 +139,7 @@ class TimingFabric:
         self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
         self.cut_ps = np.zeros(_NICS_MIN, np.int64)  # until when its link carries nothing
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ nodes and NICs
 
     __reduce__ = in_one_process
 
@@ -240,8 +241,8 @@ class TimingFabric:
         if for_ps < longest.peer_timeout_ps:
             raise UsageError(
                 f"cut_link({name!r}, {index}): {for_ps} ps; {longest.peer_timeout_ps} ps, "
-                f"wire.peer_timeout of {longest.name}, at the least, as what is shorter is "
-                "made good by the NICs, which is not modelled"
+                f"wire.peer_timeout of {longest.name}, at the least; shorter outages are hidden "
+                "by hardware retransmission, which is not modelled"
             )
         self._mortal("cut_link", name, index).cut(self.env.now + for_ps)
 
@@ -304,7 +305,7 @@ class TimingFabric:
         return int(min(self.env.peek(), self.env.deadline_ps, NEVER_PS))
 
     def _window_ps(self, nics: list[Nic]) -> int:
-        """When the first NIC has sent a window full of quanta.
+        """The time when the first NIC has sent a window full of quanta.
 
         A pass looks at every quantum that leaves before its limit, and then keeps those that leave
         before the first wake. Without a window a write of n rows would look at all its quanta n
@@ -312,7 +313,7 @@ class TimingFabric:
         """
         limit_ps = NEVER_PS
         if self.marks is not None:
-            return self._news_ps(nics)
+            return self._notice_ps(nics)
         for nic in nics:
             queue, at = nic.queue, nic.queue.at
             if len(queue) > self._window:
@@ -320,24 +321,24 @@ class TimingFabric:
                 limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
         return limit_ps
 
-    def _news_ps(self, nics: list[Nic]) -> int:
-        """Before when nobody can hear of a quantum that is not settled: `pacing`'s rule."""
+    def _notice_ps(self, nics: list[Nic]) -> int:
+        """No sender can learn of an unsettled quantum before this time: rule 2 of `congestion`."""
         first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
         flying_ps = None if self.paths is None else self.paths.due_ps()
         limit_ps = first_ps + self._shortest_ps
         return limit_ps if flying_ps is None else min(limit_ps, flying_ps)
 
-    def _tell(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
-        """Tell senders of quanta that were taken: a row each of sender, target, bytes."""
-        told = marks.told(quanta[:, 0], quanta[:, 1], waited, done)
-        heard = (done + self.machines.latency_ps(quanta[:, 1], quanta[:, 0])).tolist()
+    def _notify(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
+        """Notify senders of quanta that were taken: a row each of sender, target, bytes."""
+        notices = marks.notices(quanta[:, 0], quanta[:, 1], waited, done)
+        due = (done + self.machines.latency_ps(quanta[:, 1], quanta[:, 0])).tolist()
         queues: dict[int, PacedQueue] = {}
-        for (source, target, nbytes), marked, time_ps in zip(quanta.tolist(), told, heard):
+        for (source, target, nbytes), marked, time_ps in zip(quanta.tolist(), notices, due):
             if source not in queues:
                 queue = self.nic(source).queue
                 assert isinstance(queue, PacedQueue), "all of a fabric are"
                 queues[source] = queue
-            queues[source].tell(time_ps, target, nbytes, marked=marked)
+            queues[source].notify(time_ps, target, nbytes, marked=marked)
         for queue in queues.values():
             queue.foresee()
 
@@ -358,13 +359,13 @@ class TimingFabric:
         if self.marks is not None:
             nbytes = _join([units.nbytes[span] for units, span in plans])
             quanta = np.stack((source, target, nbytes), 1)
-            self._tell(self.marks, quanta, done - receiving - arrive, done)
+            self._notify(self.marks, quanta, done - receiving - arrive, done)
         numbers, landed = number, done if not self.slow else np.maximum(done, arrive + service)
         if not has_all(last):
             numbers, landed = number[last], landed[last]
         landed = self._late(numbers, landed)
-        # The wakes that these rows cause are events as well; what leaves after the first of them
-        # may meet rows that are posted then, and has to wait. What leaves before is not affected.
+        # The wakes that these rows cause are events as well. Quanta that leave after the first of
+        # them may meet rows that are posted then, and have to wait; earlier ones are not affected.
         rows = self._rows(numbers, landed)
         limit_ps = self._first_wake_ps(rows)
         if max([nic.queue.starts.item(stop - 1) for nic, stop in taken]) >= limit_ps:
@@ -384,7 +385,7 @@ class TimingFabric:
     def _served(
         self, taken: list[tuple[Nic, int]], arrive: Ints, service: Ints, target: Ints
     ) -> Ints:
-        """When receivers have taken quanta."""
+        """The times when receivers have taken quanta."""
         lone = {nic.queue.lone: nic.queue for nic, _ in taken}
         if len(lone) == len(taken) and -1 not in lone and not self.slow:
             # Each has one sender, whose wire took as long for each quantum: no quantum waits for
@@ -418,7 +419,7 @@ class TimingFabric:
         paths.keep(passing)
         if self.marks is not None:
             quanta = passing.flights[:, [SOURCE, TARGET, NBYTES]]
-            self._tell(self.marks, quanta, paths.waited(passing), passing.done)
+            self._notify(self.marks, quanta, paths.waited(passing), passing.done)
         self._free = passing.receivers
         for nic, stop in taken:
             nic.queue.at = stop
@@ -431,7 +432,7 @@ class TimingFabric:
         return flights(nic.queue.units.pick(span), nic.queue.starts[span], nic.number)
 
     def _receiving(self, source: Ints, target: Ints, service: Ints) -> Ints:
-        """How long each quantum holds its receiver: as long as its sender, but for slow NICs.
+        """The time that each quantum holds its receiver: its sender's time, but for slow NICs.
 
         A slow sender leaves gaps, in which others are received; a slow receiver takes longer.
         """
@@ -443,7 +444,7 @@ class TimingFabric:
         return found
 
     def _late(self, numbers: Ints, done: Ints) -> Ints:
-        """When rows land whose last bytes are in."""
+        """The landing times of rows whose last bytes are in."""
         rows = numbers - self.ledger.base
         landed: Ints = done + self.ledger.extra_ps[rows]
         if self.in_order is None or not len(rows):
@@ -452,17 +453,17 @@ class TimingFabric:
         return self.in_order.settle(source, target, numbers, landed)
 
     def _rows(self, numbers: Ints, landed: Ints) -> _Rows:
-        """What the books say of rows, and what becomes of them if they land then."""
+        """Look rows up in the ledger, as if they landed at these times."""
         ledger = self.ledger
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
-        told = self.machines.told_ps(source, target, landed)
+        times = self.machines.seen_and_acked_ps(source, target, landed)
         counts = np.bincount(batch, minlength=len(self.batches.left))
         mine = counts.nonzero()[0]
-        return _Rows(numbers, landed, rows, source, target, batch, *told, counts, mine)
+        return _Rows(numbers, landed, rows, source, target, batch, *times, counts, mine)
 
     def _first_wake_ps(self, found: _Rows) -> int:
-        """A time before which these rows, landing then, wake nobody."""
+        """A time before which these rows wake nobody if they land as computed."""
         if not len(found.numbers):
             return NEVER_PS
         batches = self.batches
@@ -471,7 +472,7 @@ class TimingFabric:
         first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
         if has_any(batches.target[mine] < 0):
             first = min(first, int(seen[batches.target[batch] < 0].min()))
-        # Of a batch with one target only the last row is a must.
+        # For a batch with one target, only the last row forces a wake-up.
         closing = mine[batches.whole[mine] & (batches.left[mine] == counts[mine])]
         if len(closing):
             latest = batches.seen_ps.copy()
@@ -482,7 +483,7 @@ class TimingFabric:
         return first
 
     def _land(self, found: _Rows) -> None:
-        """Write rows with known arrivals into the books of both ends, and see that they wake."""
+        """Record the arrivals at both ends and schedule their wake-ups."""
         ledger, batches = self.ledger, self.batches
         numbers, landed, rows, source, target, batch, seen, acked, counts, mine = found
         if self.in_order is not None:
@@ -492,11 +493,11 @@ class TimingFabric:
         if self.pairs is not None:
             np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}
-        lost = told = None
+        lost = left_out = None
         if self.mortal or has_any(self.gone[: len(self._nics)]):
             cut_ps = np.maximum(self.cut_ps[target], self.cut_ps[source])
             lost = self.gone[target] | (landed < cut_ps)
-            told = lost | self.gone[source]
+            left_out = lost | self.gone[source]
             if has_any(lost):
                 self._lose(numbers[lost], landed[lost], touched)
         for number, which in by_value(target, lost):
@@ -506,8 +507,8 @@ class TimingFabric:
         if self.payloads:
             # A message is completed where it lands: it may have to wait for a buffer there.
             messages = ledger.message[rows]
-            told = messages if told is None else told | messages
-        for number, which in by_value(source, told):
+            left_out = messages if left_out is None else left_out | messages
+        for number, which in by_value(source, left_out):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
         if has_any(batches.target[mine] < 0):
@@ -515,7 +516,7 @@ class TimingFabric:
             if lost is not None:
                 several &= ~lost
             for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
-                self.nic(number).node.wakes.must(time_ps)
+                self.nic(number).node.wakes.wake_at(time_ps)
         closing = mine[batches.whole[mine] & (batches.left[mine] == 0)]
         if len(closing):
             senders = np.empty(len(counts), np.int64)
@@ -538,7 +539,7 @@ class TimingFabric:
             nic = self.nic(source)
             failed_ps = landed_ps + nic.profile.peer_timeout_ps
             nic.outbox.add(np.array([failed_ps]), np.array([number]))
-            nic.node.wakes.must(failed_ps)
+            nic.node.wakes.wake_at(failed_ps)
             self.payloads.pop(number, None)
             self.controls.discard(number)
             touched[source] = None
@@ -548,12 +549,12 @@ class TimingFabric:
         batches = self.batches
         seen_ps, target = int(batches.seen_ps[number]), int(batches.target[number])
         if target >= 0 and not self.gone[target]:
-            self.nic(target).node.wakes.must(seen_ps)
+            self.nic(target).node.wakes.wake_at(seen_ps)
         if self.pairs is None:
             acked_ps = seen_ps + self.profile.ack_ps - self.profile.receive_ps
         else:
             acked_ps = int(batches.acked_ps[number])
-        self.nic(source).node.wakes.must(acked_ps)
+        self.nic(source).node.wakes.wake_at(acked_ps)
         batches.end(number)
 
 
@@ -569,9 +570,9 @@ class Node:
         epoch: this incarnation's number.
         machine: which one it is.
         domains: its NICs.
-        busy_until_ps: when the worker can take its next turn.
-        wakes: when the worker is woken.
-        on_news: told of news that wake nobody, but that a poll would find.
+        busy_until_ps: time of the worker's next turn.
+        wakes: the wake-ups of the worker.
+        on_arrival: called when there are completions that a poll would find, and that wake nobody.
     """
 
     def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
@@ -585,25 +586,25 @@ class Node:
         self._fabric = fabric
         self._posts: list[_Post] = []
         self.wakes = Wakes(fabric)
-        self.on_news: Callable[[], object] = _nobody
+        self.on_arrival: Callable[[], object] = _nobody
         make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [
             make(fabric, self, index) for index in range(profile.nics)
         ]
 
     def step_delay_ps(self) -> int:
-        """How long from a kick, or news from a NIC, to the worker's turn."""
+        """The delay from a kick, or a completion, to the worker's turn."""
         return self._profile.step_delay_ps
 
     def charge(self, cost_ps: int) -> None:
-        """Give the worker work, to be done when it is through with what it has."""
+        """Give the worker work, to be done after the work that it has."""
         now = self._fabric.env.now
         self._cpu_free_ps = max(now, self._cpu_free_ps) + cost_ps
         # While it posts many rows it looks at its NICs now and then.
         self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
 
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
-        """Have the worker post rows; they are launched once it has told us of all it posts now.
+        """Have the worker post rows; they are launched once all posts of this instant are known.
 
         A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
         NIC all its rows before it comes to the next. So the rows of one instant are put in turn.
@@ -618,8 +619,8 @@ class Node:
         now = self._fabric.env.now
         rows = sum(len(post.numbers) for post in posts)
         if rows <= self._profile.turn_rows:
-            # A worker with a backlog takes new requests at its next turn. What it had planned for
-            # that time is not put off, but the CPU time is charged behind the backlog.
+            # A worker with a backlog takes new requests at its next turn. Rows planned for then are
+            # not put off, but the CPU time is charged behind the backlog.
             cpu_free_ps = min(cpu_free_ps, now + self._turn_ps)
         start_ps = max(now, cpu_free_ps)
         if len(posts) == 1:
@@ -630,7 +631,7 @@ class Node:
         for post in posts:
             mine.setdefault(post.nic.index, []).append(post)
         sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
-        turns = np.zeros((max(sizes), len(mine)), np.int64)  # who has no more rows costs nothing
+        turns = np.zeros((max(sizes), len(mine)), np.int64)  # a NIC without more rows costs nothing
         for index, (found, size) in enumerate(zip(mine.values(), sizes)):
             turns[:size, index] = np.concatenate([post.costs for post in found])
         done = start_ps + np.cumsum(turns).reshape(turns.shape)
@@ -640,7 +641,7 @@ class Node:
 
 
 def _nobody() -> None:
-    """Tells nobody: no driver has asked."""
+    """Do nothing: no driver has asked."""
 
 
 class _Post(NamedTuple):

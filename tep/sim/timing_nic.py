@@ -2,7 +2,7 @@
 
 Posting turns rows into units of a SendQueue; the fabric says when they land; polling hands out what
 is due by now. Rule 1: bytes are placed when somebody looks, and never before their arrival.
-Rule 2: who reads an immediate, or learns that a row is done, has had its bytes placed before.
+Rule 2: a row's bytes are placed before its immediate or its completion is handed out.
 Rule 3: a poll between two looks hands out nothing new: `wakes.py` says when it is time to look.
 
 A `MortalNic` can die, or lose its link for a while, and fence others off. One that dies tells its
@@ -74,18 +74,18 @@ class TimingNic:
 
     Attributes:
         caps, address: of the seam.
-        fabric, node: where it is.
+        fabric, node: of this NIC.
         profile: of its machine.
         index: of this NIC in its node.
         number: of this NIC on its fabric.
-        queue: what it still has to send.
+        queue: quanta that it still has to send.
         inbox: rows that land here, by the time they can be seen.
         outbox: rows sent from here, by the time their completion can be seen.
         sources: lkey -> region.
         ready: completions that poll() hands out.
         open_rows: rows posted and not completed.
         depths: the same of each queue pair, where that has a limit.
-        waker: whom to call.
+        waker: wakes the owner.
     """
 
     def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
@@ -126,7 +126,7 @@ class TimingNic:
         check_memory(self.caps, memory, access)
         writable = access.target
         self._keys += 1
-        # Of a NIC and an incarnation: another's key is never valid here by accident.
+        # Unique to a NIC and an incarnation: another's key is never valid here by accident.
         key = (self.number << 24) + (self._keys << 1)
         region = Region(memory, writable=writable, host=self.fabric.move_bytes)
         self.sources[key + 1] = region
@@ -199,7 +199,7 @@ class TimingNic:
         return costs
 
     def _join_batch(self, batch: WriteBatch, start: int, stop: int) -> int:
-        """Return the number of a batch of which rows start..stop are posted now."""
+        """Return the number of a batch whose rows start..stop are posted now."""
         batches = self.fabric.batches
         number = self._batches.pop(batch.ctx, -1)
         if number < 0:
@@ -309,7 +309,7 @@ class TimingNic:
         np.subtract.at(batches.left, ledger.batch[rows], 1)
         self.outbox.add(times, numbers)
         for time_ps in np.unique(times).tolist():
-            self.node.wakes.must(time_ps)
+            self.node.wakes.wake_at(time_ps)
         self.node.wakes.book()
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
@@ -394,14 +394,14 @@ class TimingNic:
             self._reap(now)
 
     def take_landed(self, now: int) -> None:
-        """Place what has landed here by now, for a sender that is about to be told so."""
+        """Place all rows that have landed by now, before their sender is notified."""
         if self.inbox.first_ps <= now:
             wakes = self.node.wakes
             looks = wakes.is_due(now)  # at this instant, and behind this: as if it had been before
             self._inlet.take(now)
             if not looks:
                 wakes.gather()
-            self.node.on_news()
+            self.node.on_arrival()
 
     def _reap(self, now: int) -> None:
         """Complete rows of this sender whose acknowledgement is here."""
@@ -555,7 +555,7 @@ class TimingNic:
 
 
 def _nobody() -> None:
-    """Wakes nobody: the owner has set no waker."""
+    """Do nothing: the owner has set no waker."""
 
 
 def _distinct(values: npt.NDArray[np.integer]) -> list[int]:
@@ -582,10 +582,10 @@ _IMM, _DOWN, _FENCED = int(Kind.IMM), int(Kind.DOWN), int(Kind.FENCED)
 
 
 class _MortalInlet(Inlet):
-    """The receiving end of a MortalNic: it knows whom it has fenced off, and names senders."""
+    """The receiving end of a MortalNic: it keeps fences, and names senders."""
 
     barred: dict[int, int]
-    """By sender, the last row of its that may not land."""
+    """The last row of each sender that may not land."""
 
     def _place(self, rows: Ints) -> None:
         ledger = self._fabric.ledger
@@ -613,7 +613,7 @@ class _MortalInlet(Inlet):
 
 
 class MortalNic(TimingNic):
-    """A NIC that can die, whose engine can make good what that loses: C23 and C25 to C27."""
+    """A NIC that can die, and whose engine can retransmit the lost rows: C23 and C25 to C27."""
 
     def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
         super().__init__(fabric, node, index)
@@ -662,7 +662,7 @@ class MortalNic(TimingNic):
         self.fabric.cut_ps[self.number] = max(until_ps, self.fabric.cut_ps[self.number])
 
     def _lose_flying(self) -> None:
-        """What has landed has landed; what is booked to land, here or from here, does not."""
+        """Fail all rows that are booked to land, here or from here; landed ones stay."""
         fabric = self.fabric
         ledger, now = fabric.ledger, fabric.env.now
         self.take_in(now)
@@ -697,7 +697,7 @@ class MortalNic(TimingNic):
             failed = landed[mine] + nic.profile.peer_timeout_ps
             nic.outbox.put_off(numbers[mine], failed)
             for time_ps in np.unique(failed).tolist():
-                nic.node.wakes.must(time_ps)
+                nic.node.wakes.wake_at(time_ps)
             nic.node.wakes.book()
 
     # ------------------------------------------------------------------ fences

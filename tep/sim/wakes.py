@@ -1,12 +1,11 @@
 """Decides when a node's worker is woken, using few events without changing results.
 
-Also the protocols by which fabric, node and NIC of the timing fabric know each other.
-
-No rows here. A spinning worker sees every immediate at once, but an event for each would cost more
-than the whole model. So there are two kinds of news. A must wakes at its exact time: the end of a
-batch, each row of a scatter, a message, a failure, room after a refusal. All else is gathered: the
-pause between two looks grows with the burst, so that a burst costs a logarithm of wakes. A look
-takes in the news of all NICs of the node, as one turn of the worker would.
+Also the protocols by which fabric, node and NIC of the timing fabric know each other. A spinning
+worker sees every immediate at once, but an event for each would cost more than the whole model. So
+there are two kinds of wake-ups. An urgent one comes at its exact time: at the end of a batch, each
+row of a scatter, a message, a failure, room after a refusal. All other entries are gathered: the
+pause between two looks grows with the burst, so that a burst costs a logarithm of wake-ups. A look
+takes in the entries of all NICs of the node, as one step of the worker would.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class Region:
 
 
 class Wakeful(Protocol):
-    """What wakes the owner of a node; `wakes.Wakes` is one."""
+    """Wakes the owner of a node; `Wakes` is one."""
 
     nics: list[Nic]
 
-    def must(self, time_ps: int) -> None: ...
+    def wake_at(self, time_ps: int) -> None: ...
 
     def book(self) -> None: ...
 
@@ -81,7 +80,7 @@ class Host(Protocol):
 
     name: str
     epoch: int
-    on_news: Callable[[], object]
+    on_arrival: Callable[[], object]
     machine: Machine
 
     @property
@@ -123,7 +122,7 @@ class Nic(Protocol):
         """Take in everything that is here by now."""
 
     def take_landed(self, now: int) -> None:
-        """Place what has landed here by now."""
+        """Place all rows that have landed by now."""
 
 
 class Fabric(Protocol):
@@ -157,13 +156,13 @@ class Fabric(Protocol):
     def sending(self, nic: Nic) -> None: ...
 
 
-# Choices of the model, not of any hardware: how long gathered news may wait. They bound how late an
-# expectation is seen that ends in the middle of a batch. A sender's completions may wait longer:
-# only failures matter before the batch is done, and these are musts.
+# Choices of the model, not of any hardware: the longest waits of gathered entries. They bound the
+# delay of an expectation that ends in the middle of a batch. A sender's completions may wait
+# longer: only failures matter before the batch is done, and these are urgent.
 _PAUSE_PS_MIN: Final = 2 * PS_PER_US
 _PAUSE_PS_MAX: Final = 5 * PS_PER_MS
 _ACKS_PS: Final = 5 * PS_PER_MS
-_QUIET_PS: Final = 100 * PS_PER_US  # so long without news, and a burst is over
+_QUIET_PS: Final = 100 * PS_PER_US  # after such a pause a burst is over
 
 _NOTHING: Final = np.empty(0, np.int64)
 
@@ -172,8 +171,8 @@ class Wakes:
     """The wakes of one node.
 
     Args:
-        fabric: whose clock. Its columns `soft` and `soft_acks` hold, for each NIC, from when on
-            gathered news, and gathered completions, may wake the owner.
+        fabric: has the clock. Its columns `soft` and `soft_acks` hold the earliest time at which
+            gathered immediates, and gathered completions, of each NIC may wake the owner.
 
     Attributes:
         nics: of the node, those that are open.
@@ -182,18 +181,18 @@ class Wakes:
     def __init__(self, fabric: Fabric) -> None:
         self.nics: list[Nic] = []
         self._fabric = fabric
-        self._musts: list[int] = []
+        self._urgent: list[int] = []
         self._booked_ps = NEVER_PS
         self._looked_ps = -1
         self._burst_ps = 0
         self._floor_ps = 0
-        self._told = False
+        self._woken = False
 
-    # ------------------------------------------------------------------ what will be
+    # ------------------------------------------------------------------ booking
 
-    def must(self, time_ps: int) -> None:
-        """See that the owner is woken at this very time; book() is to follow."""
-        heappush(self._musts, time_ps)
+    def wake_at(self, time_ps: int) -> None:
+        """Have the owner woken at this very time; book() is to follow."""
+        heappush(self._urgent, time_ps)
 
     def refuse(self, nic: Nic) -> None:
         """A NIC refused rows: the owner waits for room."""
@@ -201,12 +200,12 @@ class Wakes:
         self.book()
 
     def room_ps(self, nic: Nic, acked: Ints = _NOTHING) -> int:
-        """When most of a send queue is free again; NEVER_PS if that is not known yet.
+        """The time when most of a send queue is free; NEVER_PS if that is not known yet.
 
         The quarter that is still to be sent keeps the wire busy until the owner has refilled it.
 
         Args:
-            nic: whose queue.
+            nic: the owner of the queue.
             acked: times of completions that are not in its outbox yet.
         """
         need = max(1, nic.open_rows - nic.caps.sq_depth // 4)
@@ -217,14 +216,14 @@ class Wakes:
         return int(np.partition(acked, last)[last]) if last < len(acked) else NEVER_PS
 
     def book(self) -> None:
-        """Book the next wake: a must, gathered news once the pause is over, or room."""
+        """Book the next wake-up: an urgent one, gathered entries after the pause, or room."""
         fabric = self._fabric
-        musts = self._musts
-        while musts and musts[0] <= self._looked_ps:
-            heappop(musts)
-        wake_ps = musts[0] if musts else NEVER_PS
+        urgent = self._urgent
+        while urgent and urgent[0] <= self._looked_ps:
+            heappop(urgent)
+        wake_ps = urgent[0] if urgent else NEVER_PS
         for nic in self.nics:
-            if not self._told:
+            if not self._woken:
                 if nic.inbox.first_ps < wake_ps:
                     wake_ps = min(wake_ps, max(nic.inbox.first_ps, self._floor_ps))
                 if nic.outbox.first_ps < wake_ps:
@@ -242,36 +241,36 @@ class Wakes:
         self._booked_ps = NEVER_PS
         if self.is_due(booked_ps):
             self._look(booked_ps)
-        told = [nic for nic in self.nics if nic.ready or nic.number in self._fabric.refused]
-        for nic in told:
+        woken = [nic for nic in self.nics if nic.ready or nic.number in self._fabric.refused]
+        for nic in woken:
             self._fabric.refused.pop(nic.number, None)
-        if told and not self._told:
-            # Gathered news waits for the owner's poll from here on: an owner that never polls must
-            # not be woken for ever.
-            self._tell(told=True)
-        for nic in told:
+        if woken and not self._woken:
+            # Gathered entries wait for the owner's poll from here on: an owner that never polls is
+            # not to be woken for ever.
+            self._set_woken(woken=True)
+        for nic in woken:
             nic.waker()
         self.book()
 
     # ------------------------------------------------------------------ looking
 
     def poll(self) -> None:
-        """The owner polls: take in what is here, if it is time to.
+        """Take in what has arrived, if it is time to look: the owner polls.
 
-        An engine polls again as long as it finds something. If each poll told it of the one row
-        that came since the last, it would turn once a row, and the pauses would be in vain.
+        An engine polls again as long as it finds something. If each poll returned the one row that
+        came since the last, it would step once a row, and the pauses would be useless.
         """
         now = self._fabric.env.now
         due = self.is_due(now)
         if due:
             self._look(now)
-        if due or self._told:  # else nothing has changed since the last poll
-            self._tell(told=False)
+        if due or self._woken:  # else nothing has changed since the last poll
+            self._set_woken(woken=False)
             self.book()
 
     def is_due(self, now: int) -> bool:
-        """Whether it is time to take in what is here."""
-        if self._musts and self._musts[0] <= now:
+        """Whether it is time to look."""
+        if self._urgent and self._urgent[0] <= now:
             return True
         for nic in self.nics:
             if nic.inbox.first_ps <= now and now >= self._floor_ps:
@@ -284,9 +283,9 @@ class Wakes:
         return False
 
     def gather(self) -> None:
-        """A NIC took in news although it was not time to look: let it be told when it is."""
-        if not self._told:  # else the owner is about to poll
-            self.must(max(self._floor_ps, self._fabric.env.now))
+        """Wake the owner at its next time to look: a NIC took entries in before that."""
+        if not self._woken:  # else the owner is about to poll
+            self.wake_at(max(self._floor_ps, self._fabric.env.now))
             self.book()
 
     def _look(self, now: int) -> None:
@@ -298,9 +297,9 @@ class Wakes:
         self._looked_ps = now
         self._floor_ps = now + pause_ps
 
-    def _tell(self, *, told: bool) -> None:
-        self._told = told
+    def _set_woken(self, *, woken: bool) -> None:
+        self._woken = woken
         fabric = self._fabric
         for nic in self.nics:
-            fabric.soft[nic.number] = NEVER_PS if told else self._floor_ps
-            fabric.soft_acks[nic.number] = NEVER_PS if told else self._floor_ps + _ACKS_PS
+            fabric.soft[nic.number] = NEVER_PS if woken else self._floor_ps
+            fabric.soft_acks[nic.number] = NEVER_PS if woken else self._floor_ps + _ACKS_PS

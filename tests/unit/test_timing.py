@@ -426,8 +426,8 @@ def test_two_events_of_one_instant_wake_a_receiver_alike_in_either_order(looks) 
     wakes._floor_ps = 5 * US  # it looked a moment ago
     nic.inbox.add(np.array([US]), np.array([0]))
     if looks:
-        wakes.must(US)
-    with patch.object(nic._inlet, "take"), patch.object(wakes, "must") as must:
+        wakes.wake_at(US)
+    with patch.object(nic._inlet, "take"), patch.object(wakes, "wake_at") as wake_at:
         nic.take_landed(US)
 
-    assert [] == must.mock_calls if looks else [call(5 * US)] == must.mock_calls
+    assert [] == wake_at.mock_calls if looks else [call(5 * US)] == wake_at.mock_calls
