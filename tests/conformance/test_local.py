@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 import tep
-from tep.backends.local import LocalDomain, crew, open_domains
+from tep.backends.local import LocalDomain, copying, open_domains
 from tep.testing.contract import DomainContract
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.world import Ability, Node, OpenWorld
@@ -59,9 +59,9 @@ class TestSeveralCopiers(DomainContract):
 
     @pytest.fixture
     def world(self, monkeypatch):
-        monkeypatch.setattr(crew, "_SHARE_BYTES_MIN", 64)
-        monkeypatch.setattr(crew, "_MAPPED_ROW_MIN", 0)
-        monkeypatch.setattr(crew, "_PAGE", 16)
+        monkeypatch.setattr(copying, "_SHARE_BYTES_MIN", 64)
+        monkeypatch.setattr(copying, "_MAPPED_ROW_MIN", 0)
+        monkeypatch.setattr(copying, "_PAGE", 16)
         with LocalWorld(copy_threads=3) as world:
             yield world
 

@@ -59,7 +59,7 @@ elif kind == "hub":
             await asyncio.to_thread(ready, listener.port)
     asyncio.run(main())
 elif kind == "local":
-    from tep.backends.local.address import Address
+    from tep.backends.local.channel import Address
     engine = tep.TransferEngine.open("local")
     ready(Address.from_bytes(engine.main_address.domains[0]).socket.decode().replace("\\0", "@"))
 elif kind == "tcp":

@@ -33,7 +33,6 @@ from tep.apps.rl import routes as rl_routes
 from tep.backends import loopback
 from tep.backends.libfabric import address as libfabric_address
 from tep.backends.libfabric import frames as libfabric_frames
-from tep.backends.local import address as local_address
 from tep.backends.local import channel as local_channel
 from tep.backends.verbs import handshake as verbs_handshake
 from tep.base.wire import VERSION, MrDesc, NetAddr
@@ -112,7 +111,7 @@ CONFIG = MoeConfig(num_experts=8, topk=2, hidden=128, max_tokens=16, world=1)
 NIC = libfabric_address.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
 EFA = NIC("efa", 77, "rdmap0", b"\xfe\x80" + bytes(30)).to_bytes()
-LOCAL = local_address.Address(0, 1, 2, 3, local_address.host_digest(), b"k" * 16).to_bytes()
+LOCAL = local_channel.Address(0, 1, 2, 3, local_channel.host_digest(), b"k" * 16).to_bytes()
 VERBS = verbs_handshake.Address(
     link=2, lid=1, gid=bytes(16), gid_type=1, ud_qpn=5, qkey=7, epoch=9, identity=11
 )
@@ -180,9 +179,9 @@ CASES: dict[str, list[Case]] = {
     "tep/backends/libfabric/frames.py::decode": [
         Case(lambda data: libfabric_frames.decode(memoryview(data)), structs(libfabric_frames))
     ],
-    "tep/backends/local/address.py::Address.from_bytes": [
-        Case(local_address.Address.from_bytes, [LOCAL]),
-        Case(local_address.Address.from_bytes, [LOCAL], sealed_local),
+    "tep/backends/local/channel.py::Address.from_bytes": [
+        Case(local_channel.Address.from_bytes, [LOCAL]),
+        Case(local_channel.Address.from_bytes, [LOCAL], sealed_local),
     ],
     "tep/backends/local/channel.py::decode": [Case(local_channel.decode, structs(local_channel))],
     "tep/backends/loopback.py::check_address": [Case(loopback.check_address, [loopback_address()])],

@@ -90,7 +90,7 @@ def test_only_the_drivers_have_threads() -> None:
     threads = {
         "tep/drivers/threads.py",
         "tep/observe/sight.py",
-        "tep/backends/local/crew.py",
+        "tep/backends/local/copying.py",
         "tep/backends/verbs/messages.py",
         "tep/integrations/weights/member.py",
     }

@@ -238,7 +238,7 @@ READS_PEERS = [
     "tep/backends/local/channel.py",
     "tep/backends/local/outbound.py",
     "tep/backends/local/port.py",
-    "tep/backends/local/rings.py",
+    "tep/backends/local/memory.py",
     "tep/backends/libfabric/frames.py",
     "tep/control/messages.py",
     "tep/rendezvous/proof.py",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.backends.local import open_domains, probe
-from tep.backends.local.address import Address, host_digest, process_start
+from tep.backends.local.channel import Address, host_digest, process_start
 from tep.base.errors import BadDescriptor, UsageError
 
 HERE = Address(3, 4711, 99, 2**63, host_digest(), bytes(range(16)))

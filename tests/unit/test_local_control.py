@@ -10,7 +10,7 @@ import pytest
 
 from tep.backends.base import Kind, Status, new_completions
 from tep.backends.local import LocalDomain, open_domains
-from tep.backends.local.control import CONTROL_BYTES_MAX
+from tep.backends.local.channel import CONTROL_BYTES_MAX
 
 PATIENCE_MS = 30_000
 

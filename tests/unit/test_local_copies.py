@@ -22,10 +22,8 @@ import tep
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
-from tep.backends.local import crew as crew_room
 from tep.backends.local import outbound as outbound_room
-from tep.backends.local.memory import arena_of
-from tep.backends.local.rings import COPYING
+from tep.backends.local.memory import COPYING, arena_of
 from tep.base.errors import FabricError, UsageError
 from tep.memory.source import adapt
 from tests.support.descriptors import descriptors, opened_since
@@ -152,9 +150,9 @@ SLOT = 512
 @pytest.fixture
 def crowd(monkeypatch) -> Iterator[Pair]:
     """NICs for which three threads copy, however little there is."""
-    monkeypatch.setattr(crew_room, "_SHARE_BYTES_MIN", 64)
-    monkeypatch.setattr(crew_room, "_MAPPED_ROW_MIN", 0)
-    monkeypatch.setattr(crew_room, "_PAGE", 16)
+    monkeypatch.setattr(copying_room, "_SHARE_BYTES_MIN", 64)
+    monkeypatch.setattr(copying_room, "_MAPPED_ROW_MIN", 0)
+    monkeypatch.setattr(copying_room, "_PAGE", 16)
     pair = Pair(copy_threads=3)
     yield pair
     pair.close()
@@ -209,7 +207,7 @@ def test_several_threads_name_the_row_that_failed(crowd) -> None:
 
 def test_an_error_of_a_copier_is_raised_where_it_was_asked_for() -> None:
     """An exception that ends a copier's thread leaves its engine waiting for it."""
-    crew = crew_room.Crew(2)
+    crew = copying_room.Crew(2)
     with pytest.raises(ZeroDivisionError):
         crew.run([lambda: 1, lambda: 1 // 0])
     assert [1, 2] == crew.run([lambda: 1, lambda: 2])

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tep.backends.fences import new_fence
-from tep.backends.local import rings
-from tep.backends.local.memory import SharedMap, new_memfd
-from tep.backends.local.rings import ACKS, EVENTS, LANE_BYTES, LaneReader, LaneWriter
+from tep.backends.local import memory as rings
+from tep.backends.local.memory import (
+    ACKS,
+    EVENTS,
+    LANE_BYTES,
+    LaneReader,
+    LaneWriter,
+    SharedMap,
+    new_memfd,
+)
 from tests.support.effort import effort
 
 

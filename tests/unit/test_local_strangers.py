@@ -22,11 +22,10 @@ from tep.backends import base as seam
 from tep.backends import local as local_room
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.fences import new_fence
-from tep.backends.local import LocalDomain, alloc_shared, open_domains, rings
+from tep.backends.local import LocalDomain, alloc_shared, memory, open_domains
 from tep.backends.local import channel as channel_room
 from tep.backends.local import sender as sender_room
-from tep.backends.local.address import Address
-from tep.backends.local.channel import Channel, Hello, is_bell
+from tep.backends.local.channel import Address, Channel, Hello, is_bell
 from tep.backends.local.memory import new_memfd
 from tep.backends.local.port import TABLE
 from tep.memory.source import adapt
@@ -378,7 +377,7 @@ def test_a_table_that_makes_no_sense_is_no_target(victim) -> None:
 
 def test_acknowledgements_that_nobody_sent_are_not_believed() -> None:
     """A counter that jumps to 2^63 had the sender build a list of so many statuses."""
-    writer = rings.LaneWriter(new_fence())
+    writer = memory.LaneWriter(new_fence())
     assert writer.put_message(b"one")
     words = writer.words
     words[40], words[64] = 2**63, 2**64 - 1

@@ -1,9 +1,25 @@
-"""What two NICs say to each other over their UNIX socket: who they are, descriptors, and control
-messages.
+"""The addresses of local NICs, the socket between two of them, and the epoll set of each.
 
-The socket carries nothing that is counted or timed: its other use is to be closed by the kernel
-the moment a process ends, however it ends. All is non-blocking.
+The address of a NIC says which socket it listens on, in which incarnation, on which host:
 
+    offset  size  field   content (integers little-endian)
+    0       4     magic   b"TLOC"
+    4       1     version 1
+    5       1     -       0
+    6       2     nic     index in its engine
+    8       4     pid     of its process, in that process's own namespace; for people
+    12      4     -       0
+    16      8     start   when that process started, clock ticks since boot
+    24      8     epoch   of its engine's incarnation
+    32      8     host    digest of this boot of this machine
+    40      16    token   random; whoever connects has to show it
+    56      4     crc32   of bytes 0..55
+
+The socket's name is made of these fields and is new with every incarnation, so that an old address
+leads nowhere. The token keeps strangers out: such names have no owner and no permissions.
+
+The socket carries descriptors and control messages, and nothing that is counted or timed: its other
+use is to be closed by the kernel the moment a process ends, however it ends. All is non-blocking.
 The sender says Hello, with its lane and its bell; the receiver answers Welcome, with its port and
 its bell, or Refused. Later it offers shared memory with Share and takes it back with Unshare. The
 sender's engine has its control messages carried to the receiver's.
@@ -13,18 +29,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
+import math
 import os
+import select
 import socket
 import struct
+import time
+import zlib
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
-from tep.backends.local.libc import SHORT
+from tep.backends.ffi.libc import Timer
+from tep.base.errors import BackendUnavailable, BadDescriptor
 
 __all__ = [
+    "CONTROL_BYTES_MAX",
+    "SHORT",
+    "Address",
     "Channel",
     "Control",
     "Hello",
@@ -32,13 +59,33 @@ __all__ = [
     "Said",
     "Share",
     "Unshare",
+    "Watches",
     "Welcome",
     "close_all",
     "decode",
+    "engine_of",
+    "host_digest",
     "is_bell",
+    "process_start",
+    "why",
 ]
 
+SHORT: Final = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ENOSPC,  # of epoll: fs.epoll.max_user_watches
+        errno.ETOOMANYREFS,  # descriptors in flight: RLIMIT_NOFILE
+    }
+)
+"""Errors that may pass: a resource of this process or of the system is used up now."""
+
 _BYTES_MAX: Final = 4096
+CONTROL_BYTES_MAX: Final = 2048
+"""Fits, with its sender's address, into what a socket is read with."""
+
 _FDS_MAX: Final = 4
 _HEARD_MAX: Final = 1 << 16
 _LATER: Final = SHORT | {errno.EAGAIN}
@@ -109,7 +156,7 @@ class Control(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     Attributes:
         sender: address of the NIC that it comes from.
-        payload: at most control.CONTROL_BYTES_MAX bytes.
+        payload: at most CONTROL_BYTES_MAX bytes.
     """
 
     sender: bytes
@@ -122,7 +169,7 @@ _DECODER: Final[msgspec.msgpack.Decoder[Said]] = msgspec.msgpack.Decoder(Said, s
 
 
 def decode(data: bytes) -> Said | None:
-    """What was said in these bytes, or None where nothing was."""
+    """Decode one message; None if these bytes are none."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -194,7 +241,7 @@ class Channel:
             self._waiting.popleft()
 
     def hear(self, most: int = _HEARD_MAX) -> list[tuple[Said, list[int]]]:
-        """What has come, `most` at the most, with its descriptors, which are the caller's now.
+        """Take at most `most` messages, each with its descriptors, which are the caller's now.
 
         Of descriptors for which this process has no room, none arrives.
         """
@@ -239,3 +286,180 @@ def close_all(fds: list[int] | tuple[int, ...]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+_LAYOUT: Final = struct.Struct("<4sBxHI4xQQ8s16s")
+_MAGIC: Final = b"TLOC"
+_VERSION: Final = 1
+
+
+class Address(NamedTuple):
+    """The fields of an address; see the table above."""
+
+    nic: int
+    pid: int
+    start: int
+    epoch: int
+    host: bytes
+    token: bytes
+
+    def to_bytes(self) -> bytes:
+        """Write it down, 60 bytes."""
+        body = _LAYOUT.pack(
+            _MAGIC, _VERSION, self.nic, self.pid, self.start, self.epoch, self.host, self.token
+        )
+        return body + zlib.crc32(body).to_bytes(4, "little")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read it back.
+
+        Raises:
+            BadDescriptor: no such address, of another version, altered, or of another host.
+        """
+        if len(data) != _LAYOUT.size + 4 or data[:4] != _MAGIC:
+            raise BadDescriptor(
+                f"{data[:16]!r}... ({len(data)} bytes) is not a local address; is the peer's "
+                "engine on another backend?"
+            )
+        if data[4] != _VERSION:
+            raise BadDescriptor(
+                f"local address of version {data[4]}, this tep reads {_VERSION}; run the same "
+                "release in both processes"
+            )
+        body, crc = data[:-4], int.from_bytes(data[-4:], "little")
+        if zlib.crc32(body) != crc:
+            raise BadDescriptor("local address: its checksum does not fit; altered on the way")
+        found = cls(*_LAYOUT.unpack(body)[2:])
+        if found.host != host_digest():
+            raise BadDescriptor(
+                f"local address of process {found.pid} on another host, or of an earlier boot of "
+                "this one: the local backend joins processes of one machine; use libfabric"
+            )
+        return found
+
+    @property
+    def socket(self) -> bytes:
+        """The name to listen on and to connect to, in Linux's abstract namespace."""
+        return b"\0tep/%d/%x/%d/" % (self.pid, self.epoch, self.nic) + self.token[:4].hex().encode()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} NIC {self.nic}, epoch {self.epoch}"
+
+    def __repr__(self) -> str:  # without the token
+        return str(self)
+
+
+def engine_of(data: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: process, epoch and host."""
+    return data[8:40] if len(data) == _LAYOUT.size + 4 else data
+
+
+@functools.cache
+def host_digest() -> bytes:
+    """8 bytes that are the same in all processes, and containers, of this boot of this machine.
+
+    Raises:
+        BackendUnavailable: no descriptor is left to find out.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError as error:
+        if error.errno in SHORT:
+            tried = (("this host's boot id", why(error.errno or 0)),)
+            raise BackendUnavailable("the local backend cannot start", tried) from error
+        boot = os.uname().nodename.encode()
+    return hashlib.sha256(b"tep local" + boot).digest()[:8]
+
+
+def process_start(pid: int | str = "self") -> int:
+    """When a process started, clock ticks since boot; 0 where /proc does not tell.
+
+    A process id alone is used again; together with this it names one process.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])  # field 22; the name may hold anything
+
+
+class Watches:
+    """The descriptors of one NIC, in one epoll set, and who is told of their events."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+        try:
+            self.epoll = select.epoll()
+        except OSError:
+            self._timer.close()
+            raise
+        self._poll = self.epoll.poll
+        self._told: dict[int, Callable[[], None]] = {}
+        self._wake_s = math.inf
+        self.add(self._timer.fd, self._woken)
+
+    def add(self, fd: int, told: Callable[[], None], events: int = select.EPOLLIN) -> None:
+        """Watch a descriptor."""
+        self.epoll.register(fd, events)
+        self._told[fd] = told
+
+    def add_process(self, pid: int, ended: Callable[[], None]) -> int:
+        """Watch a process; return a descriptor for the caller to drop() and to close, or -1.
+
+        -1: it cannot be named here, or there is no descriptor left; its socket will have to tell.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            return -1
+        try:
+            self.add(pidfd, ended)
+        except OSError:
+            os.close(pidfd)
+            return -1
+        return pidfd
+
+    def tell(self, fd: int, told: Callable[[], None]) -> None:
+        """Tell somebody else of a descriptor's events."""
+        self._told[fd] = told
+
+    def wake_in(self, delay_s: float) -> None:
+        """Have the owner polled in so many seconds, or earlier."""
+        at_s = time.monotonic() + delay_s
+        if at_s < self._wake_s:
+            self._wake_s = at_s
+            self._timer.set(delay_s)
+
+    def _woken(self) -> None:
+        self._wake_s = math.inf
+        self._timer.clear()
+
+    def close(self) -> None:
+        """Close the set, not what it watches."""
+        self.epoll.close()
+        self._timer.close()
+
+    def add_bell(self, fd: int) -> None:
+        """Watch an eventfd that nobody reads: each ring is one edge, and taken back by look()."""
+        self.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    def drop(self, fd: int) -> None:
+        """Watch it no more; before it is closed."""
+        if self._told.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
+
+    def look(self) -> bool:
+        """Tell everybody whose descriptor has news; whether there was any."""
+        found = self._poll(0)
+        for fd, _ in found:
+            told = self._told.get(fd)  # None: a bell, or dropped on account of another just now
+            if told is not None:
+                told()
+        return bool(found)
+
+
+def why(code: int) -> str:
+    """An errno in words, with the cure where there is one."""
+    cure = "; raise the limit of descriptors (ulimit -n)" if code == errno.EMFILE else ""
+    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}{cure}"

@@ -16,13 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Final, Generic, TypeVar
+from typing import Final
 
-from tep.backends.base import Batch, Column, ReadBatch, Status, WriteBatch
+from tep.backends.base import Batch, Status
+from tep.backends.columns import part
 from tep.backends.fences import STRONG
 from tep.backends.hostcopy import HostRegion
-from tep.backends.local.address import Address
 from tep.backends.local.channel import (
+    SHORT,
+    Address,
     Channel,
     Control,
     Hello,
@@ -30,13 +32,14 @@ from tep.backends.local.channel import (
     Said,
     Share,
     Unshare,
+    Watches,
     Welcome,
     close_all,
     is_bell,
+    why,
 )
-from tep.backends.local.copying import Target, can_reach, cut, extent, inside, open_memory
-from tep.backends.local.libc import SHORT, why
-from tep.backends.local.memory import SharedMap, Witness
+from tep.backends.local.copying import Target, can_reach, extent, inside, open_memory
+from tep.backends.local.memory import COPYING, LaneWriter, SharedMap, Witness
 from tep.backends.local.port import (
     ASLEEP,
     BOARD,
@@ -49,13 +52,9 @@ from tep.backends.local.port import (
     TABLE,
     UNWRITABLE,
 )
-from tep.backends.local.rings import COPYING, LaneWriter
-from tep.backends.local.watches import Watches
 from tep.memory.source import Memory
 
-__all__ = ["Outbound", "Segment", "Way"]
-
-B = TypeVar("B", bound=Batch)
+__all__ = ["Line", "Outbound", "Segment", "Way"]
 
 _NEWS: Final = select.EPOLLIN | select.EPOLLRDHUP
 _AGAIN_S: Final = 0.02
@@ -64,45 +63,47 @@ _TARGETS_MAX: Final = 4096  # regions of one peer that are remembered
 
 
 class Way(Enum):
-    """How far it is to a peer."""
+    """The states of the way to a peer."""
 
     ASKING = auto()  # it has not answered yet
     UP = auto()
     GONE = auto()  # for good: an address is never used again
 
 
-class Segment(Generic[B]):
+class Segment:
     """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already.
 
     Attributes:
-        checked: the two regions that all rows were found to lie in, if so.
+        checked: the two regions in which all of its rows are known to lie.
     """
 
     __slots__ = ("at", "batch", "checked", "moved", "stop")
 
-    def __init__(self, batch: B, at: int, stop: int) -> None:
+    def __init__(self, batch: Batch, at: int, stop: int) -> None:
         self.batch = batch
         self.at = at
         self.stop = stop
         self.moved = 0
         self.checked: tuple[HostRegion, Target] | None = None
 
-    def inside(
-        self, here: Column, there: Column, region: HostRegion, target: Target, longest: int
-    ) -> bool:
+    def inside(self, region: HostRegion, target: Target, longest: int) -> bool:
         """Whether all rows lie in two regions and are not too long; looked up once for a pair."""
         if self.checked == (region, target):
             return True
-        part = slice(self.at, self.stop)
-        here, there, nbytes = cut(here, part), cut(there, part), cut(self.batch.nbytes, part)
+        batch, at, stop = self.batch, self.at, self.stop
+        nbytes = part(batch.nbytes, at, stop)
         good = (
             extent(nbytes, 1)[0] <= longest
-            and inside(here, nbytes, region.origin, region.nbytes)
-            and inside(there, nbytes, target.base, target.nbytes)
+            and inside(part(batch.src, at, stop), nbytes, region.origin, region.nbytes)
+            and inside(part(batch.dst, at, stop), nbytes, target.base, target.nbytes)
         )
         if good:
             self.checked = region, target
         return good
+
+
+Line = deque[Segment]
+"""Rows of one peer that wait, in order."""
 
 
 class Outbound:
@@ -146,8 +147,8 @@ class Outbound:
         self.memory = -1
         self.lane: LaneWriter  # what it reads from us; there once we have called
         self.words: memoryview  # of its port, once it is UP
-        self.line: deque[Segment[WriteBatch]] = deque()
-        self.reads: deque[Segment[ReadBatch]] = deque()
+        self.line: Line = deque()
+        self.reads: Line = deque()
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
         self.controls: deque[tuple[Control, int]] = deque()
@@ -368,7 +369,7 @@ class Outbound:
         return found
 
     def begin_copy(self, target: Target) -> bool:
-        """Announce a copy; False = the key was withdrawn. See `rings`, rule 2."""
+        """Announce a copy; False = the key was withdrawn. See `memory`, rule 2."""
         self.lane.words[COPYING] = 1
         self._fence()
         if self.words[target.word] == target.key:
@@ -378,12 +379,8 @@ class Outbound:
         self._readable.pop(target.key, None)
         return False
 
-    def watch(self) -> None:
-        """See whether anything has happened to the peer: a system call."""
-        self._watches.look()
-
     def without_key(self) -> Status:
-        """What a key means that does not hold: perhaps the peer has closed."""
+        """The status of a row whose key does not hold: perhaps the peer has closed."""
         self._watches.look()
         return Status.REMOTE_KEY if self.way is Way.UP else Status.UNREACHABLE
 

@@ -37,22 +37,31 @@ from typing import Final
 
 from tep.backends.base import Status
 from tep.backends.hostcopy import HostRegion
-from tep.backends.local.address import Address
 from tep.backends.local.channel import (
+    SHORT,
+    Address,
     Channel,
     Control,
     Hello,
     Refused,
     Share,
     Unshare,
+    Watches,
     Welcome,
     close_all,
     is_bell,
+    why,
 )
-from tep.backends.local.libc import SHORT, why
-from tep.backends.local.memory import Arena, SharedMap, Witness, arena_of, new_memfd
-from tep.backends.local.rings import EVENTS, MESSAGES_BYTES, LaneReader
-from tep.backends.local.watches import Watches
+from tep.backends.local.memory import (
+    EVENTS,
+    MESSAGES_BYTES,
+    Arena,
+    LaneReader,
+    SharedMap,
+    Witness,
+    arena_of,
+    new_memfd,
+)
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
@@ -118,7 +127,7 @@ class Inbound:
 
 
 class Port:
-    """What the senders of one NIC see.
+    """The side of one NIC that its senders see.
 
     Attributes:
         words: of the port's memory.
@@ -410,7 +419,7 @@ class Port:
         self.ready[inbound] = None  # the last look; then drop() is called
 
     def drop(self, inbound: Inbound) -> None:
-        """Forget a sender that is gone and of whom everything has been taken."""
+        """Forget a sender that is gone, once all that it sent has been taken."""
         if self._inbounds.pop(inbound.slot, None) is None:
             return
         self.ready.pop(inbound, None)

@@ -2,10 +2,16 @@
 
 A post takes rows into the line of their peer, and carries out what its helping allows; each poll
 opens a new helping. Rows to one peer go out in order. A row that needs room in the peer's lane, or
-a peer that has not answered, holds up only its own line.
+a peer that has not answered, holds up only its own line. Reads stand in a line of their own, so
+that a write that waits for room holds up no read.
+
+Messages go through the lane, and end when the peer has taken them. Control messages need neither
+the lane nor a buffer: they go through the socket. Once the kernel has taken one for the peer it is
+as good as in the peer's NIC, and lost only together with the peer; a full socket lets it wait here.
 
 Rule 1: a row is OK only if the peer was alive after its bytes had moved, or has taken its
-immediate: a peer that closes because it has seen the immediate is no failure.
+immediate: a peer that closes because it has seen the immediate is no failure. Each copy is over
+when the call that made it returns: what ends, well or not, is written no more.
 """
 
 from __future__ import annotations
@@ -19,42 +25,40 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
+from tep.backends.columns import at, part
+from tep.backends.fences import STRONG
+from tep.backends.handing import Unread
 from tep.backends.hostcopy import HostRegion
-from tep.backends.local.address import Address
-from tep.backends.local.control import ControlMessages
+from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
 from tep.backends.local.copying import (
     ROWS_MAX,
+    Crew,
     Mover,
-    at_row,
-    cut,
+    ReadMover,
+    SharedMover,
     extent,
     rows_within,
 )
-from tep.backends.local.crew import Crew, SharedMover
-from tep.backends.local.letters import Letters
-from tep.backends.local.libc import why
-from tep.backends.local.outbound import Outbound, Segment, Way
-from tep.backends.local.reads import Reads
-from tep.backends.local.rings import COPYING, EVENTS
-from tep.backends.local.watches import Watches
+from tep.backends.local.memory import ACKS, COPYING, EVENTS
+from tep.backends.local.outbound import Line, Outbound, Segment, Way
 
 __all__ = ["HELPING_BYTES", "Sender"]
 
 HELPING_BYTES: Final = 4 << 20
-"""What one post or poll moves at the most: half a millisecond's worth, since a submit posts too.
+"""The most bytes that one post or poll moves: half a millisecond's worth, since a submit posts too.
 
 It is 1,024 pages of 4 KiB, one more than one call of the kernel takes.
 """
 
 _TIMES_MAX: Final = 8
-"""How much larger a helping may become while there is nothing else to do; see Sender.go_on().
+"""The largest factor by which a helping grows while nothing else is to do; see Sender.go_on().
 
 A helping costs 40 us beside its bytes, and up to 200 us on busy CPUs (measured): what it needs is
 not in the caches any more after so many bytes.
 """
 
 _CRUMB_BITS: Final = 8
-"""What is left of a helping, if less than this part of the least one, is not worth a call: else
+"""The rest of a helping, if less than this part of the least one, is not worth a call: else
 one page goes alone after each 1,023 of 4 KiB, and other rows in two parts.
 """
 
@@ -73,8 +77,29 @@ _PUT_BYTES_MAX: Final = 4096
 
 _SCALAR_MAX: Final = 3  # rows up to which a loop is cheaper than columns
 _UP: Final = Way.UP  # looking it up in its class takes 0.1 us
-_WRITE: Final = int(Kind.WRITE)
-_Part = Segment[WriteBatch]
+_WRITE, _READ, _SENT = int(Kind.WRITE), int(Kind.READ), int(Kind.SENT)
+_CONTROLS_MAX: Final = 64  # that wait for one peer
+
+
+class Flow:
+    """The rows of one NIC that go one way: writes, or reads.
+
+    Attributes:
+        kind: of their completions, a `Kind`.
+        reads: whether they are reads.
+        regions: memory here by lkey: what writes are from, or what reads are to.
+        mover: copies them.
+    """
+
+    __slots__ = ("kind", "mover", "reads", "regions")
+
+    def __init__(
+        self, kind: int, regions: Mapping[int, HostRegion], mover: Mover | SharedMover
+    ) -> None:
+        self.kind = kind
+        self.reads = kind == _READ
+        self.regions = regions
+        self.mover = mover
 
 
 class Sender:
@@ -82,14 +107,13 @@ class Sender:
 
     Attributes:
         done: completions, for the owner to hand out.
-        open_rows: rows taken and not handed out; the owner subtracts.
+        open_rows, open_reads: rows taken and not handed out; the owner subtracts.
         active: peers with rows or messages in line, or open.
         lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll; each opens a new helping.
         least: bytes of a helping where others wait.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
-        controls: the control messages of this NIC.
-        reads: its reads.
+        unread: the control messages that have come.
 
     Args:
         me: address of this NIC.
@@ -110,19 +134,21 @@ class Sender:
         copy_threads: int = 1,
     ) -> None:
         self.done: deque[Entry] = deque()
-        self.open_rows = 0
+        self.open_rows = self.open_reads = 0
         self.why = ""
-        self.controls = ControlMessages(me, self.done)
-        self._letters = Letters(caps.max_msg_bytes, self.done)
+        self.unread = Unread(self.done.append)
         crew = self._crew = Crew(copy_threads) if copy_threads > 1 else None
-        self.reads = Reads(sinks, caps, self.done, fence, self._status, crew)
+        movers = [
+            make() if crew is None else SharedMover(crew, make) for make in (Mover, ReadMover)
+        ]
+        self._writes = Flow(_WRITE, sources, movers[0])
+        self._reads = Flow(_READ, sinks, movers[1])
         self._me, self._caps = me, caps
         self._depth = caps.sq_depth
         self._sources = sources
         self._watches = watches
         self._bell = bell
         self._fence = fence
-        self._mover = Mover() if crew is None else SharedMover(crew, Mover)
         self._outs: list[Outbound] = []
         self._ids: dict[bytes, int] = {}
         self.active: dict[Outbound, None] = {}
@@ -191,50 +217,46 @@ class Sender:
         if isinstance(peer, int):
             out = self._outs[peer]
             if take != 1 or out.line or not self._carry_one(out, batch, start):
-                self._stand(out, batch, start, start + take)
+                self._stand(out, out.line, Segment(batch, start, start + take), self._writes)
         else:
-            for out, at, upto in self._by_peer(batch, start, start + take):
-                self._stand(out, batch, at, upto)
+            for out, segment in self._by_peer(batch, start, start + take):
+                self._stand(out, out.line, segment, self._writes)
         if self.lost:
             self._clear_lost()
         return take
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         """Take reads into line, and carry out what goes at once; 0 = full."""
-        take = min(stop - start, self._caps.reads - self.reads.open_rows)
+        take = min(stop - start, self._caps.reads - self.open_reads)
         if take <= 0:
             return 0
-        self.reads.open_rows += take
+        self.open_reads += take
         self._next = self.least
-        for out, at, upto in self._by_peer(batch, start, start + take):
-            if self.reads.stand(out, Segment(batch, at, upto)):
-                if self.helping > 0 and out.way is _UP:
-                    self.helping = self.reads.serve(out, self.helping)
-                if out.reads:
-                    self.active[out] = None
+        for out, segment in self._by_peer(batch, start, start + take):
+            self._stand(out, out.reads, segment, self._reads)
         if self.lost:
             self._clear_lost()
         return take
 
-    def _by_peer(self, batch: Batch, start: int, stop: int) -> Iterator[tuple[Outbound, int, int]]:
-        """The rows that follow each other to one peer: where they go, and which."""
+    def _by_peer(self, batch: Batch, start: int, stop: int) -> Iterator[tuple[Outbound, Segment]]:
+        """The rows that follow each other to one peer, and that peer."""
         peer = batch.peer
         if isinstance(peer, int):
-            yield self._outs[peer], start, stop
+            yield self._outs[peer], Segment(batch, start, stop)
             return
         for number, same in itertools.groupby(peer[start:stop].tolist()):
             upto = start + sum(1 for _ in same)
-            yield self._outs[number], start, upto
+            yield self._outs[number], Segment(batch, start, upto)
             start = upto
 
-    def _stand(self, out: Outbound, batch: WriteBatch, start: int, stop: int) -> None:
+    def _stand(self, out: Outbound, line: Line, segment: Segment, flow: Flow) -> None:
         if out.way is Way.GONE:
-            self._fail(batch, start, stop, Status.UNREACHABLE)
+            self._fail(segment, flow, Status.UNREACHABLE)
             return
-        out.line.append(Segment(batch, start, stop))
-        if len(out.line) == 1 and out.way is _UP and self.helping > 0:
-            self._serve(out)
-        if out.line:
+        line.append(segment)
+        if len(line) == 1 and out.way is _UP and self.helping > 0:
+            self._serve(out, line, flow)
+        if line:
             self.active[out] = None
 
     def go_on(self) -> bool:
@@ -258,14 +280,14 @@ class Sender:
             if out.way is Way.ASKING:
                 out.ask()
             if out.controls:
-                self.controls.serve(out)
+                self._serve_controls(out)
             if out.way is _UP:
                 if out.open or out.letters:
-                    self._letters.serve(out)
+                    self._serve_letters(out)
                 if out.line and self.helping > 0:
-                    self._serve(out)
+                    self._serve(out, out.line, self._writes)
                 if out.reads and self.helping > 0:
-                    self.helping = self.reads.serve(out, self.helping)
+                    self._serve(out, out.reads, self._reads)
                 del self.active[out]
                 if out.line or out.open or out.letters or out.controls or out.reads:
                     self.active[out] = None  # behind the others, for the next helping
@@ -291,18 +313,17 @@ class Sender:
 
     # --- rows
 
-    def _serve(self, out: Outbound) -> None:
+    def _serve(self, out: Outbound, line: Line, flow: Flow) -> None:
         """Carry out a peer's rows, in order, until the helping or the lane's room is used up."""
         was, had = out.lane.tail, self.helping
-        line = out.line
         first = line[0]
         while line and self.helping > 0 and out.way is _UP:
             segment = line[0]
             n = self._fitting(out, segment)
             if n == 0:
                 break
-            if n <= _SCALAR_MAX or not self._carry_columns(out, segment, n):
-                self._carry_each(out, segment, n)
+            if n <= _SCALAR_MAX or not self._carry_columns(out, segment, flow, n):
+                self._carry_each(out, segment, flow, n)
             if 0 < self.helping < self.least >> _CRUMB_BITS:
                 self.helping = 0
             if segment.at == segment.stop:
@@ -314,87 +335,89 @@ class Sender:
                 out.unrung = 0
             out.publish(ring=not out.unrung)
 
-    def _fitting(self, out: Outbound, segment: _Part) -> int:
-        """How many rows go next; 0 = there is no room in the lane."""
-        batch, at = segment.batch, segment.at
+    def _fitting(self, out: Outbound, segment: Segment) -> int:
+        """Count the rows that go next; 0 = there is no room in the lane."""
+        batch, start = segment.batch, segment.at
         # The rest of a row goes alone, so that all rows behind it can go as columns.
-        n = 1 if segment.moved else min(segment.stop - at, ROWS_MAX)
+        n = 1 if segment.moved else min(segment.stop - start, ROWS_MAX)
         if batch.imm is not None:
             n = min(n, out.lane.room())
-        return n if n <= 1 else rows_within(batch.nbytes, at, n, self.helping)
+        return n if n <= 1 else rows_within(batch.nbytes, start, n, self.helping)
 
-    def _carry_columns(self, out: Outbound, segment: _Part, n: int) -> bool:
+    def _carry_columns(self, out: Outbound, segment: Segment, flow: Flow, n: int) -> bool:
         """Move rows of one region to one region at once; False = not so simple, nothing is done."""
-        batch, at = segment.batch, segment.at
-        rkey = batch.rkey
+        batch, start = segment.batch, segment.at
+        stop, rkey = start + n, batch.rkey
         if segment.moved or not isinstance(rkey, int):
             return False
-        part = slice(at, at + n)
-        src, dst, nbytes = cut(batch.src, part), cut(batch.dst, part), cut(batch.nbytes, part)
-        if isinstance(src, int) and isinstance(dst, int) and isinstance(nbytes, int):
-            src = np.full(n, src, np.uint64)  # the same row n times
-        source, target = self._sources.get(batch.lkey), out.target(rkey)
-        if source is None or target is None or (target.mapped is None and not out.pid):
+        here, there = part(batch.src, start, stop), part(batch.dst, start, stop)
+        nbytes = part(batch.nbytes, start, stop)
+        if isinstance(here, int) and isinstance(there, int) and isinstance(nbytes, int):
+            here = np.full(n, here, np.uint64)  # the same row n times
+        mine = flow.regions.get(batch.lkey)
+        target = out.readable(rkey) if flow.reads else out.target(rkey)
+        if mine is None or target is None or (target.mapped is None and not out.pid):
             return False
-        longest = self._caps.max_write_bytes
-        if not segment.inside(batch.src, batch.dst, source, target, longest):
+        if not segment.inside(mine, target, self._caps.max_write_bytes):
             return False
         if not out.begin_copy(target):
             return False
         _, total = extent(nbytes, n)
-        failures = self._mover.move_rows(out.pid, target, source, src, dst, nbytes)
+        failures = flow.mover.move_rows(out.pid, target, mine, here, there, nbytes)
+        if not STRONG:  # else the word could tell of the end before the last byte was read
+            self._fence()
         out.lane.words[COPYING] = 0
         self._watches.look()
-        segment.at += n
+        segment.at = stop
         self.helping -= max(total, 1)
-        if failures or out.way is not _UP:
-            self._account(out, batch, at, n, dict(failures))
-            return True
         imm = batch.imm
+        if failures or out.way is not _UP:
+            self._account(out, segment, flow, n, dict(failures))
+            return True
         if isinstance(imm, int):
             out.lane.put_event(imm, n)
         elif imm is not None:
-            out.lane.put_events(imm[part])
-        self._finish(Status.OK, batch.ctx, count=n, nbytes=total)
+            out.lane.put_events(imm[start:stop])
+        self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=total)
         return True
 
     def _account(
-        self, out: Outbound, batch: WriteBatch, at: int, n: int, codes: dict[int, int]
+        self, out: Outbound, segment: Segment, flow: Flow, n: int, codes: dict[int, int]
     ) -> None:
-        """Complete n rows of which some failed, or all since the peer has died."""
-        fine = 0
-        for k in range(n):
-            code = codes.get(k, 0 if out.way is _UP else errno.ESRCH)
+        """Complete the last n rows: some failed, or all since the peer has died."""
+        batch, fine = segment.batch, 0
+        for row in range(segment.at - n, segment.at):
+            code = codes.get(row - segment.at + n, 0 if out.way is _UP else errno.ESRCH)
             if code:
-                self._finish(self._status(out, code), batch.ctx, row=at + k)
+                self._finish(flow, self._status(out, flow, code), batch.ctx, row=row)
             else:
                 fine += 1
                 if batch.imm is not None:
-                    out.lane.put_event(at_row(batch.imm, at + k), 1)
+                    out.lane.put_event(at(batch.imm, row), 1)
         if fine:
-            self._finish(Status.OK, batch.ctx, count=fine)
+            self._finish(flow, Status.OK, batch.ctx, count=fine)
 
-    def _carry_each(self, out: Outbound, segment: _Part, n: int) -> None:
+    def _carry_each(self, out: Outbound, segment: Segment, flow: Flow, n: int) -> None:
         """Carry out rows one by one; the last may be done in part."""
         batch = segment.batch
         fine = moved = 0
         for row in range(segment.at, segment.at + n):
             if out.way is not _UP or self.helping <= 0:
                 break
-            status = self._carry_row(out, segment, row)
+            status = self._carry_row(out, segment, flow, row)
             if status is None:
                 break
             segment.at = row + 1
             segment.moved = 0
             if status is Status.OK:
                 fine += 1
-                moved += at_row(batch.nbytes, row)
+                moved += at(batch.nbytes, row)
                 if batch.imm is not None:
-                    out.lane.put_event(at_row(batch.imm, row), 1)
+                    out.lane.put_event(at(batch.imm, row), 1)
             else:
-                self._finish(status, batch.ctx, row=row)
+                self._finish(flow, status, batch.ctx, row=row)
         if fine:
-            self._finish(Status.OK, batch.ctx, count=fine, nbytes=moved)
+            self._finish(flow, Status.OK, batch.ctx, count=fine, nbytes=moved)
 
     def _carry_one(self, out: Outbound, batch: WriteBatch, row: int) -> bool:
         """Carry out a lone short row when nothing is in its way; False = nothing is done.
@@ -427,7 +450,7 @@ class Sender:
             or nbytes > _PUT_BYTES_MAX
             or not out.put(source.raw[here : here + nbytes], dst)
         ):
-            code = self._mover.move_row(out.pid, target, src, dst, nbytes)
+            code = self._writes.mover.move_row(out.pid, target, src, dst, nbytes)
         lane.words[COPYING] = 0
         self.helping -= nbytes
         shown = False
@@ -437,104 +460,159 @@ class Sender:
             shown = True
         self._watches.look()  # a system call, behind what the peer waits for
         if code and out.way is _UP:
-            self._finish(self._status(out, code), batch.ctx, row=row)
+            self._finish(self._writes, self._status(out, self._writes, code), batch.ctx, row=row)
         elif out.way is _UP or (shown and lane.all_taken()):
             self.done.append((_WRITE, 0, 1, 0, 0, batch.ctx, nbytes))
         else:
-            self._finish(Status.UNREACHABLE, batch.ctx, row=row)
+            self._finish(self._writes, Status.UNREACHABLE, batch.ctx, row=row)
         return True
 
-    def _carry_row(self, out: Outbound, segment: _Part, row: int) -> Status | None:
+    def _carry_row(self, out: Outbound, segment: Segment, flow: Flow, row: int) -> Status | None:
         """Carry out one row; None = a part of it, the helping is used up."""
         batch = segment.batch
-        src, dst, nbytes = at_row(batch.src, row), at_row(batch.dst, row), at_row(batch.nbytes, row)
-        if nbytes:  # an empty row has no source
-            source = self._sources.get(batch.lkey)
-            if source is None or not source.holds(src - source.origin, nbytes):
+        here, there, nbytes = at(batch.src, row), at(batch.dst, row), at(batch.nbytes, row)
+        if nbytes:  # an empty row has no memory here
+            mine = flow.regions.get(batch.lkey)
+            if mine is None or not mine.holds(here - mine.origin, nbytes):
                 return Status.LOCAL_KEY
             if nbytes > self._caps.max_write_bytes:
                 return Status.LENGTH
-        rkey = at_row(batch.rkey, row)
-        target = out.target(rkey)
-        if target is None and not nbytes:  # the immediate after a read (C9)
-            target = out.readable(rkey)
-        if target is None:
-            return out.without_key()
-        if not 0 <= dst - target.base <= target.nbytes - nbytes:
-            return Status.REMOTE_RANGE
+        target = None
+        if nbytes or not flow.reads:  # an empty read asks only whether the peer is there
+            rkey = at(batch.rkey, row)
+            target = None if flow.reads else out.target(rkey)
+            if target is None and (flow.reads or not nbytes):  # the immediate after a read (C9)
+                target = out.readable(rkey)
+            if target is None:
+                return out.without_key()
+            if not 0 <= there - target.base <= target.nbytes - nbytes:
+                return Status.REMOTE_RANGE
         done = segment.moved
         size = min(nbytes - done, self.helping)
         self.helping -= max(size, 1)
-        if size:
+        if size and target is not None:
             if target.mapped is None and not out.pid:
-                return self._status(out, errno.EPERM)
+                return self._status(out, flow, errno.EPERM)
             if not out.begin_copy(target):
                 return out.without_key()
-            code = self._mover.move_row(out.pid, target, src + done, dst + done, size)
+            code = flow.mover.move_row(out.pid, target, here + done, there + done, size)
+            if not STRONG:  # else the word could tell of the end before the last byte was read
+                self._fence()
             out.lane.words[COPYING] = 0
             if code:
-                return self._status(out, code)
+                return self._status(out, flow, code)
         self._watches.look()
         if out.way is not _UP:
             return Status.UNREACHABLE
         segment.moved = done + size
         return Status.OK if segment.moved == nbytes else None
 
-    def _status(self, out: Outbound, code: int, call: str = Mover.name) -> Status:
-        """What an errno of a copy means."""
+    def _status(self, out: Outbound, flow: Flow, code: int) -> Status:
+        """Return the status that an errno of a copy stands for."""
         if code == errno.ESRCH:
             return Status.UNREACHABLE
-        self.why = out.why or f"{call} of {out.address}: {why(code)}"
+        self.why = out.why or f"{flow.mover.name} of {out.address}: {why(code)}"
         return Status.PROVIDER
 
     # --- messages and control messages
 
-    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
-        """Take a control message; False = too many wait for that peer."""
-        out = self._outs[peer]
-        taken = self.controls.post(out, payload, ctx)
-        if out.controls:
-            self.active[out] = None
-        if self.lost:
-            self._clear_lost()
-        return taken
-
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         """Take a message; False = too many are on their way to that peer."""
         out = self._outs[peer]
-        taken = self._letters.post(out, payload, ctx)
-        if out.open or out.letters:
-            self.active[out] = None
-        return taken
+        if out.way is Way.GONE:
+            self._sent(Status.UNREACHABLE, ctx)
+        elif len(out.open) + len(out.letters) >= ACKS:
+            return False
+        elif len(payload) > self._caps.max_msg_bytes:
+            self._sent(Status.LENGTH, ctx)
+        else:
+            out.letters.append((bytes(payload), ctx))
+            if out.way is _UP:
+                self._serve_letters(out)
+            if out.open or out.letters:
+                self.active[out] = None
+        return True
+
+    def _serve_letters(self, out: Outbound) -> None:
+        """Take acknowledgements, and put into the lane what it has room for."""
+        self._take_acks(out)
+        put = False
+        while out.letters and out.lane.put_message(out.letters[0][0]):
+            out.open.append(out.letters.popleft()[1])
+            put = True
+        if put:
+            out.publish()
+
+    def _take_acks(self, out: Outbound) -> None:
+        """End the messages that the peer, which is up, has taken."""
+        for status in out.lane.take_acks():
+            self._sent(status, out.open.popleft())
+
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take a control message; False = too many wait for room in the peer's socket."""
+        out = self._outs[peer]
+        if out.way is Way.GONE:
+            self._sent(Status.UNREACHABLE, ctx)
+        elif len(payload) > CONTROL_BYTES_MAX:
+            self._sent(Status.LENGTH, ctx)
+        elif len(out.controls) >= _CONTROLS_MAX:
+            return False
+        else:
+            out.controls.append((Control(self._me, bytes(payload)), ctx))
+            self._serve_controls(out)
+            if out.controls:
+                self.active[out] = None
+        if self.lost:
+            self._clear_lost()
+        return True
+
+    def _serve_controls(self, out: Outbound) -> None:
+        """Hand the kernel what it has room for."""
+        while out.controls and out.try_say(out.controls[0][0]):
+            self._sent(Status.OK, out.controls.popleft()[1])
 
     # --- ends
 
     def _finish(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+        self,
+        flow: Flow,
+        status: Status,
+        ctx: int,
+        *,
+        row: int = 0,
+        count: int = 1,
+        nbytes: int = 0,
     ) -> None:
-        self.done.append((_WRITE, int(status), count, 0, row, ctx, nbytes))
+        self.done.append((flow.kind, int(status), count, 0, row, ctx, nbytes))
 
-    def _fail(self, batch: WriteBatch, start: int, stop: int, status: Status) -> None:
-        for row in range(start, stop):
-            self._finish(status, batch.ctx, row=row)
+    def _fail(self, segment: Segment, flow: Flow, status: Status) -> None:
+        for row in range(segment.at, segment.stop):
+            self._finish(flow, status, segment.batch.ctx, row=row)
+
+    def _sent(self, status: int, ctx: int) -> None:
+        self.done.append((_SENT, int(status), 1, 0, 0, ctx, 0))
 
     def close(self, status: Status) -> None:
         """End everything that is in line, and all ways."""
         for out in self._outs:
             if out.way is _UP and out.open:
-                self._letters.take_acks(out)
+                self._take_acks(out)
             self._end(out, status)
         self.active.clear()
         self.abandon()
 
     def _end(self, out: Outbound, status: Status) -> None:
-        """Nothing more goes to this peer."""
-        while out.line:
-            segment = out.line.popleft()
-            self._fail(segment.batch, segment.at, segment.stop, status)
-        self._letters.end(out, status)
-        self.controls.end(out, status)
-        self.reads.end(out, status)
+        """Nothing more goes to this peer, or is read from it."""
+        for line, flow in ((out.line, self._writes), (out.reads, self._reads)):
+            for segment in line:
+                self._fail(segment, flow, status)
+            line.clear()
+        waiting = out.letters, out.controls
+        for ctx in (*out.open, *(ctx for line in waiting for _, ctx in line)):
+            self._sent(status, ctx)
+        out.open.clear()
+        out.letters.clear()
+        out.controls.clear()
 
     def abandon(self) -> None:
         """Let go of all ways, saying nothing."""
