@@ -86,9 +86,9 @@ def plan(
     json: Json = False,
 ) -> None:
     """Compute the routing table of an update, and say how long the update takes and why."""
-    from tep.apps.rl import study, timeline
-    from tep.apps.rl.baselines import comparison
+    from tep.apps.rl import study
     from tep.apps.rl.models import load_model
+    from tep.apps.rl.study import comparison
     from tep.base.units import GiB
     from tep.sim import load_profile
 
@@ -127,7 +127,7 @@ def plan(
     if output is not None:
         output.write_bytes(schedule.to_bytes())
     if trace is not None:
-        timeline.write_perfetto(trace, found.spans)
+        study.write_perfetto(trace, found.spans)
     if json:
         emit_json(document)
     else:
@@ -137,7 +137,7 @@ def plan(
 def _document(
     deployment: Deployment, schedule: Schedule, found: Prediction, plan_s: float
 ) -> dict[str, object]:
-    from tep.apps.rl.published import KIMI_K2, TOTAL_MS
+    from tep.apps.rl.predict import KIMI_K2, TOTAL_MS
 
     known, train, infer = KIMI_K2, deployment.train, deployment.infer
     layout = (train.fsdp, train.pp, train.ep, infer.ep, infer.replicas)
@@ -280,7 +280,7 @@ def _run_here(
     import asyncio
     import tempfile
 
-    from tep.apps.rl import timeline
+    from tep.apps.rl import study
     from tep.apps.rl.job import LocalJob, RankedJob
     from tep.base.units import MiB
 
@@ -299,7 +299,7 @@ def _run_here(
         )
     if trace is not None:
         spans = [span for report in reports[-1].trains for span in report.spans]
-        timeline.write_perfetto(trace, timeline.from_reports(spans))
+        study.write_perfetto(trace, study.from_reports(spans))
     if json:
         train, infer = job.train.world, job.infer.world
         told = {"backend": job.backend, "train": train, "infer": infer}
@@ -315,10 +315,8 @@ async def _updates(
     started: RankedJob, updates: int, tick: Callable[[], object]
 ) -> tuple[list[dict[str, object]], list[UpdateReport]]:
     """Start the processes, update, compare each worker's region with the checkpoint."""
-    from tep.apps.rl.models import load_model
-    from tep.apps.rl.placement import rollout_metas
-    from tep.apps.rl.verify import expected_digest
-    from tep.apps.rl.weights import Checkpoint
+    from tep.apps.rl.models import load_model, rollout_metas
+    from tep.apps.rl.weights import Checkpoint, expected_digest
 
     job = started.job
     model, checkpoint = load_model(job.model), Checkpoint(job.weights)

@@ -15,9 +15,9 @@ import time
 import numpy as np
 
 from tep.apps.rl import study
+from tep.apps.rl.compute import numpy_dtype, quantise
 from tep.apps.rl.models import PUBLISHED, load_model
-from tep.apps.rl.published import TOTAL_MS
-from tep.apps.rl.quantise import numpy_dtype, quantise
+from tep.apps.rl.predict import TOTAL_MS
 
 
 def cpu(function, times=1):

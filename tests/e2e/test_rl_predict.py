@@ -9,12 +9,10 @@ import pytest
 
 import tep
 from tep.apps.rl import study
-from tep.apps.rl.baselines import comparison
-from tep.apps.rl.models import PUBLISHED, load_model, model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout
-from tep.apps.rl.predict import SlowNic, predict
-from tep.apps.rl.published import OPERATIONS, TOTAL_MS, StageTimes
-from tep.apps.rl.stages import Timed
+from tep.apps.rl.compute import Timed
+from tep.apps.rl.models import PUBLISHED, InferLayout, TrainLayout, load_model, model_from_config
+from tep.apps.rl.predict import OPERATIONS, TOTAL_MS, SlowNic, StageTimes, predict
+from tep.apps.rl.study import comparison
 from tests.unit.rl_worlds import World, make_cluster
 
 GIB = 1 << 30

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.job import Job, LocalJob, RankedJob, work_as_rank
-from tep.apps.rl.models import load_model
-from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas
-from tep.apps.rl.quantise import numpy_dtype
+from tep.apps.rl.models import InferLayout, TrainLayout, load_model, rollout_metas
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tep.base.errors import UsageError
 from tep.cli.rl import app

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import tep
-from tep.apps.rl.immediates import Kind, make_imm
-from tep.apps.rl.regions import Regions
+from tep.apps.rl.compute import AtOnce, Timed
+from tep.apps.rl.ports import Kind, Regions, make_imm
 from tep.apps.rl.rollout import RolloutWorker
-from tep.apps.rl.stages import AtOnce, Timed
 from tep.apps.rl.training import TrainingWorker
 from tests.unit.rl_worlds import InferLayout, TrainLayout, World, make_cluster
 

@@ -15,8 +15,7 @@ import pytest
 from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.apps.rl import study
 from tep.apps.rl.models import load_model
-from tep.apps.rl.predict import predict
-from tep.apps.rl.published import StageTimes
+from tep.apps.rl.predict import StageTimes, predict
 from tep.base.errors import UsageError
 from tep.bench.scale import alltoall, counted, moe_step, select
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.models import load_model
-from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import write_safetensors
 
 CONFIG = {

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tep.apps.rl import flat_boxes, shard_of
-from tep.apps.rl.quantise import quantise
+from tep.apps.rl.compute import quantise
 from tep.apps.rl.weights import Checkpoint
 
 MESHES = ((1,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))

@@ -27,7 +27,7 @@ from tep.apps.kvcache import pipes as kvcache_pipes
 from tep.apps.kvcache.blocks import messages as block_messages
 from tep.apps.moe.config import MoeConfig
 from tep.apps.moe.peers import pack_hello, unpack_hellos
-from tep.apps.rl import regions as rl_regions
+from tep.apps.rl import ports as rl_ports
 from tep.apps.rl import remote as rl_remote
 from tep.apps.rl import routes as rl_routes
 from tep.backends import loopback
@@ -162,8 +162,8 @@ CASES: dict[str, list[Case]] = {
     "tep/apps/moe/peers.py::unpack_hellos": [
         Case(lambda data: unpack_hellos(CONFIG, 0, [data]), [pack_hello(CONFIG, DESC, b"link")])
     ],
-    "tep/apps/rl/regions.py::Regions.from_bytes": [
-        Case(rl_regions.Regions.from_bytes, [rl_regions.Regions((0, 64), (DESC, DESC)).to_bytes()])
+    "tep/apps/rl/ports.py::Regions.from_bytes": [
+        Case(rl_ports.Regions.from_bytes, [rl_ports.Regions((0, 64), (DESC, DESC)).to_bytes()])
     ],
     "tep/apps/rl/remote.py::_decode": [
         Case(lambda data, kind=kind: rl_remote._decode(data, kind), structs(rl_remote))

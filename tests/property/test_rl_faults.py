@@ -7,11 +7,10 @@ from functools import cache
 
 import pytest
 
-from tep.apps.rl import attempt as rl_attempt
 from tep.apps.rl import rollout as rl_rollout
-from tep.apps.rl.immediates import make_imm
-from tep.apps.rl.models import model_from_config
-from tep.apps.rl.placement import rollout_metas
+from tep.apps.rl import training as rl_training
+from tep.apps.rl.models import model_from_config, rollout_metas
+from tep.apps.rl.ports import make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.sim import Faults
@@ -174,7 +173,7 @@ def _forgets_the_attempt(monkeypatch):
         del attempt
         return make_imm(kind, 0, number)
 
-    monkeypatch.setattr(rl_attempt, "make_imm", without)
+    monkeypatch.setattr(rl_training, "make_imm", without)
     monkeypatch.setattr(rl_rollout, "make_imm", without)
 
 

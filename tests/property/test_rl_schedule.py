@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.apps.rl.compute import load_shards, make_outs, needed_outs, unshard
-from tep.apps.rl.lines import PIECE_BYTES_MIN
+from tep.apps.rl.compute import load_shards, make_outs, needed_outs, numpy_dtype, unshard
 from tep.apps.rl.metadata import (
     MeshGroup,
     RolloutMeta,
@@ -24,12 +23,15 @@ from tep.apps.rl.metadata import (
     scale_bytes,
     whole,
 )
-from tep.apps.rl.models import model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
-from tep.apps.rl.quantise import numpy_dtype
-from tep.apps.rl.ring import ring_layout
+from tep.apps.rl.models import (
+    InferLayout,
+    TrainLayout,
+    model_from_config,
+    rollout_metas,
+    train_metas,
+)
 from tep.apps.rl.routes import Schedule
-from tep.apps.rl.schedule import make_schedule
+from tep.apps.rl.schedule import PIECE_BYTES_MIN, make_schedule, ring_layout
 from tests.unit.rl_reference import reference_region
 
 MiB = 1 << 20

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 import tep
+from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.controller import Controller
-from tep.apps.rl.models import model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
-from tep.apps.rl.quantise import numpy_dtype
+from tep.apps.rl.models import (
+    InferLayout,
+    TrainLayout,
+    model_from_config,
+    rollout_metas,
+    train_metas,
+)
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tests.unit.rl_reference import reference_region

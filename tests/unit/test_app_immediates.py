@@ -8,7 +8,7 @@ from itertools import pairwise
 from tep.apps import immediates
 from tep.apps.kvcache import Decoder, KvReceiver
 from tep.apps.moe.config import MoeConfig
-from tep.apps.rl.immediates import ATTEMPTS, Kind, make_imm
+from tep.apps.rl.ports import ATTEMPTS, Kind, make_imm
 
 
 def test_ranges_do_not_overlap():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import tep
+from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.metadata import Tensor, whole
 from tep.apps.rl.models import model_from_config
-from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tests.unit.test_rl_parts import SMALL
 

@@ -13,8 +13,16 @@ import pytest
 
 import tep
 from tep.apps.rl import study
-from tep.apps.rl.compute import as_array, load_shards, make_outs, needed_outs, unshard
-from tep.apps.rl.immediates import Kind, make_imm
+from tep.apps.rl.compute import (
+    as_array,
+    check_finite,
+    load_shards,
+    make_outs,
+    needed_outs,
+    numpy_dtype,
+    quantise,
+    unshard,
+)
 from tep.apps.rl.metadata import (
     MeshGroup,
     RolloutMeta,
@@ -24,13 +32,20 @@ from tep.apps.rl.metadata import (
     box_shape,
     whole,
 )
-from tep.apps.rl.models import PUBLISHED, load_model, model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout, lay_out, rollout_metas, train_metas
-from tep.apps.rl.ports import Span
-from tep.apps.rl.quantise import check_finite, numpy_dtype, quantise
+from tep.apps.rl.models import (
+    PUBLISHED,
+    InferLayout,
+    TrainLayout,
+    lay_out,
+    load_model,
+    model_from_config,
+    rollout_metas,
+    train_metas,
+)
+from tep.apps.rl.ports import Kind, Span, make_imm
 from tep.apps.rl.routes import ROW, Schedule
 from tep.apps.rl.schedule import make_schedule
-from tep.apps.rl.timeline import from_reports, write_perfetto
+from tep.apps.rl.study import from_reports, write_perfetto
 from tests.support.tensors import TORCHES, get_torch
 
 MiB = 1 << 20

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import tep
 from tep.apps.rl import RolloutMeta, SourceShard, TrainMeta, lay_out, mesh_groups
-from tep.apps.rl.ring import ring_layout
-from tep.apps.rl.schedule import make_schedule
+from tep.apps.rl.schedule import make_schedule, ring_layout
 from tep.base.units import MiB
 from tep.base.wire import NetAddr
 from tep.compat.nixl import nixl_agent

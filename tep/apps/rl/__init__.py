@@ -11,26 +11,32 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tep.apps.rl.boxes import Placed, flat_boxes, mesh_groups, placed_box, shard_of
+    from tep.apps.rl.compute import AtOnce, Compute, Threads, numpy_dtype, scale_dtype
     from tep.apps.rl.controller import Controller
     from tep.apps.rl.metadata import (
         Box,
         DType,
         MeshGroup,
+        Placed,
         RolloutMeta,
         SourceShard,
         TargetShard,
         TrainMeta,
         box_shape,
         box_size,
+        flat_boxes,
+        mesh_groups,
+        placed_box,
         scale_shape,
+        shard_of,
         whole,
     )
-    from tep.apps.rl.models import Model, load_model
-    from tep.apps.rl.placement import (
+    from tep.apps.rl.models import (
         InferLayout,
+        Model,
         TrainLayout,
         lay_out,
+        load_model,
         rollout_metas,
         train_metas,
     )
@@ -42,12 +48,10 @@ if TYPE_CHECKING:
         UpdateReport,
     )
     from tep.apps.rl.predict import Prediction
-    from tep.apps.rl.quantise import numpy_dtype, scale_dtype
     from tep.apps.rl.remote import Call, Hello, Listener, RemoteRollout, RemoteTraining, answer
     from tep.apps.rl.rollout import RolloutWorker
     from tep.apps.rl.routes import Schedule
     from tep.apps.rl.schedule import make_schedule
-    from tep.apps.rl.stages import AtOnce, Compute, Threads
     from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
@@ -99,31 +103,23 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "boxes": ("Placed", "flat_boxes", "mesh_groups", "placed_box", "shard_of"),
+    "compute": ("AtOnce", "Compute", "Threads", "numpy_dtype", "scale_dtype"),
     "controller": ("Controller",),
     "metadata": (
-        "Box",
-        "DType",
-        "MeshGroup",
-        "RolloutMeta",
-        "SourceShard",
-        "TargetShard",
-        "TrainMeta",
-        "box_shape",
-        "box_size",
-        "scale_shape",
-        "whole",
+        *("Box", "DType", "MeshGroup", "Placed", "RolloutMeta", "SourceShard", "TargetShard"),
+        *("TrainMeta", "box_shape", "box_size", "flat_boxes", "mesh_groups", "placed_box"),
+        *("scale_shape", "shard_of", "whole"),
     ),
-    "models": ("Model", "load_model"),
-    "placement": ("InferLayout", "TrainLayout", "lay_out", "rollout_metas", "train_metas"),
+    "models": (
+        *("InferLayout", "Model", "TrainLayout", "lay_out", "load_model", "rollout_metas"),
+        "train_metas",
+    ),
     "ports": ("RolloutPort", "RolloutState", "TrainReport", "TrainingPort", "UpdateReport"),
     "predict": ("Prediction",),
-    "quantise": ("numpy_dtype", "scale_dtype"),
     "remote": ("Call", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"),
     "rollout": ("RolloutWorker",),
     "routes": ("Schedule",),
     "schedule": ("make_schedule",),
-    "stages": ("AtOnce", "Compute", "Threads"),
     "training": ("TrainingWorker",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -14,7 +14,6 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 
 from tep import TepError, UsageError
-from tep.apps.rl.immediates import count_rows
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.ports import (
     PeerResult,
@@ -23,6 +22,7 @@ from tep.apps.rl.ports import (
     TrainingPort,
     TrainReport,
     UpdateReport,
+    count_rows,
 )
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule

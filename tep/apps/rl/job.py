@@ -21,10 +21,17 @@ from typing import Any, Final, Self
 import msgspec
 
 from tep import FabricError, TepError, TransferEngine, UsageError
+from tep.apps.rl.compute import Threads
 from tep.apps.rl.controller import Controller
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
-from tep.apps.rl.models import Model, load_model
-from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
+from tep.apps.rl.models import (
+    InferLayout,
+    Model,
+    TrainLayout,
+    load_model,
+    rollout_metas,
+    train_metas,
+)
 from tep.apps.rl.ports import LoadReport
 from tep.apps.rl.remote import (
     Caller,
@@ -35,7 +42,6 @@ from tep.apps.rl.remote import (
     answer,
 )
 from tep.apps.rl.rollout import RolloutWorker
-from tep.apps.rl.stages import Threads
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
 from tep.base.units import MiB

@@ -1,26 +1,34 @@
-"""What the controller sees of the workers, and what they report: protocols and frozen records.
-
-A worker in this process fills a port as it is; `remote` makes one of a worker in another; an actor
-framework's proxy with these methods does as well.
-"""
+"""The seam between controller and workers: ports, reports, regions and immediates. Records only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from enum import IntEnum
+from typing import Final, NamedTuple, Protocol, Self
 
+import msgspec
+
+from tep import BadDescriptor, MrDesc, Routing, Scatter, UsageError, count_imms
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 
 __all__ = [
+    "ATTEMPTS",
+    "ROUTING",
+    "Kind",
     "LoadReport",
     "PeerResult",
+    "Regions",
     "RolloutPort",
     "RolloutState",
     "Span",
     "TrainReport",
     "TrainingPort",
     "UpdateReport",
+    "count_rows",
+    "cut_rows",
+    "make_imm",
 ]
 
 
@@ -174,3 +182,84 @@ class UpdateReport:
         return "\n".join(
             f"{peer.name:<{width}}  {peer.outcome:<8} {peer.detail}".rstrip() for peer in self.peers
         )
+
+
+class Regions(NamedTuple):
+    """The offsets of a RolloutMeta, and the memory behind them.
+
+    Attributes:
+        starts: offset at which each region begins; ascending, the first is 0.
+        descs: of each region.
+    """
+
+    starts: tuple[int, ...]
+    descs: tuple[MrDesc, ...]
+
+    def at(self, offset: int) -> tuple[MrDesc, int]:
+        """The region behind an offset, and the byte in it."""
+        k = bisect_right(self.starts, offset) - 1
+        return self.descs[k], offset - self.starts[k]
+
+    def to_bytes(self) -> bytes:
+        """Encode; `from_bytes` is the inverse."""
+        return msgspec.msgpack.encode((self.starts, [desc.to_bytes() for desc in self.descs]))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decode strictly.
+
+        Raises:
+            BadDescriptor: these bytes are no regions.
+        """
+        try:
+            starts, descs = msgspec.msgpack.decode(data, type=tuple[tuple[int, ...], list[bytes]])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise BadDescriptor(f"Regions: {error}") from error
+        if len(starts) != len(descs) or starts[:1] != (0,) or sorted(set(starts)) != list(starts):
+            raise BadDescriptor(f"Regions: {len(descs)} regions that begin at {starts[:4]}")
+        return cls(starts, tuple(MrDesc.from_bytes(desc) for desc in descs))
+
+
+ATTEMPTS: Final = 1 << 12
+_NUMBERS: Final = 1 << 16
+_ROW_BYTES_MAX: Final = 1 << 28
+
+ROUTING: Final = Routing(scatter_by="bytes")
+"""Every NIC of both sides carries a part of every row: no NIC is the bottleneck of a task."""
+
+
+class Kind(IntEnum):
+    """What an immediate says."""
+
+    READY = 1
+    """A sub-mesh member has room for a task's shards."""
+    SHARD = 2
+    """A shard of a task is in the member's staging."""
+    BARRIER = 3
+    """A round of a barrier among the training ranks."""
+    DATA = 4
+    """A row of weights is in the rollout worker's region."""
+    FINISH = 5
+    """All training ranks have written everything; of the one that tells this rollout worker."""
+
+
+def make_imm(kind: Kind, attempt: int, number: int = 0) -> int:
+    """Encode an immediate.
+
+    Raises:
+        UsageError: a number beyond 16 bits.
+    """
+    if not 0 <= number < _NUMBERS:
+        raise UsageError(f"{kind.name} number={number}; a schedule has {_NUMBERS} tasks at most")
+    return kind << 28 | attempt % ATTEMPTS << 16 | number
+
+
+def cut_rows(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a range in rows that a scatter can carry: (start, bytes)."""
+    for at in range(start, start + nbytes, _ROW_BYTES_MAX):
+        yield at, min(_ROW_BYTES_MAX, start + nbytes - at)
+
+
+def count_rows(sizes: Iterable[int], nlocal: int, nremote: int) -> int:
+    """How many immediates rows of these sizes make at their target, under ROUTING."""
+    return sum(count_imms(Scatter(nbytes, ROUTING), nlocal, nremote) for nbytes in sizes)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import Expectation, TepError, TransferEngine, UsageError, WaitTimeout
-from tep.apps.rl.immediates import Kind, make_imm
+from tep.apps.rl.compute import numpy_dtype, scale_dtype
 from tep.apps.rl.metadata import (
     RolloutMeta,
     TargetShard,
@@ -25,9 +25,7 @@ from tep.apps.rl.metadata import (
     scale_bytes,
     scale_shape,
 )
-from tep.apps.rl.ports import RolloutState
-from tep.apps.rl.quantise import numpy_dtype, scale_dtype
-from tep.apps.rl.regions import Regions
+from tep.apps.rl.ports import Kind, Regions, RolloutState, make_imm
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

@@ -3,38 +3,60 @@
 Rule 1: every byte of every target is written exactly once. Rule 2: within a task each sender gets
 one stretch of the receivers' bytes laid end to end, so that senders carry equal shares and a
 receiver hears from as few of them as possible. Rule 3: what is not aligned, not held or held twice
-in part is refused here, before anybody allocates.
+in part is refused here, before anybody allocates. Rule 4: a task has its place in the staging ring
+before it begins, so the watermark holds by construction.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tep import UsageError
-from tep.apps.rl.lines import coalesce, deal_out
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
+    ITEM_BYTES,
+    SCALINGS,
     Box,
     DType,
     MeshGroup,
     RolloutMeta,
+    Scaling,
     SourceShard,
     TrainMeta,
     box_bytes,
+    box_shape,
     box_size,
     intersect,
+    joined_axis,
+    local_shape,
+    scale_shape,
 )
-from tep.apps.rl.pieces import Piece, are_in_order, pieces_of
-from tep.apps.rl.ring import ring_layout
 from tep.apps.rl.routes import ROW, Gather, GatherPiece, Out, OutPart, Rows, Schedule, Task
-from tep.base.units import GiB
+from tep.base.units import GiB, KiB, MiB
 
-__all__ = ["WATERMARK_BYTES", "make_schedule"]
+__all__ = [
+    "PIECE_BYTES_MIN",
+    "ROW_BYTES_MAX",
+    "WATERMARK_BYTES",
+    "Piece",
+    "are_in_order",
+    "coalesce",
+    "deal_out",
+    "make_schedule",
+    "pieces_of",
+    "ring_layout",
+    "runs_of",
+]
+
 
 WATERMARK_BYTES: Final = 16 * GiB
 """Temporary memory of a training rank. The paper's limit is not published; guessed: a fifth of an
@@ -432,3 +454,278 @@ def _table(
     table["src"] = src + np.arange(len(starts)) * nbytes
     table["nbytes"] = nbytes
     return table.ravel()
+
+
+Runs = tuple[npt.NDArray[np.int64], int]
+"""Byte offsets in the target of equally long contiguous runs, and their bytes. In the packed piece
+they lie one behind the other."""
+
+
+class Piece(NamedTuple):
+    """A slice of one target, packed.
+
+    Attributes:
+        target: name of the target.
+        dtype: in inference.
+        parts: (number of the part, box in its source tensor), joined in this order.
+        nbytes: of its values.
+        runs: where they go.
+        scale_nbytes: of its block scales; 0 if it has none.
+        scale_runs: where those go.
+    """
+
+    target: str
+    dtype: DType
+    parts: tuple[tuple[int, Box], ...]
+    nbytes: int
+    runs: Runs
+    scale_nbytes: int
+    scale_runs: Runs
+
+
+def pieces_of(
+    target: str, dtype: DType, parts: tuple[SourceShard, ...], boxes: Sequence[Box | None]
+) -> Iterator[Piece]:
+    """Make pieces of what a sub-mesh has of each part (None: nothing).
+
+    Raises:
+        UsageError: the parts do not fit together, or a slice of a quantised target does not begin
+            or end at a block.
+    """
+    shape = local_shape(parts)
+    inner = [_inside(part.box, box) for part, box in zip(parts, boxes)]
+    scaling = SCALINGS.get(dtype)
+    if scaling:
+        if len(shape) < 2:
+            raise UsageError(f"{target}: a vector cannot be quantised in blocks")
+        for part, box in zip(parts, boxes):
+            _check_blocks(target, part, box, scaling)
+    axis = joined_axis(len(shape))
+    edges = np.cumsum([0, *(box_shape(part.box)[axis] for part in parts)]).tolist()
+    scales = [scale_shape(box_shape(part.box), dtype) if scaling else () for part in parts]
+    scale_edges = np.cumsum([0, *(found[axis] if found else 0 for found in scales)]).tolist()
+    scale_whole = (*scales[0][:axis], scale_edges[-1], *scales[0][axis + 1 :]) if scales[0] else ()
+    for first, last, box in _joined(inner, edges, axis):
+        chosen = tuple((k, found) for k in range(first, last) if (found := boxes[k]) is not None)
+        scale_box: Box = ()
+        if scaling:
+            low = scale_edges[first] + (box[axis][0] - edges[first]) // scaling.rows
+            high = scale_edges[last - 1] - (edges[last - 1] - box[axis][1]) // scaling.rows
+            start, stop = box[-1]
+            wide = scaling.columns or max(stop, 1)  # all columns: one block
+            scale_box = (*box[:-2], (low, high), (start // wide, -(-stop // wide)))
+        item = ITEM_BYTES[dtype]
+        yield Piece(
+            target,
+            dtype,
+            chosen,
+            box_size(box) * item,
+            runs_of(shape, box, item),
+            box_size(scale_box) * scaling.item if scaling else 0,
+            runs_of(scale_whole, scale_box, scaling.item)
+            if scaling
+            else (np.zeros(0, np.int64), 0),
+        )
+
+
+def _inside(part: Box, box: Box | None) -> Box | None:
+    """A slice in coordinates of its part."""
+    if box is None:
+        return None
+    return tuple((low - start, high - start) for (low, high), (start, _) in zip(box, part))
+
+
+def _joined(
+    inner: Sequence[Box | None], edges: Sequence[int], axis: int
+) -> Iterator[tuple[int, int, Box]]:
+    """(first part, behind the last, box in the joined target) of each piece."""
+    full = [
+        box is not None and box[axis] == (0, edges[k + 1] - edges[k]) for k, box in enumerate(inner)
+    ]
+    rest = {(*box[:axis], *box[axis + 1 :]) if box else None for box in inner}
+    if all(full) and len(rest) == 1:
+        box = inner[0]
+        assert box is not None
+        yield 0, len(inner), (*box[:axis], (0, edges[-1]), *box[axis + 1 :])
+        return
+    for k, found in enumerate(inner):
+        if found is not None:
+            low, high = found[axis]
+            moved = (edges[k] + low, edges[k] + high)
+            yield k, k + 1, (*found[:axis], moved, *found[axis + 1 :])
+
+
+def _check_blocks(target: str, part: SourceShard, box: Box | None, scaling: Scaling) -> None:
+    if box is None:
+        return
+    for block, (start, stop), (part_start, part_stop) in zip(scaling[:2], box[-2:], part.box[-2:]):
+        if not block and (start, stop) != (part_start, part_stop):
+            raise UsageError(
+                f"{target}: {part.name}{list(part.box)} is cut at {list(box)}; a scale of this "
+                "target needs whole rows in one sub-mesh"
+            )
+        if block and (start % block or part_start % block or (stop % block and stop != part_stop)):
+            raise UsageError(
+                f"{target}: {part.name}{list(part.box)} is cut at {list(box)}, not at multiples of "
+                f"the {block} of a quantisation block"
+            )
+
+
+def are_in_order(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether packed boxes that tile a whole are that whole in C order, one behind the other: they
+    are cut in one axis, with nothing but ones before it.
+    """
+    shape = box_shape(whole)
+    lead = next((k for k, extent in enumerate(shape) if extent != 1), 0)
+    tail = whole[lead + 1 :]
+    return all(box[lead + 1 :] == tail for box in boxes)
+
+
+def runs_of(shape: tuple[int, ...], box: Box, item: int) -> Runs:
+    """Byte offsets of the contiguous runs of a box in an array in C order, and their bytes."""
+    axis = len(shape) - 1
+    while axis > 0 and box[axis] == (0, shape[axis]):
+        axis -= 1
+    strides = [math.prod(shape[k + 1 :]) * item for k in range(len(shape))]
+    start, stop = box[axis]
+    offsets = np.array([start * strides[axis]], np.int64)
+    for k in reversed(range(axis)):
+        low, high = box[k]
+        steps = np.arange(low, high, dtype=np.int64) * strides[k]
+        offsets = (steps[:, None] + offsets).ravel()
+    return offsets, (stop - start) * strides[axis]
+
+
+PIECE_BYTES_MIN: Final = 64 * KiB
+"""Less than this is not shared by two senders. Source: a NIC is near its line rate from 64 KiB on
+(arXiv 2510.27656, Table 2, paged writes; quoted)."""
+
+ROW_BYTES_MAX: Final = 256 * MiB
+"""Longer rows are cut: below the 1 GiB that one row of the engine may have, and fine enough for
+turns."""
+
+_PAGE: Final = 4096
+
+Floats = npt.NDArray[np.float64]
+
+
+def coalesce(rows: Rows) -> Rows:
+    """Sort rows by receiver and source, and join those that adjoin at both ends."""
+    rows = rows[np.lexsort((rows["src"], rows["receiver"]))]
+    before, behind = rows[:-1], rows[1:]
+    joins = (
+        (before["receiver"] == behind["receiver"])
+        & (before["src"] + before["nbytes"] == behind["src"])
+        & (before["dst"] + before["nbytes"] == behind["dst"])
+    )
+    heads = np.flatnonzero(np.concatenate(([True], ~joins)))
+    found = rows[heads].copy()
+    found["nbytes"] = np.add.reduceat(rows["nbytes"], heads)
+    return found
+
+
+def deal_out(line: Rows, loads: Floats, speeds: Floats) -> tuple[Rows, Floats]:
+    """Cut a line of rows in stretches, one for each sender that is wanted.
+
+    Args:
+        line: rows in order; their senders are not set.
+        loads: bytes that each sender has been given before.
+        speeds: relative speed of each sender.
+
+    Returns:
+        The rows, cut where stretches end, with `sender` an index into `loads`; and the bytes given
+        to each.
+    """
+    ends = np.cumsum(line["nbytes"])
+    total = int(ends[-1])
+    wanted = min(len(loads), max(1, total // PIECE_BYTES_MIN))
+    chosen = np.argsort((loads + total / len(loads)) / speeds, kind="stable")[:wanted]
+    # In rank order neighbours on the line are neighbours in rank, as they were in the task before.
+    chosen = np.sort(chosen) if wanted == len(loads) else chosen
+    shares = np.cumsum(speeds[chosen])
+    cuts = _snapped(shares[:-1] / shares[-1] * total, ends, total / wanted)
+    rows = _split(line, ends, np.concatenate((cuts, _long_rows(line, ends))))
+    starts = np.cumsum(rows["nbytes"]) - rows["nbytes"]
+    rows["sender"] = chosen[np.searchsorted(cuts, starts, side="right")]
+    given = np.zeros(len(loads))
+    np.add.at(given, rows["sender"], rows["nbytes"])
+    return rows, given
+
+
+def _snapped(cuts: Floats, ends: npt.NDArray[np.int64], mean: float) -> npt.NDArray[np.int64]:
+    """Move cuts to a row's end where one is near, else to a page of its row."""
+    at = np.searchsorted(ends, cuts)
+    at = np.minimum(at, len(ends) - 1)
+    starts = np.concatenate(([0], ends[:-1]))
+    near_start = cuts - starts[at] < mean / 16
+    near_end = ends[at] - cuts < mean / 16
+    paged = starts[at] + np.round((cuts - starts[at]) / _PAGE).astype(np.int64) * _PAGE
+    moved = np.where(near_end, ends[at], np.where(near_start, starts[at], paged))
+    found: npt.NDArray[np.int64] = np.minimum(np.maximum.accumulate(moved), ends[-1])
+    return found
+
+
+def _long_rows(line: Rows, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    long = np.flatnonzero(line["nbytes"] > ROW_BYTES_MAX)
+    found = [
+        np.arange(ends[k] - line["nbytes"][k] + ROW_BYTES_MAX, ends[k], ROW_BYTES_MAX) for k in long
+    ]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _split(line: Rows, ends: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64]) -> Rows:
+    """Cut rows at positions of the line."""
+    starts = ends - line["nbytes"]
+    edges = np.unique(np.concatenate((starts, cuts)))
+    edges = edges[edges < ends[-1]]
+    origin = np.searchsorted(starts, edges, side="right") - 1
+    rows = np.zeros(len(edges), ROW)
+    into = edges - starts[origin]
+    rows["receiver"] = line["receiver"][origin]
+    rows["src"] = line["src"][origin] + into
+    rows["dst"] = line["dst"][origin] + into
+    rows["nbytes"] = np.diff(np.concatenate((edges, ends[-1:])))
+    return rows
+
+
+@lru_cache(maxsize=1024)
+def ring_layout(sizes: tuple[int, ...], capacity: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Place allocations one behind the other in a ring; each stays contiguous.
+
+    Args:
+        sizes: bytes of each allocation, in order of use.
+        capacity: bytes of the ring.
+
+    Returns:
+        offsets: of each allocation. after: the largest number of an earlier allocation that must
+        have ended, with all before it, before this one may be used; -1: none.
+
+    Raises:
+        UsageError: one is larger than the ring.
+    """
+    offsets, after = [], []
+    live: deque[tuple[int, int, int]] = deque()
+    head, latest = 0, -1
+    for k, size in enumerate(sizes):
+        if size > capacity:
+            raise UsageError(
+                f"task {k} needs {size / GiB:.2f} GiB of temporary memory, but the watermark is "
+                f"{capacity / GiB:.2f} GiB; raise watermark_bytes (tep rl plan: --watermark-gib, "
+                "tep rl run: --watermark-mib), or shard the tensor more finely"
+            )
+        start = head if head + size <= capacity else 0
+        stop = start + size
+        if start < head:
+            # A new lap begins at 0, where the last lap's first allocation lies. All that is older
+            # than that one must have ended, too.
+            while live[0][1]:
+                latest = live.popleft()[0]
+        # From here on the live ones lie in the ring in the order of their numbers.
+        while live and live[0][1] < stop and start < live[0][2]:
+            latest = live.popleft()[0]
+        if size:
+            live.append((k, start, stop))
+        offsets.append(start)
+        after.append(latest)
+        head = stop
+    return offsets, after

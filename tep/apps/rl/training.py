@@ -1,26 +1,59 @@
 """A training rank: holds shards, and does its part of an update by the schedule.
 
-What one update does is in `attempt`; here is what outlives it: the staging region, the peers, and
-that an abort leaves nothing in flight.
+`TrainingWorker` is what outlives an update: the staging region, the peers, and that an abort leaves
+nothing in flight. `Attempt` is one update: tasks through four overlapped stages, then barriers.
+
+    load     its shards into staging            (host to device, where weights are offloaded)
+    gather   the other members' shards          (one-sided writes, counted by immediates)
+    make     unshard, fuse, quantise
+    write    to the rollout workers             (one-sided writes; they count, and do nothing else)
+
+Rule 1: a task begins when its place in staging is free, which is the watermark. Rule 2: a stage has
+one task at a time, in order; so stages of different tasks overlap and no two ranks wait for each
+other in a circle. Rule 3: mesh groups are separated by a barrier after all gathering. Rule 4: what
+a NIC holds is in `_open` until it has come back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep import FabricError, MrDesc, MrHandle, TransferEngine, UsageError
-from tep.apps.rl.attempt import Attempt, Rank, Shards
-from tep.apps.rl.metadata import TrainMeta
-from tep.apps.rl.ports import TrainReport
-from tep.apps.rl.regions import Regions
-from tep.apps.rl.routes import Schedule
-from tep.apps.rl.stages import AtOnce, Compute
+from tep import (
+    BadDescriptor,
+    BurntImm,
+    Expectation,
+    FabricError,
+    MrDesc,
+    MrHandle,
+    ScatterDst,
+    TepError,
+    Transfer,
+    TransferEngine,
+    UsageError,
+)
+from tep.apps.rl.compute import AtOnce, Compute, load_shards, make_outs, needed_outs, unshard
+from tep.apps.rl.metadata import Box, TrainMeta, box_bytes
+from tep.apps.rl.ports import (
+    ROUTING,
+    Kind,
+    Regions,
+    Span,
+    TrainReport,
+    count_rows,
+    cut_rows,
+    make_imm,
+)
+from tep.apps.rl.routes import GatherPiece, Rows, Schedule, Task
 
-__all__ = ["TrainingWorker"]
+__all__ = ["Attempt", "Rank", "Shards", "TrainingWorker"]
 
 
 class TrainingWorker:
@@ -161,3 +194,307 @@ async def _whole(work: Attempt) -> TrainReport:
         return await work.run()
     finally:
         await work.drain()
+
+
+Shards = Mapping[tuple[str, Box], npt.NDArray[Any]]
+"""What a rank holds: an array for each tensor name and box."""
+
+_STAGES: Final = ("load", "gather", "make")
+_BARRIERS: Final = 32  # rounds of one barrier at the most: 2**32 ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one training rank brings to an update.
+
+    Attributes:
+        rank: its number.
+        engine: of its device.
+        mr, staging: the staging region, and its bytes.
+        shards: its tensors.
+        compute: where the arithmetic runs.
+        peers: the staging regions of all training ranks, by rank.
+        rollouts: the weights of each rollout worker, by its name.
+    """
+
+    rank: int
+    engine: TransferEngine
+    mr: MrHandle
+    staging: npt.NDArray[np.uint8]
+    shards: Shards
+    compute: Compute
+    peers: Sequence[MrDesc]
+    rollouts: Mapping[str, Regions]
+
+
+class Attempt:
+    """One update on one rank. `run()` it, then `drain()` it, in any case.
+
+    Attributes:
+        draining: whether drain() has begun, which must not be cut short.
+    """
+
+    def __init__(self, rank: Rank, schedule: Schedule, attempt: int, skip: Sequence[str]) -> None:
+        self._rank = rank
+        self._engine = rank.engine
+        self._schedule = schedule
+        self._attempt = attempt
+        self._tasks = list(schedule.tasks_of(rank.rank))
+        self._lost = dict.fromkeys(skip, "was gone before the update")
+        self._known_lost = frozenset(skip)
+        self._locks = {stage: asyncio.Lock() for stage in _STAGES}
+        self._ended = [False] * len(self._tasks)
+        self._ended_upto = -1
+        self._released = asyncio.Condition()
+        self._open: dict[Transfer | Expectation, None] = {}
+        self.draining = False
+        self._group: asyncio.TaskGroup | None = None
+        self._running: list[asyncio.Task[None]] = []
+        self._spans: list[Span] = []
+        self._held = self._peak = self._written = self._sent = 0
+
+    async def run(self) -> TrainReport:
+        """Do all tasks and barriers.
+
+        Raises:
+            FabricError: another training rank cannot be reached.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for number in range(len(self._schedule.groups)):
+                    mine = [k for k, task in enumerate(self._tasks) if task.group == number]
+                    gathered = [await self._start(k) for k in mine]
+                    for future in gathered:
+                        await future
+                    await self._barrier(number)
+                for running in self._running:
+                    await running
+                await self._barrier(len(self._schedule.groups))
+                await self._finish()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        lost = {name: why for name, why in self._lost.items() if name not in self._known_lost}
+        return TrainReport(
+            self._rank.rank, self._written, self._sent, self._peak, lost, tuple(self._spans)
+        )
+
+    async def drain(self) -> None:
+        """Cancel what is open and wait until all of it has come back."""
+        self.draining = True
+        for handle in list(self._open):
+            handle.cancel()
+        for handle in list(self._open):
+            with contextlib.suppress(TepError):  # how it ended does not matter any more
+                await handle
+            self._open.pop(handle, None)
+
+    # ------------------------------------------------------------------ tasks
+
+    async def _start(self, k: int) -> asyncio.Future[None]:
+        """Begin a task once its place is free; return what is set when it has gathered."""
+        task = self._tasks[k]
+        wait_for = task.after_of(self._rank.rank)
+        async with self._released:
+            await self._released.wait_for(lambda: self._ended_upto >= wait_for)
+        self._held += task.nbytes
+        self._peak = max(self._peak, self._held)
+        gathered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        assert self._group is not None
+        running = self._group.create_task(self._task(k, task, gathered))
+        self._running.append(running)
+        return gathered
+
+    async def _task(self, k: int, task: Task, gathered: asyncio.Future[None]) -> None:
+        mine = self._rank
+        base = task.staging_of(mine.rank)
+        staging = mine.staging[base : base + task.nbytes]
+        rows = self._schedule.rows_of(task.number, mine.rank)
+        others = [rank for rank in task.members if rank != mine.rank]
+        if others:
+            self._announce(task, others)
+        async with self._stage("load", task):
+            await mine.compute.run(
+                "load",
+                _own_bytes(task, mine.rank),
+                lambda: load_shards(task, mine.rank, mine.shards, staging),
+            )
+        async with self._stage("gather", task):
+            sent = await self._gather(task, base, others)
+        async with self._stage("make", task):
+            outs = needed_outs(task, rows)
+            await mine.compute.run(
+                "make",
+                task.gather_bytes,
+                lambda: make_outs(task, outs, unshard(task, staging), staging),
+            )
+        gathered.set_result(None)
+        start_s = self._now()
+        await self._write(base, rows)
+        self._spans.append(Span(mine.rank, "write", task.name, start_s, self._now()))
+        if sent is not None:
+            await self._settled(sent)
+        await self._release(k, task)
+
+    @asynccontextmanager
+    async def _stage(self, name: str, task: Task) -> AsyncIterator[None]:
+        async with self._locks[name]:
+            start_s = self._now()
+            yield
+            self._spans.append(Span(self._rank.rank, name, task.name, start_s, self._now()))
+
+    async def _release(self, k: int, task: Task) -> None:
+        async with self._released:
+            self._held -= task.nbytes
+            self._ended[k] = True
+            while self._ended_upto + 1 < len(self._ended) and self._ended[self._ended_upto + 1]:
+                self._ended_upto += 1
+            self._released.notify_all()
+
+    # ------------------------------------------------------------------ gathering
+
+    def _announce(self, task: Task, others: Sequence[int]) -> None:
+        """Tell the other members that this one has room for their shards."""
+        imm = make_imm(Kind.READY, self._attempt, task.number)
+        self._watch(self._engine.submit_barrier([self._peer(rank) for rank in others], imm))
+
+    async def _gather(self, task: Task, base: int, others: Sequence[int]) -> Transfer | None:
+        """Exchange shards; return the transfer of one's own, whose source must stay."""
+        if not others:
+            return None
+        rank = self._rank.rank
+        nics = len(self._rank.mr.desc.rkeys)
+        coming = sum(
+            count_rows([nbytes], len(self._peer(sender).rkeys), nics)
+            for piece, total in _pieces(task)
+            if (sender := piece.sender_to(rank)) is not None
+            for _, nbytes in cut_rows(0, total)
+        )
+        ready = make_imm(Kind.READY, self._attempt, task.number)
+        await self._expect(ready, len(others))
+        imm = make_imm(Kind.SHARD, self._attempt, task.number)
+        sent = None
+        dsts = [
+            ScatterDst(nbytes, base + at, (self._peer(other), task.staging_of(other) + at))
+            for piece, total in _pieces(task)
+            for other in others
+            if piece.sender_to(other) == rank
+            for at, nbytes in cut_rows(piece.offset, total)
+        ]
+        if dsts:
+            sent = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
+            self._watch(sent)
+            self._sent += sum(dst.nbytes for dst in dsts)
+        await self._expect(imm, coming)
+        return sent
+
+    def _peer(self, rank: int) -> MrDesc:
+        return self._rank.peers[rank]
+
+    # ------------------------------------------------------------------ writing
+
+    async def _write(self, base: int, rows: Rows) -> None:
+        """Write to each rollout worker on its own: one that dies must not take rows of others."""
+        imm = make_imm(Kind.DATA, self._attempt)
+        open_: list[tuple[str, Transfer]] = []
+        for name, mine in self._by_receiver(rows):
+            if name in self._lost:
+                continue
+            regions = self._rank.rollouts[name]
+            dsts = [
+                ScatterDst(nbytes, base + src, regions.at(dst))
+                for src, dst, nbytes in zip(*(mine[c].tolist() for c in ("src", "dst", "nbytes")))
+            ]
+            try:
+                transfer = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
+            # It restarted, cannot be reached, or another task's write to it has just failed.
+            except (BadDescriptor, BurntImm, FabricError) as error:
+                self._lost[name] = str(error)
+                continue
+            self._track(transfer)
+            open_.append((name, transfer))
+        for name, transfer in open_:
+            try:
+                await self._settled(transfer)
+            except FabricError as error:
+                self._lost.setdefault(name, str(error))
+            else:
+                self._written += transfer.job.total
+
+    def _by_receiver(self, rows: Rows) -> Iterator[tuple[str, Rows]]:
+        receivers: npt.NDArray[np.int32] = rows["receiver"]
+        for receiver in dict.fromkeys(receivers.tolist()):
+            yield self._schedule.receivers[receiver], rows[receivers == receiver]
+
+    # ------------------------------------------------------------------ barriers
+
+    async def _barrier(self, number: int) -> None:
+        """Wait for all training ranks: in round r each tells the one 2**r further on."""
+        rank, world = self._rank.rank, self._schedule.ranks
+        step = 0
+        start_s = self._now()
+        while 1 << step < world:
+            imm = make_imm(Kind.BARRIER, self._attempt, number * _BARRIERS + step)
+            peer = self._peer((rank + (1 << step)) % world)
+            self._watch(self._engine.submit_barrier([peer], imm))
+            await self._expect(imm, 1)
+            step += 1
+        self._spans.append(Span(rank, "barrier", f"barrier {number}", start_s, self._now()))
+
+    async def _finish(self) -> None:
+        """Tell this rank's share of the rollout workers that all ranks have written everything."""
+        imm = make_imm(Kind.FINISH, self._attempt)
+        told = []
+        for name in self._schedule.receivers[self._schedule.finishes(self._rank.rank)]:
+            if name not in self._lost:
+                first = self._rank.rollouts[name].descs[0]
+                told.append((name, self._engine.submit_barrier([first], imm)))
+                self._track(told[-1][1])
+        for name, transfer in told:
+            try:
+                await self._settled(transfer)
+            except FabricError as error:
+                self._lost[name] = str(error)
+
+    # ------------------------------------------------------------------ handles
+
+    async def _expect(self, imm: int, count: int) -> None:
+        expectation = self._engine.expect_imm_count(imm, count)
+        self._open[expectation] = None
+        await expectation
+        self._open.pop(expectation)
+
+    def _track(self, transfer: Transfer) -> None:
+        """Keep a transfer until it has settled; drain() looks after what is left."""
+        self._open[transfer] = None
+
+    def _watch(self, transfer: Transfer) -> None:
+        """Track a transfer to another training rank; if it fails, so does this attempt, at once."""
+        assert self._group is not None
+        self._track(transfer)
+        self._group.create_task(self._settled(transfer))
+
+    async def _settled(self, transfer: Transfer) -> None:
+        try:
+            await transfer
+        finally:
+            if transfer.finished:
+                self._open.pop(transfer, None)
+
+    def _now(self) -> float:
+        return self._engine.driver.now_s()
+
+
+def _pieces(task: Task) -> Iterator[tuple[GatherPiece, int]]:
+    for gather in task.gathers:
+        for piece in gather.pieces:
+            yield piece, box_bytes(piece.box, gather.dtype)
+
+
+def _own_bytes(task: Task, rank: int) -> int:
+    return sum(nbytes for piece, nbytes in _pieces(task) if rank in piece.holders)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group of tasks; the others were cancelled because of it."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,5 +1,7 @@
 """Weights in safetensors files: read slices without loading the file, write small ones.
 
+`expected_region` says what a rollout worker must hold, straight from the checkpoint.
+
 The format: eight bytes of length, a JSON header {name: {dtype, shape, data_offsets}}, raw values.
 Nothing of it is executed; every number is checked against the file. The package safetensors (0.8.0)
 reads no fp8 as numpy arrays, so the format is read here and compared with the package in the tests.
@@ -7,6 +9,7 @@ reads no fp8 as numpy arrays, so the format is read here and compared with the p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Iterable, Iterator
@@ -18,14 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import UsageError
-from tep.apps.rl.metadata import Box, DType, Tensor, box_shape, nbytes_of
+from tep.apps.rl.compute import numpy_dtype, quantise
+from tep.apps.rl.metadata import (
+    SCALINGS,
+    Box,
+    DType,
+    RolloutMeta,
+    Tensor,
+    box_shape,
+    joined_axis,
+    nbytes_of,
+)
 from tep.apps.rl.models import Model
-from tep.apps.rl.quantise import numpy_dtype
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
-__all__ = ["Checkpoint", "write_safetensors"]
+__all__ = ["Checkpoint", "expected_digest", "expected_region", "write_safetensors"]
+
 
 _DTYPES: Final[dict[str, DType]] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
@@ -239,3 +252,32 @@ def write_safetensors(path: str | PathLike[str], tensors: Iterable[tuple[Tensor,
         for one in arrays:
             file.write(one.view(np.uint8).reshape(-1).data)
     return 8 + len(text) + at
+
+
+def expected_region(
+    model: Model, checkpoint: Checkpoint, meta: RolloutMeta
+) -> npt.NDArray[np.uint8]:
+    """Read, join and quantise a worker's share of a checkpoint; gaps are zero."""
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    region = np.zeros(meta.nbytes, np.uint8)
+    for shard in meta.shards:
+        parts = [checkpoint.read(tensors[part.name], part.box) for part in shard.parts]
+        axis = joined_axis(parts[0].ndim)
+        if shard.dtype in SCALINGS:
+            pairs = [quantise(part, shard.dtype) for part in parts]
+            scales = np.concatenate([scales for _, scales in pairs], axis)
+            _put(region, shard.scale_offset, scales.view(np.uint8).reshape(-1))
+            values = np.concatenate([values for values, _ in pairs], axis)
+        else:
+            values = np.concatenate(parts, axis).astype(numpy_dtype(shard.dtype))
+        _put(region, shard.offset, values.view(np.uint8).reshape(-1))
+    return region
+
+
+def expected_digest(model: Model, checkpoint: Checkpoint, meta: RolloutMeta) -> str:
+    """SHA-256 of expected_region()."""
+    return hashlib.sha256(expected_region(model, checkpoint, meta).data).hexdigest()
+
+
+def _put(region: npt.NDArray[np.uint8], offset: int, raw: npt.NDArray[np.uint8]) -> None:
+    region[offset : offset + len(raw)] = raw

@@ -17,8 +17,7 @@ from tep import Pages, UsageError
 from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.apps.moe.predict import Workload, predict
 from tep.apps.rl import study
-from tep.apps.rl.models import PUBLISHED, model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout
+from tep.apps.rl.models import PUBLISHED, InferLayout, TrainLayout, model_from_config
 from tep.apps.rl.predict import SlowNic
 from tep.apps.rl.predict import predict as predict_update
 from tep.base.units import PS_PER_US, GiB
