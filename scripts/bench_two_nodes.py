@@ -1,6 +1,6 @@
-"""What scripts/bench_two_nodes runs: starts both sides if asked to, measures, prints, writes.
+"""The program of scripts/bench_two_nodes: starts both sides if asked to, measures, prints, writes.
 
-What is measured, and the format of the JSON, are in tep.bench.two_nodes.
+The measurements, and the format of the JSON, are in tep.bench.two_nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEET_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, or start what measures; 0 if all bytes were right."""
+    """Measure, or start the processes that measure; return 0 if all bytes were right."""
     given = _parser().parse_args(argv)
     try:
         place = place_here()
@@ -90,7 +90,7 @@ def _tell(text: str) -> None:
 
 
 def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list[Result]:
-    """Over real NICs, or all in this process where it was started alone."""
+    """Measure over real NICs, or all in this process if it was started alone."""
     device = None if given.memory == "cpu" else given.memory
     results = []
     for count in [int(text) for text in given.nics.split(",") if text] or [0]:
@@ -122,10 +122,10 @@ def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list
 def _nics(
     given: argparse.Namespace, place: rendezvous.Place | None, count: int
 ) -> dict[str, object]:
-    """The backend's options, with the NICs of this rank.
+    """Return the backend's options, with the NICs of this rank.
 
-    tcp takes 127.0.0.1 unless an address is given, and each host has another: here the one by which
-    the other host is reached.
+    tcp takes 127.0.0.1 unless an address is given, and each host needs its own: the one on the
+    route to the other host.
     """
     options = _options(given)
     is_tcp = str(options.get("provider", "tcp")).startswith("tcp")
@@ -140,7 +140,7 @@ def _simulated(given: argparse.Namespace) -> list[Result]:
 
 
 def _published() -> dict[tuple[str, int], dict[str, float]]:
-    """Gb/s by (kind, bytes) and NIC."""
+    """Return Gb/s by (kind, bytes) and NIC."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for point in load_table("p2p").points:
         key = point.keys["kind"], int(point.keys["bytes"])

@@ -1,7 +1,7 @@
 """Draw the figures of the documentation as SVG: `scripts/docs figures`, or this with a folder.
 
-A figure that is drawn here explains one idea; nothing in it is data. Those of NOTEBOOKS are what a
-notebook shows: its cells are run, on the simulator, up to the figure.
+A figure that is drawn here explains one idea; nothing in it is data. Those of NOTEBOOKS are taken
+from notebooks: the cells are run, on the simulator, up to the figure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHITE = "#ffffff"
 def _box(
     ax: Axes, at: tuple[float, float], size: tuple[float, float], text: str, color: str
 ) -> None:
-    """A rounded box with its lower left corner at `at`, and text in its middle."""
+    """Draw a rounded box with its lower left corner at `at`, and text in its middle."""
     ax.add_patch(
         FancyBboxPatch(at, *size, boxstyle="round,pad=0.02", fc=WHITE, ec=color, lw=1.6, zorder=2)
     )
@@ -48,7 +48,7 @@ def _arrow(
     bend: float = 0.0,
     dashed: bool = False,
 ) -> None:
-    """An arrow from one point to another; its text stands above its middle."""
+    """Draw an arrow from one point to another, with its text above the middle."""
     style = f"arc3,rad={bend}"
     ax.add_patch(
         FancyArrowPatch(
@@ -63,7 +63,7 @@ def _arrow(
 
 
 def counting(ax: Axes) -> None:
-    """Four pages over two NICs arrive in another order; the count is complete at the fourth."""
+    """Draw four pages over two NICs, which arrive in another order; the fourth is the last."""
     ax.set_xlim(0, 10.6)
     ax.set_ylim(0, 4.6)
     ax.text(1.0, 4.3, "sender", ha="center", color=INK, fontsize=11, weight="bold")
@@ -90,7 +90,7 @@ def counting(ax: Axes) -> None:
 
 
 def striping(ax: Axes) -> None:
-    """Two NICs here and three there make six pairs, each with a sixth of the rows."""
+    """Draw the six pairs of two NICs here and three there, each with a sixth of the rows."""
     ax.set_xlim(0, 10)
     ax.set_ylim(0, 4.3)
     here, there = (3.1, 1.3), (3.6, 2.2, 0.8)
@@ -111,7 +111,7 @@ def striping(ax: Axes) -> None:
 
 
 def failures(ax: Axes) -> None:
-    """A row is lost, its immediate is burnt, a fresh one is complete; then the peer is removed."""
+    """Draw a lost row, its burnt immediate, a complete fresh one, and the peer's removal."""
     ax.set_xlim(0, 12.6)
     ax.set_ylim(0, 4.2)
     here, there = 3.0, 1.0
@@ -159,7 +159,7 @@ def failures(ax: Axes) -> None:
 
 
 def worlds(ax: Axes) -> None:
-    """The same engine over three kinds of networks."""
+    """Draw the same engine over three kinds of networks."""
     ax.set_xlim(0, 10)
     ax.set_ylim(0, 4.3)
     _box(ax, (1.0, 3.4), (8.0, 0.6), "your program; KvCache, weight updates, MoE", INK)
@@ -190,11 +190,11 @@ NOTEBOOKS: dict[str, tuple[str, int]] = {
     "failover": ("07-a-failover-step-by-step", 1),
     "moe_lanes": ("08-lanes-of-a-moe-step", 1),
 }
-"""Figure -> notebook, and which of its figures."""
+"""Figure -> notebook, and the index of its figure."""
 
 
 def figure_of(notebook: str, number: int) -> Figure:
-    """Run a notebook's cells until it has drawn so many figures; return the last of them."""
+    """Run a notebook's cells until it has drawn this many figures; return the last of them."""
     path = Path(__file__).parents[1] / "notebooks" / f"{notebook}.ipynb"
     names: dict[str, object] = {}
     before = set(plt.get_fignums())

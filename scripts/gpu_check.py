@@ -1,6 +1,6 @@
-"""What scripts/gpu_check runs on a GPU; each check prints a line, the last line is the verdict.
+"""The program of scripts/gpu_check, for a GPU; each check prints a line, the last is the verdict.
 
-Kernels are compiled by NVRTC through cuda-python. Where there is no GPU it says so and ends with 2.
+Kernels are compiled by NVRTC through cuda-python. Without a GPU it says so and ends with 2.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Check:
     Args:
         device: "cuda:N".
         cuda: the driver.
-        nvrtc: cuda.bindings.nvrtc; None = only what needs no kernel.
-        launches: how many times each kernel is launched whose times are taken.
+        nvrtc: cuda.bindings.nvrtc; None = only checks without kernels.
+        launches: number of launches of each timed kernel.
     """
 
     def __init__(self, device: str, cuda: Driver, nvrtc: Any | None, launches: int = 2_000) -> None:
@@ -96,7 +96,7 @@ class Check:
         self.figures: dict[str, object] = {}
 
     def facts(self) -> str:
-        """What the GPU says of itself."""
+        """Describe the GPU and its driver."""
         names = (
             "COMPUTE_CAPABILITY_MAJOR", "DMA_BUF_SUPPORTED", "GPU_DIRECT_RDMA_SUPPORTED",
             "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "GPU_DIRECT_RDMA_WRITES_ORDERING",
@@ -110,7 +110,7 @@ class Check:
         return f"cuda-python {bindings}, driver's CUDA {version / 1000:.2f}, {shown}"
 
     def pointers(self) -> str:
-        """Each kind of memory is told from the others."""
+        """Check that each kind of memory is told from the others."""
         host = bytearray(4096)
         with alloc(3 * 4096, self.device) as arena:
             found = inspect(arena.ptr + 5000)
@@ -128,7 +128,7 @@ class Check:
         return "device, pinned, managed and pageable"
 
     def dmabufs(self) -> str:
-        """dma-bufs of memory at, and not at, the start of an allocation and of a page."""
+        """Check dma-bufs of memory at, and not at, the start of an allocation and of a page."""
         sizes = []
         with alloc(4 * MiB, self.device) as arena:
             for start, nbytes in ((0, 4 * MiB), (64 * KiB, MiB), (5000, 100), (4095, 4098)):
@@ -139,7 +139,7 @@ class Check:
         return f"4 exported, {sizes} bytes long"
 
     def mappings(self) -> str:
-        """A dma-buf across two mappings of cuMemCreate: torch's expandable segments make such."""
+        """Check a dma-buf across two mappings of cuMemCreate, as in torch's expandable segments."""
         with mapped(self.cuda, 2, self.index) as start:
             memory = adapt((start + MAPPED // 2 + 100, MAPPED, self.device))
             raw = os.urandom(MAPPED)
@@ -154,13 +154,13 @@ class Check:
         return f"memory of cuMemCreate exported, {size} bytes long; flags of the context {flags:#x}"
 
     def flushed(self) -> str:
-        """Whether a flush is needed, and that it can be made."""
+        """Check that a flush works, and say whether one is needed."""
         needed = needs_flush(self.index)
         assert flush(self.index) is needed
         return "needed before kernels read" if needed else "not needed: the GPU orders NICs' writes"
 
     def copies(self) -> str:
-        """GPU to GPU memory over what reaches host memory only, by staged copies, all compared."""
+        """Move GPU to GPU memory over a host-only backend, by staged copies; compare all bytes."""
         held = []
         for backend, options in _STAGED:
             name = " ".join((backend, *options.values()))
@@ -190,7 +190,7 @@ class Check:
             assert target.read() == raw, f"{backend}: bytes differ"
 
     def nics(self) -> str:
-        """GPU to GPU memory over the NICs beside the GPU, by dma-bufs; bytes compared."""
+        """Move GPU to GPU memory over the NICs beside the GPU, by dma-bufs; compare all bytes."""
         place = detect().place(self.device)
         if not place.nics:
             return "no NIC here: not tried"
@@ -215,7 +215,7 @@ class Check:
         return f"1 MiB over {', '.join(place.nics)} ({backend}), bytes equal"
 
     def compiled(self) -> bytes:
-        """The kernels, compiled for this GPU."""
+        """Compile the kernels for this GPU."""
         nvrtc = self.nvrtc
         assert nvrtc is not None
         numbers = (
@@ -246,12 +246,12 @@ class Check:
         return self.cuda.call("cuModuleLoadData", self.compiled())
 
     def _launch(self, function: Any, stream: Any, *values: int) -> None:
-        """One thread of a kernel; all its arguments have 64 bits."""
+        """Launch one thread of a kernel; all its arguments have 64 bits."""
         kinds = (ctypes.c_uint64,) * len(values)
         self.cuda.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, (values, kinds), 0)
 
     def watched(self) -> str:
-        """A kernel in a CUDA graph advances a watched word; times from launch to callback."""
+        """Time from launch to callback while a kernel in a CUDA graph advances a watched word."""
         seen = threading.Event()
         with TransferEngine.open("local", device=self.device) as engine, self.cuda.on(self.index):
             word = engine.alloc_uvm_watcher(lambda _old, _new: seen.set())
@@ -275,10 +275,10 @@ class Check:
         return self._beside_published("from launch to callback", times_us)
 
     def answered(self) -> str:
-        """A kernel stores, the callback answers, the kernel sees it: times by the GPU's own clock.
+        """Time a kernel's store, the callback's answer and its arrival, by the GPU's own clock.
 
-        The way back is in them, so from store to callback it is less. The clock of some GPUs ticks
-        once a microsecond.
+        The time includes the way back, so from store to callback it is less. The clock of some GPUs
+        ticks once a microsecond.
         """
         with TransferEngine.open("local", device=self.device) as engine, self.cuda.on(self.index):
             pinned = int(self.cuda.call("cuMemHostAlloc", 4096, _PORTABLE_MAPPED))
@@ -315,7 +315,7 @@ class Check:
         return f"us {what}; published from store to callback: {', '.join(pairs)}"
 
     def flag(self) -> str:
-        """A kernel spins on a flag in GPU memory that a counted immediate sets, then reads."""
+        """Check a kernel that spins on a flag, set by a counted immediate, then reads the data."""
         with (
             TransferEngine.open("local", device=self.device) as a,
             TransferEngine.open("local", device=self.device) as b,
@@ -345,7 +345,7 @@ class Check:
 
 
 def fill(cuda: Driver, start: int, pieces: int, device: int, *, capable: bool = True) -> None:
-    """Map some pieces of GPU memory at an address, each memory of its own, one behind the other."""
+    """Map several separate pieces of GPU memory at an address, one behind the other."""
     m = cuda.m
     prop = m.CUmemAllocationProp()
     prop.type = m.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -364,7 +364,7 @@ def fill(cuda: Driver, start: int, pieces: int, device: int, *, capable: bool = 
 
 @contextlib.contextmanager
 def mapped(cuda: Driver, pieces: int, device: int = 0, *, capable: bool = True) -> Iterator[int]:
-    """Reserve addresses, and have GPU memory there meanwhile."""
+    """Reserve addresses, and map GPU memory there meanwhile."""
     start = int(cuda.call("cuMemAddressReserve", pieces * MAPPED, 0, 0, 0))
     fill(cuda, start, pieces, device, capable=capable)
     yield start
@@ -376,7 +376,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all checks; 0 if every one held, 1 if not, 2 if there is no GPU."""
+    """Run all checks; return 0 if every one held, 1 if not, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
     parser.add_argument("device", nargs="?", default="cuda:0")
     parser.add_argument("--json", type=Path, help="write lines and figures here")

@@ -1,10 +1,10 @@
-"""Run tep under the real packages of others, in environments of their own; write down the results.
+"""Run tep under the real packages of others, each in its own environment; write the results.
 
     scripts/test --integrations            all of them
     scripts/test --integrations vllm       those whose name has the word
 
 The environments are made below .integrations/, once: that is a download of some 500 MB and 4 GB on
-the disk. What cannot be installed is said, and is no failure. The results go to
+the disk. A package that cannot be installed is reported, and is no failure. The results go to
 tests/integrations/RESULTS.md.
 """
 
@@ -33,10 +33,10 @@ class Environment:
     """One virtual environment.
 
     Attributes:
-        name: of its folder.
-        packages: what pip installs, besides tep.
-        alone: what it installs without their dependencies, most of which need a GPU.
-        unwanted: what comes along and breaks the import without its GPU half.
+        name: name of its folder.
+        packages: packages that pip installs, besides tep.
+        alone: packages installed without their dependencies, which mostly need a GPU.
+        unwanted: packages that come along and break the import without their GPU half.
         python_of: a package whose wheel is for GPUs: its Python files replace those of the same
             name that `packages` brought, and run on the kernels that came with these.
         versions: distributions whose versions are reported.
@@ -157,7 +157,7 @@ INTEGRATIONS = (
 
 @dataclass
 class Outcome:
-    """What became of one integration."""
+    """The result of one integration."""
 
     name: str
     verdict: str
@@ -167,12 +167,12 @@ class Outcome:
 
 
 def say(text: str) -> None:
-    """Say what happens."""
+    """Print a line of progress."""
     print(f"integrations: {text}", flush=True)
 
 
 def run(command: list[str], limit_s: float, folder: Path) -> tuple[int, str]:
-    """Run a command: its status, and its stdout; the rest goes to log.txt in the folder."""
+    """Run a command; return status and stdout; the rest goes to log.txt in the folder."""
     with (folder / "log.txt").open("ab") as log:
         log.write(f"\n$ {' '.join(command)}\n".encode())
         log.flush()
@@ -193,7 +193,7 @@ def run(command: list[str], limit_s: float, folder: Path) -> tuple[int, str]:
 
 
 def prepare(environment: Environment) -> tuple[Path, str]:
-    """Make an environment, unless it is there; its Python, and why it could not be made, or ""."""
+    """Make an environment if it is missing; return its Python, and an error, or ""."""
     folder = HOME / environment.name
     python, stamp = folder / "bin" / "python", folder / "tep.stamp"
     want = json.dumps(
@@ -230,7 +230,7 @@ def prepare(environment: Environment) -> tuple[Path, str]:
 
 
 def replace_python(requirement: str, python: Path, pip: list[str]) -> str:
-    """Put the Python files of a wheel in the place of an installed package's; why not, or ""."""
+    """Replace an installed package's Python files by a wheel's; return an error, or ""."""
     name, _, version = requirement.partition("==")
     folder = python.parents[1]
     wheels = folder / "wheels"
@@ -256,7 +256,7 @@ def replace_python(requirement: str, python: Path, pip: list[str]) -> str:
 
 
 def versions(python: Path, names: tuple[str, ...]) -> str:
-    """The versions of distributions in an environment, in words."""
+    """Return the versions of distributions in an environment, in words."""
     code = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
     command = [str(python), "-c", code, *names]
     # Both the interpreter and the names stand in this file.
@@ -289,7 +289,7 @@ def attempt(integration: Integration) -> Outcome:
 
 
 def write(outcomes: list[Outcome]) -> None:
-    """Write the results where the docs show them; what did not run now keeps its row."""
+    """Write the results for the docs; an integration that did not run now keeps its row."""
     rows = {}
     for line in RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else ():
         if line.startswith("| "):
@@ -315,7 +315,7 @@ def write(outcomes: list[Outcome]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the integrations that are meant; 1 if one failed."""
+    """Run the chosen integrations; return 1 if one failed."""
     words = [word.lower() for word in argv]
     meant = [one for one in INTEGRATIONS if all(word in one.name.lower() for word in words)]
     if not meant:

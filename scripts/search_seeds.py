@@ -1,8 +1,8 @@
-"""Search many seeds of the engine as it is, a share at a time; it can be stopped, and goes on.
+"""Search many seeds of the engine as it is, a share at a time; a stopped search can be resumed.
 
     .venv/bin/python scripts/search_seeds.py --seeds 1000000 --workers 2
 
-The state is a file: which commit, how many seeds from which one on, and what they found. It is
+The state is a file: the commit, the first seed, the number of seeds, and the findings. It is
 written after each share, so that Ctrl-C or a crash loses one share a worker. On another commit a
 new entry begins, at the seed after the last one: the same seeds would mostly show the same.
 """
@@ -29,7 +29,7 @@ SHARE: Final = 500
 
 
 def search(first: int) -> tuple[int, list[tuple[int, str]], Counter[str], float]:
-    """Play one share of seeds; return its first, the findings, what was seen, and CPU seconds."""
+    """Play one share of seeds; return its first seed, findings, coverage and CPU seconds."""
     logging.disable(logging.CRITICAL)
     start_s = time.process_time()
     found: list[tuple[int, str]] = []
@@ -43,7 +43,7 @@ def search(first: int) -> tuple[int, list[tuple[int, str]], Counter[str], float]
 
 
 def commit() -> str:
-    """The commit that is searched; with a + if files differ from it, other than the state."""
+    """Return the commit that is searched; with a + if files other than the state differ from it."""
     head = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{STATE}")
     return head + "+" * bool(changed)
@@ -56,7 +56,7 @@ def _git(*words: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Search until so many seeds are done on this commit; status 1 if any broke a promise."""
+    """Search until this commit has enough seeds; return 1 if any broke a promise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=1)

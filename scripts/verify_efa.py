@@ -1,7 +1,7 @@
-"""What scripts/verify_efa and scripts/cx7_smoke run: claims about NICs that no other machine tests.
+"""The program of scripts/verify_efa and scripts/cx7_smoke: claims that only real NICs can test.
 
 Each check prints a line; the last line is the verdict. It runs on any provider, so that the script
-itself is tested where there is no EFA.
+itself can be tested without EFA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL = "efa-all"
 
 
 class _Site:
-    """Two engines of this machine, and what they found out."""
+    """Two engines of this machine, and their findings."""
 
     def __init__(self, provider: str) -> None:
         self.provider = provider
@@ -51,13 +51,13 @@ class _Site:
         return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
 
     def _nics(self) -> int:
-        """How many RDMA NICs belong together here."""
+        """Count the RDMA NICs that belong together here."""
         found = verbs.facts()["nics"]
         assert isinstance(found, list)
         return len(found)
 
     def nics(self) -> str:
-        """NICs, rates, limits."""
+        """List NICs, rates, limits."""
         caps = [domain.caps for domain in self.a._domains]
         return "; ".join(
             f"{one.nic} {one.link_bps / 1e9:.0f} Gbps, rows to {one.max_write_bytes} B"
@@ -65,7 +65,7 @@ class _Site:
         )
 
     def pages(self, page_bytes: int, npages: int) -> str:
-        """Pages in random order over all NICs; bytes and counts exact."""
+        """Check pages in random order over all NICs: bytes and counts are exact."""
         rng = np.random.default_rng(page_bytes)
         source = rng.integers(0, 256, page_bytes * npages, np.uint8)
         target = np.zeros_like(source)
@@ -87,7 +87,7 @@ class _Site:
         return f"{npages} x {page_bytes} B, {rate:.2f} GB/s, {npages / took_s / 1e3:.0f} k pages/s"
 
     def immediates(self) -> str:
-        """All 32 bits of an immediate, and an empty row."""
+        """Check all 32 bits of an immediate, and an empty row."""
         _, desc = self.b.reg_mr(bytearray(4096))
         mr, _ = self.a.reg_mr(bytearray(4096))
         values = (0, 1, 0x01020304, 0x80000000, 2**32 - 1)
@@ -99,7 +99,7 @@ class _Site:
         return ", ".join(map(hex, values))
 
     def reads(self) -> str:
-        """Pages that are read in random order; bytes exact."""
+        """Check pages that are read in random order: bytes are exact."""
         caps = self.a._domains[0].caps
         if not caps.reads:
             return f"none: {caps.no_reads}"
@@ -120,7 +120,7 @@ class _Site:
         return f"{npages} x {page_bytes} B, {here.nbytes / took_s / 1e9:.2f} GB/s"
 
     def bad_key(self) -> str:
-        """A wrong key is an error with a name, and the next good row arrives."""
+        """Check that a wrong key is a named error, and the next good row arrives."""
         mr, _ = self.a.reg_mr(bytearray(4096))
         _, good = self.b.reg_mr(bytearray(4096))
         wrong = MrDesc(
@@ -144,7 +144,7 @@ class _Site:
         return code
 
     def dead_peer(self) -> str:
-        """A peer that has gone ends in an error in time."""
+        """Check that rows to a peer that is gone end in an error in time."""
         mr, _ = self.a.reg_mr(bytearray(4096))
         _, desc = self.b.reg_mr(bytearray(4096))
         self.b.close()
@@ -162,7 +162,7 @@ class _Site:
 
 
 def main(argv: list[str]) -> int:
-    """Run all checks on one provider; 0 if every one held."""
+    """Run all checks on one provider; return 0 if every one held."""
     provider = argv[0] if argv else "efa"
     if provider == ALL:
         return _side_by_side()
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> int:
 
 
 def _side_by_side() -> int:
-    """Run every provider in a process of its own; print what each check said, below each other."""
+    """Run every provider in its own process; print the results of each check below each other."""
     found: dict[str, list[tuple[str, str]]] = {}
     status = 0
     for provider in ("efa", "efa-direct", SRD):

@@ -2,7 +2,7 @@
 here.
 
 CPU time of the calling thread, medians over rounds: on a shared machine it is steadier than wall
-time. What reading the clock costs is measured in the same process and taken out.
+time. The cost of reading the clock is measured in the same process and taken out.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["Figure", "clock_ns", "cpu_ns", "median_ns", "summary"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured number beside what it is compared to.
+    """One measured number beside the numbers it is compared to.
 
     Attributes:
-        what: what was measured.
+        what: name of the measurement.
         value: the median.
         best: the best round.
-        worst: the worst round, where that is kept.
-        unit: of value, best, aim and reference.
-        aim: what this project wants to reach; more is worse, unless `more_is_better`.
+        worst: the worst round, if that is kept.
+        unit: unit of value, best, aim and reference.
+        aim: this project's goal; more is worse, unless `more_is_better`.
         reference: somebody else's number for the same thing, or None.
-        reference_source: where that is from.
+        reference_source: the source of `reference`.
     """
 
     what: str
@@ -43,12 +43,12 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """value / reference."""
+        """The ratio value / reference."""
         return None if self.reference is None else self.value / self.reference
 
     @property
     def reached(self) -> bool | None:
-        """Whether the aim is reached, if there is one."""
+        """True if the aim is reached, or there is none."""
         if self.aim is None:
             return None
         return self.value >= self.aim if self.more_is_better else self.value <= self.aim
@@ -56,7 +56,7 @@ class Figure:
 
 @functools.cache
 def clock_ns() -> int:
-    """What two readings of the CPU clock differ by with nothing between them: a median."""
+    """Return the median difference of two successive readings of the CPU clock."""
     found = []
     for _ in range(2001):
         start = time.thread_time_ns()
@@ -65,17 +65,17 @@ def clock_ns() -> int:
 
 
 def median_ns(round_ns: Callable[[], int], rounds: int) -> tuple[float, float]:
-    """Run a round `rounds` times; return the median and the best of what its work took.
+    """Run a round `rounds` times; return the median and the best of its times.
 
     Args:
         round_ns: does the work, and returns the difference of two readings of the CPU clock.
-        rounds: how often.
+        rounds: number of rounds.
     """
     return summary([round_ns() for _ in range(rounds)])
 
 
 def cpu_ns(function: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """CPU nanoseconds of this thread for one call: median and best over `rounds` calls."""
+    """Measure CPU nanoseconds of this thread for one call: median and best over `rounds` calls."""
 
     def one() -> int:
         start = time.thread_time_ns()
@@ -86,6 +86,6 @@ def cpu_ns(function: Callable[[], object], rounds: int) -> tuple[float, float]:
 
 
 def summary(differences: Sequence[int]) -> tuple[float, float]:
-    """Median and best of differences of the CPU clock, without what reading it costs."""
+    """Return median and best of differences of the CPU clock, without the cost of reading it."""
     own = clock_ns()
     return statistics.median(differences) - own, min(differences) - own

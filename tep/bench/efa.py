@@ -1,24 +1,24 @@
 """The backend `efa` beside libfabric's EFA provider: CPU of the engine's thread, device taken out.
 
 Every figure of a round is taken before the next round begins, so that all ways meet the same
-machine. Both ends of a pair are engines of this process, turned by hand in this thread.
+machine. Both ends of a pair are engines of this process, stepped in this thread.
 
-How a fake device's own time is taken out. Before what is timed the device is held
+The fake device's own time is taken out as follows. Before a timed part the device is paused
 (tests/efa_fake, fake_efa_hold): no call moves it, and its thread stands still. Between two timed
-parts it moves by fake_efa_run(), which is not timed. What is posted and polled by columns then
-calls nothing of the device. Who posts and polls row by row still pays for the calls of the fake
-library, which copy requests and completions. What these cost a row is measured in the same run by a
-C loop that makes nothing but these calls (`cost` of tests/efa_fake/driver.c), and is subtracted
-from the figures of such ways; that includes what a real library would do there, so that a ratio
-to them comes out too small rather than too large.
+parts it moves by fake_efa_run(), which is not timed. Posting and polling by columns then calls
+nothing of the device. Posting and polling row by row still pays for the calls of the fake library,
+which copy requests and completions. Their cost a row is measured in the same run by a C loop that
+makes nothing but these calls (`cost` of tests/efa_fake/driver.c), and is subtracted from the
+figures of such ways; that includes the work of a real library there, so that a ratio to them comes
+out too small rather than too large.
 
 The fake device's work also empties the caches of the core, which a real one leaves alone. So each
-way has two pairs of engines. Whatever is timed the first pair does just before, untimed: it finds
-the code cold. What belongs to the second pair, its queues, tables and buffers, is cold still, as
-after the work of a real device. A real device is never held and costs no CPU; there, a CPU time a
-row has in it what was spent on polling in vain.
+way has two pairs of engines. The first pair does every timed part just before the second, untimed,
+to warm the code. The second pair's own queues, tables and buffers are still cold, as they are after
+the work of a real device. A real device is never paused and costs no CPU; there, the CPU time a row
+includes polls that find nothing.
 
-What reading the clock costs is taken out as well, as in the other benchmarks.
+The cost of reading the clock is taken out as well, as in the other benchmarks.
 
 Submit to doorbell: from the call of submit_paged_writes() or submit_single_write() to the return of
 the post that rang the last doorbell, plan and columns of the engine included.
@@ -49,12 +49,12 @@ from tep.drivers.threads import Machine
 __all__ = ["COLUMN_FIGURES", "column_figures"]
 
 COLUMN_FIGURES: Final = 14
-"""How many figures column_figures() yields, at most."""
+"""The number of figures that column_figures() yields, at most."""
 
 _ROW_BYTES: Final = 64
 _ROWS: Final = 4000  # fit into the queue with the messages
 _BURST: Final = 256
-_BURST_LONG: Final = 1500  # there are receives for so many
+_BURST_LONG: Final = 1500  # at most the number of receives
 _AIMS: Final = {1024: 25.0, 64: 45.0, 16: 110.0}  # ns a page, by the largest batch of a doorbell
 _WARM, _REPEATS = 2, 8  # runs of each figure in a round, one after the other; the first are untimed
 _TIMES_LESS: Final = 20.0
@@ -65,7 +65,7 @@ _BURSTS: Final = 8
 
 
 class _Device:
-    """The fake device, held or moving; a real one takes no notice."""
+    """The fake device, paused or moving; a real one is not affected."""
 
     def __init__(self) -> None:
         self._hold = self._run = None
@@ -75,7 +75,7 @@ class _Device:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No call moves it meanwhile."""
+        """Pause the device meanwhile: no call moves it."""
         if self._hold is None:
             yield
             return
@@ -86,7 +86,7 @@ class _Device:
             self._hold(0)
 
     def move(self) -> None:
-        """Let it do what it has to do."""
+        """Let the device do its pending work."""
         if self._run is not None:
             self._run(_TURNS)
 
@@ -105,12 +105,12 @@ class _Clock:
 
 
 Steps = Generator[tuple[tuple[Handle, ...], tuple[Machine, ...]], None, list[float]]
-"""What is measured: it yields where the device moves, with what is to end meanwhile and the
-machines that may be turned for that, and returns what it found."""
+"""A measurement. It yields each time the device may move, with the handles that must end meanwhile
+and the machines that may be stepped for that, and returns its results."""
 
 
 class _Pair:
-    """Two engines of one backend on one NIC, and what a transfer between them needs."""
+    """Two engines of one backend on one NIC, with the regions for transfers between them."""
 
     def __init__(self, now_ns: Callable[[], int], backend: str, **options: Any) -> None:
         self._now_ns = now_ns
@@ -153,7 +153,7 @@ class _Pair:
         return (self.mr, source), (self.desc, target)
 
     def submit_ns(self, npages: int) -> Steps:
-        """Submit to the last doorbell, a page; of as many transfers as the queue holds."""
+        """Measure submit to the last doorbell, a page, for as many transfers as the queue holds."""
         ends, times = self._ends(npages), _ROWS // npages
         found: list[float] = []
         open_: list[Handle] = [self.b.expect_imm_count(1, npages * times)]
@@ -168,7 +168,7 @@ class _Pair:
         return found
 
     def single_us(self) -> Steps:
-        """Submit to doorbell of one write; of some, one after the other."""
+        """Measure submit to doorbell of one write, for some writes one after the other."""
         found: list[float] = []
         open_: list[Handle] = [self.b.expect_imm_count(1, _SINGLES)]
         for _ in range(_SINGLES):
@@ -181,7 +181,7 @@ class _Pair:
         return found
 
     def counted_ns(self, burst: int) -> Steps:
-        """What an immediate costs its reader, from the completion queue to the count."""
+        """Measure an immediate's cost at its reader, from the completion queue to the count."""
         found = []
         for _ in range(_BURSTS):
             got = self.b.expect_imm_count(1, burst + 1)
@@ -197,7 +197,7 @@ class _Pair:
         return found
 
     def row_ns(self, rows: int = _ROWS) -> Steps:
-        """CPU of both ends a row: submit, post, complete, count."""
+        """Measure CPU of both ends a row: submit, post, complete, count."""
         ends = self._ends(rows)
         start = self._now_ns()
         got = self.b.expect_imm_count(1, rows)
@@ -218,7 +218,7 @@ class _Pair:
 
 
 class _Way:
-    """One way to post and poll: the pair that is timed, and before it the one that is not."""
+    """One way to post and poll, with its two pairs: only the second is timed."""
 
     def __init__(self, device: _Device, backend: str, **options: Any) -> None:
         self._device, self._pairs = device, list[_Pair]()
@@ -232,11 +232,11 @@ class _Way:
             raise
 
     def limit_batch(self, most: int) -> int:
-        """As _Pair.limit_batch()."""
+        """Call _Pair.limit_batch() of both pairs."""
         return [pair.limit_batch(most) for pair in self._pairs][-1]
 
     def measure(self, steps: Callable[[_Pair], Steps]) -> list[float]:
-        """What is found on the second pair."""
+        """Run a measurement on both pairs; return the results of the second."""
         runs = [steps(pair) for pair in self._pairs]
         found: list[float] = []
         with self._device.held():
@@ -255,7 +255,7 @@ class _Way:
         return found
 
     def _settle(self, handles: list[Handle], machines: list[Machine]) -> None:
-        """Move the device, until all has ended."""
+        """Move the device until all handles have ended."""
         for _ in range(_TURNS_MAX):
             self._device.move()
             if all(handle.finished for handle in handles):
@@ -272,7 +272,7 @@ class _Way:
 
 
 class _Taken:
-    """One figure to be, and what was measured for it so far."""
+    """One figure, with its values so far."""
 
     def __init__(
         self, measure: Callable[[], list[float]], what: str, unit: str, aim: float | None
@@ -281,7 +281,7 @@ class _Taken:
         self.values: list[float] = []
 
     def figure(self, less: float = 0.0, reference: float | None = None) -> Figure:
-        """Its median, least and most; `less` is the library's own time."""
+        """Return its median, least and most; `less` is the library's own time."""
         values = [value - less for value in self.values]
         return Figure(
             what=self.what,
@@ -377,7 +377,7 @@ def _limited(way: _Way, batch: int, steps: Callable[[_Pair], Steps]) -> Callable
 
 
 def _calls_ns(rounds: int) -> float:
-    """What the fake library's calls take for a row and its receive; 0 on a real device."""
+    """Measure the fake library's calls for a row and its receive; 0 on a real device."""
     driver = os.environ.get("TEP_FAKE_EFA_DRIVER")
     if driver is None:
         return 0.0

@@ -1,10 +1,10 @@
 """The engine's own cost, over NICs that take everything at once (tep.testing.null): nothing but our
 Python.
 
-What the null NICs take themselves is in every figure, and is measured alone in the same run: no
-engine can do with less, since it posts on each NIC that has rows, and polls each one.
+The time of the null NICs themselves is in every figure, and is measured alone in the same run: no
+engine can take less, since it posts on each NIC that has rows, and polls each one.
 
-Each figure counts both ends where the thing measured has two: submit, plan, columns, posts,
+Each figure counts both ends if the measurement has two: submit, plan, columns, posts,
 completions, counts.
 """
 
@@ -78,7 +78,7 @@ def _paged(
     aim: float | None,
     prepared: bool = False,
 ) -> Figure:
-    """Nanoseconds a page, both ends, the page lists given as plain arrays, or prepared."""
+    """Measure nanoseconds a page, both ends, with page lists as plain arrays, or prepared."""
     ring: list[Machine] = []
     here, there = null_pair(nics)
     a, b = _engine("a", here, ring), _engine("b", there, ring)
@@ -88,11 +88,11 @@ def _paged(
     src, dst = rng.permutation(npages), rng.permutation(npages)
     imms = np.arange(npages, dtype=np.uint32)
     ready = a.prepare_paged_writes(PAGE_BYTES, (mr, Pages(src)), (desc, Pages(dst)))
-    moves = itertools.cycle((0, PAGE_BYTES))  # as the layers of a cache: never the offset before
+    moves = itertools.cycle((0, PAGE_BYTES))  # like the layers of a cache: another offset each time
 
     def one() -> int:
         nonlocal imms
-        imms = imms + np.uint32(npages)  # fresh values in every round, as an application has them
+        imms = imms + np.uint32(npages)  # fresh values in every round, like an application's
         counted = b._worker.imms.total + npages  # stats() would empty the processor's caches
         offset = next(moves)
         start = time.thread_time_ns()
@@ -129,7 +129,7 @@ def _paged(
 
 
 def _null_nics(npages: int, nics: int, rounds: int) -> Figure:
-    """What the NICs of a paged write, or of one row, take without an engine: posts and polls."""
+    """Measure the NICs of a paged write, or of one row, without an engine: posts and polls."""
     here, there = null_pair(nics)
     used = min(nics, npages)
     n, out = npages // used, new_completions(EngineOptions().poll_rows)
@@ -157,12 +157,12 @@ def _null_nics(npages: int, nics: int, rounds: int) -> Figure:
 
 
 def kind_of(prepared: bool) -> str:
-    """A word for the label of a figure."""
+    """Return the word for the label of a figure."""
     return "prepared " if prepared else ""
 
 
 def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
-    """Microseconds of one 4 KiB write: submit to the return of the post, the same with the poll and
+    """Measure one 4 KiB write, us: submit to the return of the post, the same with the poll and
     the settling after it, and write to counted immediate and back to done.
     """
     whats = (
@@ -183,7 +183,7 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
 
 
 def _single_ns(which: int, nics: int, rounds: int, *, prepared: bool) -> list[int]:
-    """Each round of one of the figures; only the first needs NICs that take the time."""
+    """Measure each round of one of the figures; only the first needs NICs with a clock."""
     ring: list[Machine] = []
     wire: list[NullDomain] = []
     here = [(NullDomain if which else _Stamping)(k, wire) for k in range(nics)]
@@ -216,7 +216,7 @@ def _single_ns(which: int, nics: int, rounds: int, *, prepared: bool) -> list[in
 
 
 class _Stamping(NullDomain):
-    """A NIC that takes the time at which its last post ends."""
+    """A NIC that records the time at which its last post ends."""
 
     last_ns = 0
 
@@ -227,7 +227,7 @@ class _Stamping(NullDomain):
 
 
 def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figure:
-    """Microseconds from the submit to the return of the last post, in a peer group."""
+    """Measure microseconds from the submit to the return of the last post, in a peer group."""
     ring: list[Machine] = []
     wire: list[NullDomain] = []
     last = _Stamping(0, wire)
@@ -241,7 +241,7 @@ def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figu
     group = a.add_peer_group([other.main_address for other in others])
     dsts = [ScatterDst(256, 256 * k, (desc, 0)) for k, desc in enumerate(descs)]
     ready = a.prepare_scatter(mr, dsts, group=group)
-    moves = itertools.cycle((0, 1 << 16))  # two buffers in turns
+    moves = itertools.cycle((0, 1 << 16))  # two buffers alternately
 
     def one() -> int:
         offset = next(moves)

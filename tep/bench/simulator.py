@@ -1,4 +1,4 @@
-"""How fast the simulator runs: CPU time, all engines included."""
+"""The speed of the simulator: CPU time, all engines included."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def simulator_figures(rounds: int = 5) -> Iterator[Figure]:
 
 
 def _scenarios(rounds: int) -> Iterator[Figure]:
-    """Drawn chaos scenarios a second, oracle and engines included, and rows posted in them.
+    """Measure drawn chaos scenarios a second, with oracle and engines, and their posted rows.
 
-    A scenario had 21 rows when 500 a second became the aim; since then it has got several times as
-    many. Rows a second tell a slower engine from a longer scenario.
+    A scenario had 21 rows when 500 a second became the aim; now it has several times as many.
+    Rows a second tell a slower engine from a longer scenario.
     """
     seeds = iter(range(rounds * _BATCH))
     per_s, rows_per_s = list[float](), list[float]()
@@ -62,7 +62,7 @@ def _scenarios(rounds: int) -> Iterator[Figure]:
 
 
 def _paged(profile: str, rounds: int, npages: int = 16384, page_bytes: int = 65536) -> Figure:
-    """CPU of one paged write of 1 GiB on the timing fabric, both engines included, no bytes
+    """Measure CPU of one paged write of 1 GiB on the timing fabric, with both engines, no bytes
     moved.
     """
     rng = np.random.default_rng(1)
@@ -89,8 +89,8 @@ def _paged(profile: str, rounds: int, npages: int = 16384, page_bytes: int = 655
 
 
 def _all_to_all(rounds: int) -> Figure:
-    """CPU of 64 ranks writing to 56 peers each on other nodes of 8, a dispatch's traffic, all
-    engines included.
+    """Measure CPU of 64 ranks writing to 56 peers each on other nodes of 8, a dispatch's traffic,
+    all engines included.
     """
     with Cluster(nodes=_RANKS, profile="cx7_400", move_bytes=False) as cluster:
         memory = (1 << 40, 1 << 30, "cpu")

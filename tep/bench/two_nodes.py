@@ -1,4 +1,4 @@
-"""What scripts/bench_two_nodes measures between two engines, and the format of its results.
+"""The measurements of scripts/bench_two_nodes between two engines, and its format of results.
 
 Two processes run this alike, one of them writes; on the simulator and on loopback both engines are
 in one process. The source times its transfers, from submit to the last acknowledgement.
@@ -6,9 +6,9 @@ in one process. The source times its transfers, from submit to the last acknowle
 Results are one JSON document, which `tep sim fit` reads:
 
     format   "tep-two-nodes-1"
-    points   [{"kind": "single" | "paged", "bytes", "gbps", "nics"}]  What a profile is fitted to:
-             single: bytes of the write, one outstanding at a time; paged: bytes of a page, many
-             pages in random order; gbps: Gb/s over all NICs; of the largest number of NICs only
+    points   [{"kind": "single" | "paged", "bytes", "gbps", "nics"}]  The points to fit a profile
+             to: single: bytes of the write, one in flight at a time; paged: bytes of a page, many
+             pages in random order; gbps: Gb/s over all NICs; for the largest number of NICs only
     others   [{"kind", "bytes", "value", "unit", "nics"}]  everything else, fewer NICs as well
     run      backend, options, memory, NICs, versions, date
 """
@@ -41,14 +41,14 @@ __all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure"
 FORMAT: Final = "tep-two-nodes-1"
 _SINGLES: Final = (64 * KiB, 256 * KiB, MiB, 32 * MiB)
 _PAGES: Final = (KiB, 8 * KiB, 16 * KiB, 64 * KiB)
-"""Of the paper's Table 2, both NICs (tep/bench/reproduce/data/p2p.csv)."""
+"""The sizes of the paper's Table 2, both NICs (tep/bench/reproduce/data/p2p.csv)."""
 
 _SLICES: Final = 16
 _WAIT_S: Final = 120.0
 
 
 class Meeting(Protocol):
-    """The two sides meet: `tep.rendezvous.Group`, or nobody where both are here."""
+    """The meeting of the two sides: `tep.rendezvous.Group`, or none if both are here."""
 
     rank: int
 
@@ -59,14 +59,14 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured; both sides must have the same.
+    """The plan of the measurements; both sides must have the same.
 
     Attributes:
         singles, pages: sizes in bytes.
         pages_each: pages of one paged run.
-        bytes_each: of single writes of one size, at the least 4 writes.
-        rounds: of latencies.
-        buffer_bytes: of the region on each side.
+        bytes_each: bytes of single writes of one size, at the least 4 writes.
+        rounds: rounds of latencies.
+        buffer_bytes: bytes of the region on each side.
     """
 
     singles: tuple[int, ...] = _SINGLES
@@ -78,7 +78,7 @@ class Plan:
 
     @classmethod
     def short(cls) -> Plan:
-        """Seconds everywhere: every kind, small numbers. Its figures mean nothing."""
+        """Make a plan of seconds: every kind, small numbers. Its figures mean nothing."""
         return cls(
             singles=(64 * KiB, MiB),
             pages=(KiB, 8 * KiB, 64 * KiB),
@@ -101,11 +101,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was measured over one engine.
+    """The results over one engine.
 
     Attributes:
-        points: in order.
-        nics: their names.
+        points: the figures, in order.
+        nics: names of the NICs.
     """
 
     points: tuple[Point, ...]
@@ -124,7 +124,7 @@ class _Side:
 
     @property
     def nics(self) -> int:
-        """How many it has."""
+        """The number of its NICs."""
         return len(self.engine.main_address.domains)
 
 
@@ -136,7 +136,7 @@ class _Match:
     """The two sides of a run: here, or one of them elsewhere.
 
     Attributes:
-        source, target: those of this process.
+        source, target: the sides in this process.
         there: descriptors of both buffers, the source's first.
         row_bytes: longest write that one NIC takes: 8 MiB on Soft-RoCE. Both sides have the same
             NICs, so they agree.
@@ -161,22 +161,22 @@ class _Match:
 
     @property
     def nics(self) -> tuple[int, int]:
-        """Of the source and of the target."""
+        """The numbers of NICs of the source and of the target."""
         ours, theirs = (len(desc.addr.domains) for desc in self.there)
         return ours, theirs
 
     def next_imm(self) -> int:
-        """One that neither side has used."""
+        """Return an immediate that neither side has used."""
         self._imm += 1
         return self._imm
 
     def together(self) -> None:
-        """Both sides are here."""
+        """Wait until both sides are here."""
         if self.meeting is not None:
             self.meeting.barrier(timeout_s=_WAIT_S)
 
     def run(self, imm: int, count: int, write: Callable[[_Side], None]) -> float:
-        """Have the source write while the target counts; its seconds, 0.0 at the target."""
+        """Run the source's writes while the target counts; return seconds, 0.0 at the target."""
         got = self.target.engine.expect_imm_count(imm, count) if self.target else None
         self.together()
         took_s = 0.0
@@ -203,12 +203,12 @@ def measure(
     """Measure between two engines; the points are the source's, none at a lone target.
 
     Args:
-        engines: both, where no meeting is given; else this process's.
-        plan: what.
-        meeting: where the other process is met; rank 0 is the source.
-        memory: "cpu" or "cuda:N", of the buffers.
-        progress: told what is measured next.
-        seed: of contents and of the order of pages.
+        engines: both engines if no meeting is given; else this process's.
+        plan: the measurements.
+        meeting: the meeting with the other process; rank 0 is the source.
+        memory: "cpu" or "cuda:N", the device of the buffers.
+        progress: called with the name of the next measurement.
+        seed: seed of contents and of the order of pages.
 
     Raises:
         FabricError: bytes have arrived wrong, or a write failed.
@@ -234,7 +234,7 @@ def measure(
 def _steps(
     match: _Match, plan: Plan, seed: int
 ) -> Iterator[tuple[str, int, str, Callable[[], float]]]:
-    """(kind, bytes, unit, what to run), the same on both sides."""
+    """Yield (kind, bytes, unit, function to run), the same on both sides."""
     size = plan.buffer_bytes
     yield "verified", size, "Gb/s", lambda: _verified(match, size, seed)
     for nbytes in plan.singles:
@@ -250,7 +250,7 @@ def _steps(
 
 
 def _verified(match: _Match, nbytes: int, seed: int) -> float:
-    """Writes of the whole buffer, which also warm up; every byte is compared."""
+    """Write the whole buffer, which also warms up; compare every byte."""
     imm, (ours, theirs) = match.next_imm(), match.nics
     parts = [(at, min(match.row_bytes, nbytes - at)) for at in range(0, nbytes, match.row_bytes)]
 
@@ -314,7 +314,7 @@ def _paged(match: _Match, nbytes: int, plan: Plan, seed: int) -> Callable[[], fl
 
 
 def _scatter(match: _Match, nbytes: int, rounds: int) -> Callable[[], float]:
-    """Sixteen slices to the one peer, from submit to acknowledged; median, us."""
+    """Measure sixteen slices to the one peer, from submit to acknowledged; median, us."""
 
     def run() -> float:
         imm, (ours, theirs) = match.next_imm(), match.nics
@@ -338,7 +338,7 @@ def _scatter(match: _Match, nbytes: int, rounds: int) -> Callable[[], float]:
 
 
 def _ping(match: _Match, rounds: int, nbytes: int) -> float:
-    """Half a round trip, median, us: a write of 8 bytes, or a barrier, and one in answer."""
+    """Measure half a round trip, median, us: a write of 8 bytes, or a barrier, and its answer."""
     there, back = match.next_imm(), match.next_imm()
     ours, theirs = match.nics
     times_s = []
@@ -368,7 +368,7 @@ def _ping(match: _Match, rounds: int, nbytes: int) -> float:
 
 
 def _both_ways(match: _Match, nbytes: int, count: int) -> float:
-    """Writes both ways at once; Gb/s of both, by the source's clock."""
+    """Measure writes both ways at once; Gb/s of both, by the source's clock."""
     imm, (ours, theirs) = match.next_imm(), match.nics
     sides = [side for side in (match.source, match.target) if side]
     each = [count_imms(Single(nbytes), theirs, ours), count_imms(Single(nbytes), ours, theirs)]
@@ -389,10 +389,10 @@ def _both_ways(match: _Match, nbytes: int, count: int) -> float:
 
 
 def open_engine(backend: str, options: dict[str, object], device: str | None) -> TransferEngine:
-    """One engine with a backend's options as given on a command line.
+    """Open one engine with a backend's options from a command line.
 
     Raises:
-        UsageError, BackendUnavailable: as TransferEngine.open.
+        UsageError, BackendUnavailable: same as TransferEngine.open.
     """
     defaults = EngineOptions()
     return TransferEngine.open(backend, device=device, driver=None, options=defaults, **options)
@@ -401,7 +401,7 @@ def open_engine(backend: str, options: dict[str, object], device: str | None) ->
 def document(
     results: Sequence[Result], backend: str, options: dict[str, object], memory: str
 ) -> dict[str, object]:
-    """The results as the JSON that this module describes; the last one is fitted to.
+    """Return the results as the JSON that this module describes; the last one is fitted to.
 
     Raises:
         UsageError: there are none.

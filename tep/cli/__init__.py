@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:
-    """Give --ray its value where it stands alone: typer knows no options that may have one."""
+    """Give --ray its value if it has none: typer knows no options with an optional value."""
     following = [*argv[1:], "-"]
     return [
         "--ray=auto" if word == "--ray" and after.startswith("-") else word

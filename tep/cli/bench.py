@@ -1,4 +1,4 @@
-"""`tep bench`: measures, and prints medians beside what they are compared to."""
+"""`tep bench`: measures, and prints medians beside the numbers they are compared to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["app", "show_figures"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure: CPU time, medians, side by side with what they are compared to.",
+    help="Measure: CPU time, medians, side by side with the numbers they are compared to.",
 )
 Rounds = Annotated[
     int, typer.Option("--rounds", min=3, help="Rounds of each figure; the median is shown.")
@@ -32,7 +32,7 @@ Rounds = Annotated[
 
 @app.command("engine")
 def engine(rounds: Rounds = 40, json: Json = False) -> None:
-    """The engine's own CPU time a page, a write and a scatter, over NICs that cost nothing."""
+    """Measure the engine's own CPU time a page, a write and a scatter, over NICs without cost."""
     from tep.bench.engine import engine_figures  # numpy is loaded when something is measured
 
     show_figures("tep bench engine", engine_figures(rounds), 21, json=json)
@@ -40,7 +40,7 @@ def engine(rounds: Rounds = 40, json: Json = False) -> None:
 
 @app.command("sim")
 def sim(rounds: Rounds = 5, json: Json = False) -> None:
-    """The simulator's speed: chaos scenarios a second, a large paged write and an all-to-all on the
+    """Measure the simulator: chaos scenarios a second, a large paged write and an all-to-all on the
     timing fabric.
     """
     from tep.bench.simulator import simulator_figures
@@ -59,7 +59,7 @@ def scale(
     ] = 1,
     json: Json = False,
 ) -> None:
-    """What large simulations cost: CPU, memory and counts of events, each in its own process.
+    """Measure large simulations: CPU, memory and counts of events, each in its own process.
 
     All of them take minutes. loop is one round of a fixed Python loop: on a busy machine it grows
     as CPU does, so compare CPU only where loop is the same.
@@ -119,9 +119,9 @@ def peers(
     rounds: Rounds = 9,
     json: Json = False,
 ) -> None:
-    """tep beside NIXL, Mooncake, ucxx and MPI between two processes of this host, in turns.
+    """Compare tep with NIXL, Mooncake, ucxx and MPI, by turns, between two processes of this host.
 
-    Each has an environment of its own, with numpy; who has none is named as absent. Ratios are to
+    Each has its own environment, with numpy; one without is named as absent. Ratios are to
     tep in the same round, above 1 where the other is better.
     """
     from tep.bench.peers import find_peers, peer_rows
@@ -156,7 +156,7 @@ def peers(
 
 @app.command("libfabric")
 def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
-    """The whole engine over libfabric's tcp, beside a C loop on the same settings."""
+    """Measure the whole engine over libfabric's tcp, beside a C loop on the same settings."""
     from tep.bench.libfabric import FIGURES, libfabric_figures
 
     try:
@@ -171,7 +171,7 @@ def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
 
 @app.command("efa")
 def efa(rounds: Rounds = 15, json: Json = False) -> None:
-    """The whole engine over EFA: the backend `efa`, both of its ways, beside libfabric's two
+    """Measure the engine over EFA: the backend `efa`, both of its ways, beside libfabric's two
     fabrics; and those two beside a C loop on the same NIC and settings.
 
     Needs an EFA device, or a fake one: scripts/fake_efa tep bench efa, in a checkout of tep. The

@@ -1,8 +1,7 @@
 """`tep demo`: a real file from one engine to another, over every fabric that runs on this machine.
 
-Two processes over a real fabric first (demo_pair), then the fabrics of one process, here. The
-receiver knows that the file is there by its count of immediates, and by nothing else; the SHA-256
-is taken afterwards.
+First come two processes over a real fabric (demo_pair), then the fabrics of one process, here. Only
+its count of immediates shows the receiver that the file is there; the SHA-256 is taken afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def largest_library_file() -> Path:
-    """The largest file of the running Python's own library, packages not counted."""
+    """Find the largest file of the running Python's own library, packages not counted."""
     root = Path(sysconfig.get_path("stdlib"))
     sizes = (
         (path.stat().st_size, str(path))
@@ -53,16 +52,16 @@ def move_file(
     published_gbps: float | None = None,
     simulated: bool = True,
 ) -> Moved:
-    """Move `data` from one engine to the other as pages in random order, and check what arrived.
+    """Move `data` from one engine to the other as pages in random order, and check the result.
 
     Args:
         fabric: name of the run.
         ends: sender, receiver.
         data: uint8[n], n >= 1; the last page is filled up with zeros.
         page_bytes: length of a page.
-        seed: of the page order on both sides.
-        published_gbps: to stand beside the result.
-        simulated: whether the engines' clock is a simulated one.
+        seed: seed of the page order on both sides.
+        published_gbps: the published number to show beside the result.
+        simulated: True if the engines' clock is a simulated one.
     """
     sender, receiver = ends
     npages = -(-len(data) // page_bytes)
@@ -109,7 +108,7 @@ def _overtakes(
     src: tuple[tep.MrHandle, tep.Pages],
     dst: tuple[tep.MrDesc, tep.Pages],
 ) -> int:
-    """Send the same pages once more, each with its own number as immediate, and look at the order
+    """Send the same pages again, each with its own number as immediate, and check the order
     of arrival.
     """
     npages, base = len(src[1]), 1 << 16
@@ -121,8 +120,8 @@ def _overtakes(
     sent.wait()
     fence = receiver.expect_imm_count(43, 1)
     while len(arrived) < npages:
-        # `sent` says that the pages are there, not that the receiver has looked; a fence makes it
-        # look.
+        # `sent` says that the pages are there, not that the receiver has polled; a fence makes it
+        # poll.
         sender.submit_barrier([dst[0]], 43).wait()
         fence.wait()
         fence = receiver.expect_imm_count(43, 1)
@@ -170,7 +169,7 @@ def _timing(data: U8, page_bytes: int, seed: int, profile: str, trace: Path | No
 
 
 def read_file(path: Path) -> U8:
-    """The bytes of a file, mapped and not copied.
+    """Map the bytes of a file, without a copy.
 
     Raises:
         UsageError: it cannot be read, or is empty.

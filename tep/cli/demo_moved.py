@@ -1,4 +1,4 @@
-"""One run of the demo as a record, how records are printed, and what "overtaken" means.
+"""One run of the demo as a record, the printing of records, and the count of overtakes.
 
 Nothing here moves bytes.
 """
@@ -18,24 +18,24 @@ __all__ = ["LeftOut", "Moved", "count_overtakes", "print_pairs", "print_rehearsa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One run: what went where, and what the receiver saw.
+    """One run: the transfer, and its result at the receiver.
 
     Attributes:
-        fabric: which fabric, with its profile or seed.
-        processes: of sender and receiver together.
+        fabric: the fabric, with its profile or seed.
+        processes: number of processes of sender and receiver together.
         pages: writes with an immediate.
         nics: NICs of the sender -> of the receiver.
         nic_bytes: bytes that each NIC of the sender carried.
-        imms_expected, imms_counted: at the receiver.
+        imms_expected, imms_counted: numbers of immediates at the receiver.
         overtakes: immediates that arrived before one of an earlier page.
-        sim_us: simulated time from submit to the receiver's count, where time is simulated.
-        gbps: over that time.
+        sim_us: simulated time from submit to the receiver's count, if time is simulated.
+        gbps: rate over that time.
         published_gbps: the paper's figure for this NIC and page size, if it has one.
-        real_us: time on this machine's clock from submit to the receiver's count, where two
+        real_us: time on this machine's clock from submit to the receiver's count, if two
             processes ran; the median of the rounds.
-        gbytes_per_s: over that time.
-        sha256: of what arrived.
-        agrees: whether it is the file's.
+        gbytes_per_s: rate over that time.
+        sha256: digest of the received bytes.
+        agrees: True if it is the file's digest.
     """
 
     fabric: str
@@ -57,7 +57,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A run that this machine cannot make: which, why, what was tried, and what would bring it."""
+    """A run that this machine cannot make: the reason, the attempts, and the remedy."""
 
     fabric: str
     why: str
@@ -66,14 +66,14 @@ class LeftOut:
 
 
 def count_overtakes(numbers: Sequence[int]) -> int:
-    """How many of the numbers stand before a smaller one."""
+    """Count the numbers that stand before a smaller one."""
     arrived = np.array(numbers)
     later = np.minimum.accumulate(arrived[::-1])[::-1]
     return int(np.count_nonzero(arrived[:-1] > later[1:]))
 
 
 def print_pairs(title: str, runs: Sequence[Moved], left_out: Sequence[LeftOut]) -> None:
-    """Print the runs of two processes, and what was left out."""
+    """Print the runs of two processes, and the runs left out."""
     if runs:
         columns = (*_LEFT, "ms", "GB/s", _RIGHT)
         rows = (

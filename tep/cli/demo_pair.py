@@ -1,6 +1,6 @@
 """The demo between two processes: this one sends, one that it starts receives; over any backend.
 
-PAIRS is the table of such runs. The two talk by lines of JSON over the receiver's standard input
+PAIRS is the table of such runs. The two exchange lines of JSON over the receiver's standard input
 and output; the file itself goes by one-sided writes alone. The receiver ends when its input does.
 """
 
@@ -45,9 +45,9 @@ class Pair:
     """One run between two processes.
 
     Attributes:
-        fabric: how the table calls it.
-        backend: of both ends.
-        sender, receiver: what TransferEngine.open gets besides.
+        fabric: its name in the table.
+        backend: the backend of both ends.
+        sender, receiver: the other arguments of TransferEngine.open.
     """
 
     fabric: str
@@ -64,11 +64,11 @@ PAIRS: Final = (
     Pair("libfabric tcp", "libfabric", _TWO_TCP, _TWO_TCP),
     Pair("local", "local", {"nics": 2}, {"nics": 2}),
 )
-"""The runs, in order; one whose backend is not here is left out, and why is said."""
+"""The runs, in order; one whose backend is missing is left out, and the reason is shown."""
 
 
 def page_places(npages: int, seed: int) -> tuple[I64, I64]:
-    """The order in which pages are sent, and the slot of each page at the receiver."""
+    """Return the order in which pages are sent, and the slot of each page at the receiver."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(npages)
     return rng.permutation(npages), slots
@@ -80,14 +80,14 @@ def move_between(
     """Move `data` from this process to another one as pages in random order, several times.
 
     Args:
-        pair: over what.
+        pair: the backend and its options.
         data: uint8[n], n >= 1; the last page is filled up with zeros.
         page_bytes: length of a page.
-        seed: of the page order on both sides.
-        rounds: how often; the receiver's memory is wiped before each.
+        seed: seed of the page order on both sides.
+        rounds: number of rounds; the receiver's memory is wiped before each.
 
     Returns:
-        What the receiver saw; or why this machine cannot make the run.
+        The record of the run; or the reason why this machine cannot make it.
 
     Raises:
         FabricError: it began, and failed.
@@ -117,7 +117,7 @@ def _left_out(pair: Pair, error: BackendUnavailable) -> LeftOut:
 
 
 class _Sending:
-    """The sender's side: the file in registered memory, and where its pages go."""
+    """The sender's side: the file in registered memory, and the places of its pages."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class _Sending:
         self.sent_bytes: tuple[int, ...] = ()
 
     def measure(self, pair: Pair, data: U8, rounds: int, nics: int) -> Moved:
-        """All rounds, then the order of arrival; one record."""
-        # The first row to a peer waits for a greeting, which is no part of the transfer.
+        """Run all rounds, then check the order of arrival; return one record."""
+        # The first row to a peer waits for a handshake, which is no part of the transfer.
         self.engine.submit_barrier([self.desc], _WARM_IMM).wait(_WAIT_S)
         digest = hashlib.sha256(data.tobytes()).hexdigest()
         found = [self.round() for _ in range(rounds)]
@@ -164,7 +164,7 @@ class _Sending:
         )
 
     def round(self) -> dict[str, Any]:
-        """Send all pages with one immediate; what the receiver says of it, and how long it took."""
+        """Send all pages with one immediate; return the receiver's check and the duration."""
         self.receiver.ask("expect", imm=_IMM)
         self.receiver.say("arrived")
         # Both processes read one clock: CLOCK_MONOTONIC is the machine's.
@@ -176,7 +176,7 @@ class _Sending:
         return {**self.receiver.ask("check"), "took_s": at_s - start_s}
 
     def overtakes(self) -> int:
-        """Send the pages once more, each with its own number; how many came before an earlier."""
+        """Send the pages again, each with its own number; count the overtakes."""
         self.receiver.ask("number")
         imms = np.arange(_FIRST_OF_MANY, _FIRST_OF_MANY + self.npages)
         sent = self.engine.submit_paged_writes(self.page_bytes, self.src, self.dst, imm=imms)
@@ -185,7 +185,7 @@ class _Sending:
 
 
 class _Receiver:
-    """The other process, from here."""
+    """The receiving process, as seen from the sender."""
 
     def __init__(self, pair: Pair) -> None:
         self._what = f"the receiver of {pair.fabric}"
@@ -198,7 +198,7 @@ class _Receiver:
         self._pending = b""
 
     def ask(self, do: str, **arguments: object) -> Any:
-        """Say something and hear the answer; errors there are raised here."""
+        """Send a request and return the answer; raise an error of the receiver here."""
         self.say(do, **arguments)
         return self.hear(do)
 
@@ -253,12 +253,12 @@ class _Receiving:
     engine: tep.TransferEngine | None = None
 
     def open(self, backend: str, options: dict[str, Any]) -> int:
-        """Open the engine; how many NICs it has."""
+        """Open the engine; return the number of its NICs."""
         self.engine = tep.TransferEngine.open(backend, name="demo-receiver", **options)
         return len(self.engine.main_address.domains)
 
     def reg(self, nbytes: int, npages: int, page_bytes: int, seed: int) -> str:
-        """Register memory for the file; its descriptor."""
+        """Register memory for the file; return its descriptor."""
         assert self.engine is not None
         self.nbytes, self.shape = nbytes, (npages, page_bytes)
         _, self.slots = page_places(npages, seed)
@@ -273,30 +273,30 @@ class _Receiving:
         self.expected = self.engine.expect_imm_count(imm, self.shape[0])
 
     def arrived(self) -> float:
-        """Wait for the count; when it was reached, by the machine's clock."""
+        """Wait for the count; return the time at which it was reached, by the machine's clock."""
         self.expected.wait(_WAIT_S)
         return time.monotonic()
 
     def check(self) -> dict[str, object]:
-        """What is in memory, and how many immediates came."""
+        """Return the digest of the memory, and the number of immediates."""
         assert self.engine is not None
         landed = self.target.reshape(self.shape)[self.slots].reshape(-1)[: self.nbytes]
         return {
-            # What the expectation took, and what came beyond it. The engine's total would count the
-            # warm-up's immediate too, whenever that is looked at.
+            # The immediates that the expectation took, and those beyond it. The engine's total
+            # would include the warm-up's immediate too.
             "counted": self.expected.count + dict(self.engine.stats().imms_unexpected).get(_IMM, 0),
             "sha256": hashlib.sha256(landed.tobytes()).hexdigest(),
         }
 
     def number(self) -> None:
-        """From now on note the order in which the pages' own numbers come."""
+        """Record from now on the order in which the pages' own numbers come."""
         assert self.engine is not None
         self.came: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         numbers = range(_FIRST_OF_MANY, _FIRST_OF_MANY + self.shape[0])
         self.engine.on_imm(numbers, lambda imm, count: self.came.put((imm, count)))
 
     def overtakes(self) -> int:
-        """Wait for all of them; how many came before an earlier one."""
+        """Wait for all of them; return the number that came before an earlier one."""
         numbers: list[int] = []
         while len(numbers) < self.shape[0]:
             try:
@@ -310,7 +310,7 @@ class _Receiving:
 
 
 def main() -> None:
-    """Be the receiver: answer lines until there are no more."""
+    """Run the receiver: answer lines until there are no more."""
     receiving = _Receiving()
     for line in sys.stdin:
         request = json.loads(line)

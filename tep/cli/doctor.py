@@ -1,4 +1,4 @@
-"""`tep doctor`: what of this machine works for transfers, what does not, and what mends it."""
+"""`tep doctor`: the doctor's findings on a machine, as a table or as JSON."""
 
 from __future__ import annotations
 

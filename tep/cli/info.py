@@ -1,7 +1,7 @@
-"""`tep info`: which backends are here, and for each that is not, why and what would bring it.
+"""`tep info`: the backends that are here, and for each other one the reason and the remedy.
 
-A backend's module may have `facts() -> dict[str, object]`: what else it knows, by name; its `tried`
-are (what, why not) of what was looked at and not taken.
+A backend's module may have `facts() -> dict[str, object]`: further facts by name; its `tried` are
+(what, why not) of libraries that were looked at and not taken.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["backend_states", "info"]
 
 @runtime_checkable
 class _HasFacts(Protocol):
-    """A backend's module that knows more than one line."""
+    """A backend's module with further facts."""
 
     def facts(self) -> dict[str, object]: ...
 
 
 def backend_states() -> list[dict[str, object]]:
-    """Ask every backend of the registry what is here: its name, whether it is available, details,
-    what would bring it, facts, and what was tried.
+    """Ask every backend of the registry: return its name, whether it is available, details,
+    remedy, facts, and attempts.
     """
     states: list[dict[str, object]] = []
     for name, spec in BACKENDS.items():

@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 class Fabric(StrEnum):
-    """Where the cluster runs."""
+    """The fabric that the cluster runs on."""
 
     chaos = "chaos"
     flow = "flow"
@@ -96,7 +96,7 @@ def kvcache(
     ray: Ray = "",
     json: Json = False,
 ) -> None:
-    """Run a cluster: a scheduler, prefillers and decoders. Exit 1 if anything is not as it must be.
+    """Run a cluster: a scheduler, prefillers and decoders. Exit 1 if a check fails.
 
     On chaos the scenarios draw their own clusters, and say which seed replays a failure. tcp and
     local, started by torchrun or srun once for each of 1 + --prefillers + --decoders processes,
@@ -256,7 +256,7 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
 
 
 def _shape(fabric: Fabric, sizes: tuple[int, int, int], seed: int, address: str | None) -> Shape:
-    """The cluster; its NICs are those of this address, if any."""
+    """Make the shape of the cluster, with the NICs of this address, if one is given."""
     from tep.apps.kvcache.launch import Shape
 
     prefillers, decoders, tp = sizes

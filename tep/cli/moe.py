@@ -1,5 +1,5 @@
-"""`tep moe`: predict the latency of MoE dispatch and combine, with its parts; compare ways to do
-it; check every byte of drawn layers on the chaos fabric.
+"""`tep moe`: predict the latency of MoE dispatch and combine, with its parts; compare schemes;
+check every byte of drawn layers on the chaos fabric.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tep reproduce`: published tables beside what the simulator makes of them, with the errors."""
+"""`tep reproduce`: published tables beside the simulated values, with the errors."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _Model = Annotated[
 
 
 class Spread(StrEnum):
-    """How the published compute times are spread over parameters."""
+    """The rule by which the published compute times are spread over parameters."""
 
     bytes = "bytes"
     roofline = "roofline"
@@ -93,7 +93,7 @@ def plan(
     from tep.sim import load_profile
 
     sizes = {name: n for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n is not None}
-    load_profile(profile)  # a wrong name is told before minutes of planning
+    load_profile(profile)  # refuse a wrong name before minutes of planning
     deployment = study.Deployment(
         model=load_model(model),
         train=study.train_layout(train, **sizes),
@@ -205,7 +205,7 @@ _UNITS = {"gb": "GB", "ms": "ms", "gib": "GiB", "s": "s"}
 
 
 def _with_unit(key: str, value: object) -> str:
-    """A number of the plan as people read it; its unit is the end of its key."""
+    """Write a number of the plan as people read it; its unit is the end of its key."""
     if isinstance(value, list):
         return f"{value[0]} to {value[1]} {_UNITS[key.rpartition('_')[2]]}"
     if isinstance(value, int):
@@ -276,7 +276,7 @@ def _run_here(
     *,
     json: bool,
 ) -> None:
-    """Be the controller of a job; start its workers, unless somebody else has."""
+    """Run the controller of a job; start its workers, unless they were started already."""
     import asyncio
     import tempfile
 

@@ -1,5 +1,5 @@
-"""What the subcommands share: tables for people, one JSON document for programs, progress on
-stderr, and options that are checked before anything runs.
+"""The functions that all subcommands use: tables for people, one JSON document for programs,
+progress on stderr, and options that are checked before anything runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def InPath(*names: str, help: str) -> Any:  # noqa: A002  # as above
 
 
 def OutFile(*names: str, help: str) -> Any:  # noqa: A002  # as above
-    """An option whose file is written in the end: whether it can be is asked at the start."""
+    """An option whose file is written at the end; checked for write access at the start."""
     return typer.Option(*names, help=help, dir_okay=False, callback=_writable)
 
 
@@ -84,9 +84,9 @@ def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> N
     """Refuse options that were given and would be ignored.
 
     Args:
-        context: of the command.
-        where: what they do not belong to, e.g. "--fabric chaos".
-        names: of the command's parameters, as in Python.
+        context: the command's context.
+        where: the mode that ignores them, e.g. "--fabric chaos".
+        names: Python names of the command's parameters.
 
     Raises:
         BadParameter: the first that was given.
@@ -101,7 +101,7 @@ def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> N
 
 
 def run_on_ray(words: Sequence[str], size: int, address: str, *, quiet: bool) -> NoReturn:
-    """Have Ray start the ranks of a tep command, and print what rank 0 prints."""
+    """Start the ranks of a tep command by Ray, and print rank 0's output."""
     from tep.integrations.ray.ranks import run_ranks
 
     with busy("the job", quiet=quiet):
@@ -122,7 +122,7 @@ def make_table(
     *,
     edge: bool = True,
 ) -> Table:
-    """A table of rows as `print_table` takes them, to be drawn by rich."""
+    """Make rich's table of rows in `print_table`'s form."""
     cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
     table = Table(box=lines, show_edge=edge, pad_edge=False)
     for k, name in enumerate(columns):
@@ -135,7 +135,7 @@ def make_table(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows of a table; each row maps a column's name to what stands there, None = nothing.
+    """Print rows of a table; each row maps a column's name to its value, None = empty.
 
     Columns of numbers are set to the right, all others to the left. On a terminal long texts are
     folded; into a pipe a row is one line (or as many as its text has), without borders.
@@ -174,7 +174,7 @@ def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Progress
 
 @contextmanager
 def busy(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show on stderr that something runs whose length nobody knows, and for how long it has."""
+    """Show on stderr that something of unknown length runs, and its time so far."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:

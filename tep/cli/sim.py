@@ -122,7 +122,7 @@ def sim(
 
 
 def _range(nics: str) -> tuple[int, int]:
-    """N or LEAST-MOST."""
+    """Parse N or LEAST-MOST."""
     found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", nics)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -298,7 +298,7 @@ def _search(
 
 
 def _shrunk(judge: EngineJudge | ProtocolJudge, seed: int) -> str:
-    """The simplest run that shows the finding of a seed, and what happens there."""
+    """Shrink a seed's finding to the simplest run that shows it; return its story."""
     from tep.testing.shrinking import shrink, story
     from tep.testing.stage import Violation
 
@@ -321,7 +321,7 @@ def _show(
     lines: int,
     json: bool,
 ) -> None:
-    """Print what was found, or the last run."""
+    """Print the findings, or the last run."""
     from tep.testing.scenario import Scenario
 
     shown = judge.case(found[0].seed if found else seeds[-1])

@@ -1,4 +1,4 @@
-"""A simulated run as people read it: what was drawn, and what happened when."""
+"""The printed form of a simulated run: its drawn settings, and its events in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PS_PER_US = 1_000_000
 
 
 def print_scenario(scenario: Scenario, title: str) -> None:
-    """Print what a seed drew: engines, transfers, faults, and each knob that is not at its rest."""
+    """Print a seed's scenario: engines, transfers, faults, and knobs that are not at default."""
     rows = [{"what": "NICs of each engine", "drawn": ", ".join(map(str, scenario.nics))}]
     for k, transfer in enumerate(scenario.transfers):
         rows.append({"what": f"transfer {k}", "drawn": _changed(transfer)})
@@ -39,7 +39,7 @@ def print_scenario(scenario: Scenario, title: str) -> None:
 
 
 def _changed(value: object) -> str:
-    """The fields of a dataclass that differ from their defaults; times in us."""
+    """Return the fields of a dataclass that differ from their defaults; times in us."""
     parts = []
     assert dataclasses.is_dataclass(value)
     for field in dataclasses.fields(value):

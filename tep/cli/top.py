@@ -1,6 +1,6 @@
-"""`tep top`: the running engines of this host, live; `tep stall`: what a hanging process waits for.
+"""`tep top`: the running engines of this host, live; `tep stall`: the waits of a hanging process.
 
-Both ask the processes; who answers there is in `tep.observe.sight`.
+Both ask the processes; `tep.observe.sight` answers there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ENGINE_COLUMNS: Final = (
 )  # fmt: skip
 
 _Sample = dict[tuple[int, str, int], dict[str, Any]]
-"""What each engine said, by process, name and epoch."""
+"""The answer of each engine, by process, name and epoch."""
 
 _States = dict[int, str]
 
 
 def _state(pid: int) -> str:
-    """What the kernel says of a process that does not answer."""
+    """Return the kernel's state of a process that does not answer, in words."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8")
     except OSError:
@@ -73,7 +73,7 @@ def stall(
 ) -> None:
     """Print what each engine of a process waits for, and where each of its threads is.
 
-    The report is that of a wait that has timed out; the process goes on as it was.
+    The report is the same as for a wait that has timed out; the process is not disturbed.
     """
     answers = []
     for found in find(pid):
@@ -139,7 +139,7 @@ def top(
 
 
 def _look(pids: list[int] | None) -> tuple[_Sample, _States]:
-    """Ask every process; what each engine says, and why a process does not answer."""
+    """Ask every process; return each engine's answer, and the reasons of missing ones."""
     asked: Iterable[Found] = find()
     if pids:
         asked = [each for pid in pids for each in find(pid)]
@@ -163,7 +163,7 @@ def _look(pids: list[int] | None) -> tuple[_Sample, _States]:
 
 
 def _with_rates(before: _Sample, now: _Sample) -> list[dict[str, Any]]:
-    """Each engine with its rates since the look before; 0 where it is new."""
+    """Add to each engine its rates since the last look; 0 if it is new."""
     for key, engine in now.items():
         was = before.get(key, engine)
         gone_s = engine["now_s"] - was["now_s"]
@@ -220,7 +220,7 @@ def _engines(engines: list[dict[str, Any]]) -> list[dict[str, object]]:
 
 
 def _waits(engines: list[dict[str, Any]]) -> list[str]:
-    """The oldest waits of all engines, longest first."""
+    """List the oldest waits of all engines, longest first."""
     waits = [(wait["for_s"], engine, wait) for engine in engines for wait in engine["oldest"]]
     waits.sort(key=lambda each: -each[0])
     return [

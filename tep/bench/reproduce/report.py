@@ -27,7 +27,7 @@ COLUMNS: Final = ("point", "published", "simulated", "error", "left out", "class
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
-    """One row a point, as text."""
+    """Make one row a point, as text."""
     return [
         {
             "point": one.point.name,
@@ -43,7 +43,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
 
 
 _NO_VALUE: Final = {"fitted": "nothing left", "predicted": "not asked", "not modelled": ""}
-"""What stands in the column "left out" where there is no value."""
+"""The text of the column "left out" if there is no value, by class."""
 
 
 def _number(value: float | None) -> str:
@@ -58,11 +58,11 @@ def _error(one: Outcome, value: float | None) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """How many points are of which class, how far off each class is, and what was fitted."""
+    """Summarise the points of each class, their errors, and the fitted numbers."""
     found: dict[str, object] = {"points": len(outcomes)}
     for kind in ("fitted", "predicted", "not modelled"):
         mine = [one for one in outcomes if one.point.kind == kind]
-        # A count and an input are met by definition: only what could miss counts here.
+        # A count and an input have no error by definition: only the other points count here.
         errors = [abs(one.error) for one in mine if one.error is not None]
         found[kind] = len(mine)
         found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
@@ -80,7 +80,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def _waiting(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """What of the weight update's total goes in, and what comes out."""
+    """Describe the inputs and the results in the weight update's total."""
     found = {one.point.name: one for one in outcomes if one.table.name == "rl"}
     if not found:
         return {}

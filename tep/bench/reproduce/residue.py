@@ -1,8 +1,9 @@
-"""Points left out: what the simulation says of each without it. Costs some minutes of CPU.
+"""Leave-one-out: the simulation of each point without that point. Costs some minutes of CPU.
 
-A fitted point: its numbers come from all other points; where these determine one no more, from the
-other NIC's points, or from a guess that was made without this point. A predicted point: what is
-simulated, as nothing was fitted to it. An input has no such value where nothing else says it.
+A fitted point: its numbers come from all other points; if these no longer determine one, from the
+other NIC's points, or from a guess that was made without this point. A predicted point: the
+simulated value, since nothing was fitted to it. An input has no such value unless another source
+gives it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SHIFT: Final = 0.02
 
 
 def leave_one_out(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Fill in `left_out` of every point of which something is known without it."""
+    """Fill in `left_out` of every point that can be estimated without itself."""
     values: dict[Key, float] = {}
     names = {outcome.table.name for outcome in outcomes}
     for name, work in _WORK.items():
@@ -51,10 +52,10 @@ def leave_one_out(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _p2p() -> dict[Key, float]:
-    """By a fit to the NIC's other points.
+    """Estimate by a fit to the NIC's other points.
 
-    Of the two smaller single writes one alone determines only the sum of `fill` and `ack`: then
-    `fill`, in bytes of the whole device, is the other NIC's.
+    One of the two smaller single writes alone determines only the sum of `fill` and `ack`: then
+    `fill`, in bytes of the whole device, is taken from the other NIC.
     """
     found: dict[Key, float] = {}
     machines = {nic: sim.load_profile(name) for nic, name in NIC_PROFILES.items()}
@@ -89,7 +90,7 @@ def _kvcache() -> dict[Key, float]:
 
 
 def _quantum() -> dict[Key, float]:
-    """The quantum, chosen among powers of two by the other three points it was fitted to."""
+    """Choose the quantum among powers of two by the other three points it was fitted to."""
     points = [p for p in load_table("moe-decode").points if p.of == "nic.quantum"]
     machine = profile_of(Workload(nic="cx7"))
     said: dict[int, list[float]] = {}
@@ -116,14 +117,14 @@ def _half(step: object, op: str) -> float:
 
 
 def _gpu() -> dict[Key, float]:
-    """Memory, NVLink and what hides, by one step of least squares from the shipped values."""
+    """Fit memory, NVLink and hidden time by one step of least squares from the shipped values."""
     keys = [
         (table, point)
         for table in ("moe-prefill", "moe-private")
         for point in load_table(table).points
         if "nvlink_bytes_s" in point.of
     ]
-    base = load_gpu("cx7")  # what is fitted here does not depend on the NIC, nor do these points
+    base = load_gpu("cx7")  # neither the numbers fitted here nor these points depend on the NIC
     now = _gpu_says(base, keys)
     columns = []
     for field in _GPU_FIELDS:
@@ -158,7 +159,7 @@ def _gpu_says(gpu: Gpu, keys: Sequence[tuple[str, Point]]) -> Floats:
 
 
 def _rest_peer() -> dict[Key, float]:
-    """What a second burst costs the proxy, taken from the other NIC: each has one point for it."""
+    """Take a second burst's cost for the proxy from the other NIC: each has one point for it."""
     gpus = {"EFA": load_gpu("efa"), "CX7": load_gpu("cx7")}
     found = {}
     for point in load_table("moe-private").points:
@@ -176,7 +177,7 @@ def _rest_peer() -> dict[Key, float]:
 
 
 def _kernels() -> dict[Key, float]:
-    """Both NICs have one kernel: the other NIC's published time."""
+    """Take the other NIC's published time: both NICs have one kernel."""
     points = [point for point in load_table("moe-kernels").points if point.is_input]
     return {
         ("moe-kernels", point.name): other.published
@@ -187,7 +188,7 @@ def _kernels() -> dict[Key, float]:
 
 
 def _post_all() -> dict[Key, float]:
-    """The cost of a row, from what the same NIC's scatters to fewer peers take."""
+    """Compute the cost of a row from the same NIC's scatters to fewer peers."""
     points = [p for p in load_table("scatter").points if p.name.endswith("p50")]
     found = {}
     for point in (p for p in points if p.is_input and p.keys["stage"] == "post_all"):
@@ -202,7 +203,7 @@ def _post_all() -> dict[Key, float]:
 
 
 def _rl() -> dict[Key, float]:
-    """With the watermark that `make_schedule` has for everybody, guessed without the table."""
+    """Simulate with the watermark of `make_schedule`, which was guessed without the table."""
     plain = replace(study.published_deployment(), watermark_bytes=WATERMARK_BYTES).predict()
     return {("rl", "wait ms"): plain.wait_ms, ("rl", "total ms"): plain.total_ms}
 
@@ -217,4 +218,4 @@ _WORK: Final[Mapping[str, Callable[[], dict[Key, float]]]] = {
     "scatter": _post_all,
     "rl": _rl,
 }
-"""Names of tables -> what leaves out their points."""
+"""Names of tables -> functions that leave out their points."""

@@ -1,6 +1,6 @@
 """Each published table through the engines on the timing fabric: table name -> a value a point.
 
-The functions here ask the systems in `tep.apps`; they hold no number of a machine. `None` where
+The functions here ask the systems in `tep.apps`; they have no number of a machine. `None` if
 nothing is simulated.
 """
 
@@ -33,13 +33,13 @@ _DEEPEP: Final = "DeepEP_CX7"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """A point with what the simulation makes of it.
+    """A point with its simulated value.
 
     Attributes:
-        table, point: as published.
+        table, point: the published number.
         simulated: in the table's unit; None: not modelled.
-        left_out: what the simulation makes of it without it, see residue.leave_one_out; None: not
-            asked for, or nothing says.
+        left_out: the simulated value without this point, see residue.leave_one_out; None: not
+            asked for, or unknown.
     """
 
     table: Table
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within the point's tolerance; also where there is none."""
+        """True if the error is within the point's tolerance, or there is none."""
         error, tolerance = self.error, self.point.tolerance
         return error is None or tolerance is None or abs(error) <= tolerance + 1e-9
 
@@ -74,7 +74,7 @@ def reproduce(name: str) -> Iterator[Outcome]:
 
 
 def reproduce_at(name: str, **keys: str) -> float:
-    """Simulate a point that need not be published: keys as the table's columns."""
+    """Simulate a point that need not be published; the keys are the table's columns."""
     return _RUNS[name](keys)
 
 
@@ -84,7 +84,7 @@ def reproduce_at(name: str, **keys: str) -> float:
 def pair(
     profile: str | sim.Profile, nbytes: int, seed: int = 0
 ) -> tuple[sim.Cluster, tep.MrHandle, tep.MrDesc]:
-    """Two engines with a region each, that nothing is mapped at."""
+    """Make two engines with a region each, without memory behind them."""
     cluster = sim.Cluster(profile=profile, seed=seed, move_bytes=False)
     a, b = cluster.engines
     mr, _ = a.reg_mr((1 << 40, nbytes, "cpu"))
@@ -93,7 +93,7 @@ def pair(
 
 
 def single_us(profile: str | sim.Profile, nbytes: int, seed: int = 0) -> float:
-    """Submit to the sender's done, of one write outstanding at a time; the second of two."""
+    """Measure submit to the sender's done, one write in flight at a time; the second of two."""
     cluster, mr, desc = pair(profile, nbytes, seed)
     with cluster:
         start_us = 0.0
@@ -104,7 +104,7 @@ def single_us(profile: str | sim.Profile, nbytes: int, seed: int = 0) -> float:
 
 
 def paged_us(profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES) -> float:
-    """Submit to the sender's done of pages in random order, each with an immediate."""
+    """Measure submit to the sender's done of pages in random order, each with an immediate."""
     cluster, mr, desc = pair(profile, page_bytes * npages)
     order = np.random.default_rng(1)
     with cluster:
@@ -202,14 +202,14 @@ def _kernels(keys: Mapping[str, str]) -> float:
 def _scatter(keys: Mapping[str, str]) -> float:
     profile = sim.load_profile(NIC_PROFILES.get(keys["nic"], "cx7_400"))
     if keys["stage"] != "post_all":
-        # Their sum is the profile's: enqueue, and a worker that picks it up.
+        # Their sum is the profile's: enqueue, and the worker's pick-up.
         parts = {"enqueue": 0.120, "worker_pickup": 0.855}
         return profile.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
     return post_all_us(profile, int(keys["ep"]) - 1)
 
 
 def post_all_us(profile: sim.Profile, peers: int) -> float:
-    """From before the first write of a scatter to after its last, on the worker's CPU."""
+    """Measure from before the first write of a scatter to after its last, on the worker's CPU."""
     machine = dataclasses.replace(profile, jitter_ps=0)
     with sim.Cluster(peers + 1, profile=machine, move_bytes=False) as cluster:
         first, *others = cluster.engines
@@ -227,7 +227,7 @@ def post_all_us(profile: sim.Profile, peers: int) -> float:
             await asyncio.gather(*waiting)
 
         cluster.run(main())
-    # The first arrival tells when the first row had been posted, the last when the last had.
+    # The first arrival shows when the first row was posted, the last when the last was.
     return max(seen) - min(seen) + machine.post_first_ps / PS_PER_US
 
 
@@ -250,4 +250,4 @@ _RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
 }
 
 _TRIED: Final = frozenset({"moe-private", "moe-tails"})
-"""Tables whose points are simulated although they are not modelled: to show by how much."""
+"""Tables whose points are simulated although they are not modelled, to show the error."""

@@ -1,7 +1,7 @@
-"""What was published: one CSV a table, each point with its class and its tolerance. No model here.
+"""The published numbers: one CSV a table, each point with its class and its tolerance. No model.
 
-Class of a point: "fitted" to it were the numbers named; "predicted" means that no number was fitted
-to it; "not modelled" says why. An input, used as it stands, counts as fitted.
+Class of a point: "fitted": the named numbers were fitted to it; "predicted": no number was fitted
+to it; "not modelled": says why. An input, used as it stands, counts as fitted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Point:
     """One published number.
 
     Attributes:
-        keys: what tells it from the others of its table: column -> text.
-        published: in the table's unit.
+        keys: its key in the table: column -> text.
+        published: the number, in the table's unit.
         kind: its class.
-        of: fitted: which numbers; predicted: what to know; not modelled: why.
-        tolerance: most that the error may be, percent, or points where the unit is percent; None:
+        of: fitted: the numbers; predicted: remarks; not modelled: the reason.
+        tolerance: largest error allowed, percent, or points if the unit is percent; None:
             nothing is simulated.
     """
 
@@ -50,12 +50,12 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The keys in a line."""
+        """The keys, in one line."""
         return " ".join(self.keys.values())
 
     @property
     def is_input(self) -> bool:
-        """Whether the published number itself goes in, so that its error says nothing."""
+        """True if the published number is an input itself, so that its error says nothing."""
         return self.kind == "fitted" and self.of.startswith(("input", "the base"))
 
 
@@ -64,10 +64,10 @@ class Table:
     """One published table or figure.
 
     Attributes:
-        name: as `tep reproduce` takes it.
-        title, source, unit: of all its points.
-        notes: what else a reader should know.
-        points: in order.
+        name: its name for `tep reproduce`.
+        title, source, unit: same for all its points.
+        notes: further remarks for a reader.
+        points: its points, in order.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Table:
     points: tuple[Point, ...]
 
     def error(self, point: Point, value: float) -> float:
-        """How far a value is off: percent, or percentage points where the unit is percent."""
+        """Return the error of a value: percent, or percentage points if the unit is percent."""
         if self.unit == "%":
             return value - point.published
         return 100 * (value / point.published - 1)
 
 
 def table_names() -> list[str]:
-    """All tables there are."""
+    """List the names of all tables."""
     found = files("tep.bench.reproduce").joinpath("data").iterdir()
     return sorted(entry.name.removesuffix(".csv") for entry in found if entry.name.endswith(".csv"))
 
@@ -124,11 +124,11 @@ def _point(table: str, row: dict[str, str]) -> Point:
 
 
 NIC_PROFILES: Final = {"EFA": "efa_2x200", "CX7": "cx7_400"}
-"""Which profile models a column of the paper; it measured no 4 x 100 Gb/s EFA."""
+"""The profile that models a column of the paper; it measured no 4 x 100 Gb/s EFA."""
 
 
 def paged_gbps(profile: str, page_bytes: int) -> float | None:
-    """The published throughput of pages of this size on this NIC, or None."""
+    """Return the published throughput of pages of this size on this NIC, or None."""
     wanted = ("paged", str(page_bytes), profile)
     for point in load_table("p2p").points:
         kind, nbytes, nic = point.keys.values()

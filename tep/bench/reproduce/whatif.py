@@ -1,7 +1,7 @@
-"""`tep sim whatif`: one machine changed, and what that does to the three systems.
+"""`tep sim whatif`: the effect of a changed machine on the three systems.
 
-The systems are small ones, so that an answer takes seconds; it is the ratio that counts. A node of
-the simulated network is an engine, that is a GPU with its NICs.
+The systems are small ones, so that an answer takes seconds; only the ratio counts. A node of the
+simulated network is an engine, that is a GPU with its NICs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Machine:
     """A cluster of equal machines, or of two halves.
 
     Attributes:
-        profile: of each.
-        other: of the second half, where that is another: of the second half of MoE's ranks, of
-            KvCache's decoders, of RL's rollout workers, of the receiver of a failover.
-        network: between them; None: one perfect switch.
-        slow_nic: one NIC takes so many times as long for every byte.
+        profile: profile of each machine.
+        other: profile of the second half, if it differs: the second half of MoE's ranks,
+            KvCache's decoders, RL's rollout workers, the receiver of a failover.
+        network: the network between them; None: one perfect switch.
+        slow_nic: factor by which one NIC takes longer for every byte.
     """
 
     profile: Profile
@@ -50,10 +50,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One figure of one system, as it is and changed.
+    """One figure of one system, before and after the change.
 
     Attributes:
-        system, figure, unit: what.
+        system, figure, unit: names of the figure.
         before, after: its values.
     """
 
@@ -65,7 +65,7 @@ class Effect:
 
     @property
     def factor(self) -> float:
-        """How many times as long."""
+        """The factor by which it takes longer."""
         return self.after / self.before
 
 
@@ -84,17 +84,17 @@ def change(
     """Change a machine.
 
     Args:
-        machine: as it is.
-        numbers: "nic.wire=800 Gb/s": keys of a profile's file, with new values and units; of the
-            first half, where there are two.
-        slow_nic: as of Machine.
+        machine: the machine before the change.
+        numbers: "nic.wire=800 Gb/s": keys of a profile's file, with new values and units; for the
+            first half, if there are two.
+        slow_nic: same as for Machine.
         leaf_gpus: GPUs below one leaf.
-        rails: every NIC of a GPU on a rail of its own.
-        oversubscription: how many times as much a leaf's NICs could send as its uplink carries; 0:
-            the spine is no limit.
-        spine_us: what the spine adds to the latency.
-        optical_us: the spine is optical: how long a circuit is up, and is being set up.
-        gpus: how many there are at the most; says how many leaves an optical spine has.
+        rails: True: every NIC of a GPU is on its own rail.
+        oversubscription: ratio of the rate of a leaf's NICs to the rate of its uplink; 0: the
+            spine is no limit.
+        spine_us: latency that the spine adds.
+        optical_us: the spine is optical: time that a circuit is up, and is being set up.
+        gpus: largest number of GPUs; determines the number of leaves of an optical spine.
 
     Raises:
         UsageError: a key that no profile has, or numbers that contradict each other.
@@ -129,12 +129,12 @@ def change(
 
 
 def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> list[Effect]:
-    """Ask the systems on both machines.
+    """Simulate the systems on both machines.
 
     Args:
-        before: the machine as it is.
-        after: and changed.
-        systems: of "moe", "kvcache", "rl" and "failover"; none: the first three.
+        before: the machine before the change.
+        after: the changed machine.
+        systems: some of "moe", "kvcache", "rl" and "failover"; none: the first three.
 
     Raises:
         UsageError: a system that is none of these.
@@ -206,7 +206,7 @@ def _rl(machine: Machine) -> _Figures:
 
 
 def _failover(machine: Machine) -> _Figures:
-    """One write of 4 MiB over each NIC, two at the least, and what a NIC's death halfway adds."""
+    """Simulate 4 MiB over each NIC, two at the least, and the time that a NIC's death adds."""
     pair = machine.profile, machine.other or machine.profile
     profiles = [replace(profile, nics=max(2, profile.nics)) for profile in pair]
 
