@@ -16,6 +16,7 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
 from tep.backends.ffi.libfabric import FI_EAVAIL
+from tep.backends.libfabric.address import parse
 from tep.base.errors import FabricError
 from tep.base.units import MiB
 from tep.testing.contract import Ability, DomainContract, World
@@ -65,7 +66,7 @@ class FabricWorld(World):
         """Open again at the very same IP addresses and ports."""
         names = []
         for domain in node.domains:
-            port = int.from_bytes(domain._book.raw[2:4], "big")
+            port = int.from_bytes(parse(domain.address, self.provider).raw[2:4], "big")
             names.append(f"{domain.caps.nic}:{port}")
         return self._open(names, node.name)
 
@@ -108,11 +109,13 @@ class TestRxm(DomainContract):
             yield world
 
 
-def fabric_engines():
+def fabric_engines(provider="tcp"):
     """Engines of two NICs with a worker thread each."""
 
     def opened(name=None):
-        found = libfabric.open_domains(nics=2, name=name, peer_timeout_s=TIMEOUT_S)
+        found = libfabric.open_domains(
+            provider=provider, nics=2, name=name, peer_timeout_s=TIMEOUT_S
+        )
         driver = tep.ThreadDriver(found.name)
         return tep.TransferEngine(found.domains, driver=driver, name=found.name, epoch=found.epoch)
 

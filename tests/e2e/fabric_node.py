@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tep
+from tep.backends.libfabric.address import parse
 from tep.base.errors import Cancelled, FabricError, TepError, WaitTimeout
 
 
@@ -99,11 +100,14 @@ class Node:
     def ports(self):
         """The addresses of the NICs, with their ports, as `open` takes them."""
         return [
-            f"{d.caps.nic}:{int.from_bytes(d._book.raw[2:4], 'big')}" for d in self.engine._domains
+            f"{nic}:{int.from_bytes(bytes.fromhex(raw)[2:4], 'big')}" for nic, raw in self.nics()
         ]
 
     def nics(self):
-        return [[d.caps.nic, d._book.raw.hex()] for d in self.engine._domains]
+        return [
+            [d.caps.nic, parse(d.address, d._rules.provider).raw.hex()]
+            for d in self.engine._domains
+        ]
 
     def reg(self, nbytes, seed=None, access="SOURCE_AND_TARGET"):
         self.memory = np.zeros(nbytes, np.uint8) if seed is None else noise(nbytes, seed)

@@ -15,6 +15,7 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Access
 from tep.backends.ffi import libfabric as fi
+from tep.backends.libfabric.address import parse
 from tep.base.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
 from tep.memory.source import adapt
 from tests.support.children import wait_until
@@ -168,7 +169,7 @@ def test_a_failed_insert_is_an_error_and_never_an_address():
         for answer in (0, -22, -12):  # it returns how many it took, or an error
             domain._nic._insert = lambda *_, answer=answer: answer
             with pytest.raises(FabricError, match=r"fi_av_insert"):
-                domain._nic.insert(domain._book.raw)
+                domain._nic.insert(parse(domain.address, "tcp").raw)
     finally:
         domain.close()
 
@@ -177,7 +178,9 @@ def test_a_nic_is_bound_to_the_address_that_names_it():
     """Without a node libfabric binds to the first interface, and all NICs are one."""
     opened = libfabric.open_domains(nics=["127.0.0.3", "127.0.0.2"])
     try:
-        assert [b"\x7f\0\0\3", b"\x7f\0\0\2"] == [d._book.raw[4:8] for d in opened.domains]
+        assert [b"\x7f\0\0\3", b"\x7f\0\0\2"] == [
+            parse(d.address, "tcp").raw[4:8] for d in opened.domains
+        ]
         assert ["127.0.0.3", "127.0.0.2"] == [d.caps.nic for d in opened.domains]
     finally:
         for domain in opened.domains:

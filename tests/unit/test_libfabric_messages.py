@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.messages import Inbox, Outgoing
+from tep.backends.libfabric.frames import Inbox, Outgoing
 
 
 class Wire:
@@ -43,10 +43,8 @@ def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, coun
                 inbox.take_data(wire, a, frame)
             case frames.Ack():
                 outgoing.take_ack(frame)
-            case frames.Wait():
-                outgoing.take_wait(wire, frame, 0.0)
-            case frames.Go():
-                outgoing.take_go(wire, frame, 0.0)
+            case frames.Wait() | frames.Go():
+                outgoing.balance(wire, frame, 0.0)
 
     assert sorted(b"%d" % k for k in range(count)) == sorted(texts)
     assert {} == outgoing.open
@@ -60,7 +58,7 @@ def test_a_message_whose_go_was_lost_is_offered_anew():
     outgoing, inbox = Outgoing(b"a", sent, 1.0), Inbox(b"b", received)
     outgoing.send(wire, b, b"text", 1, 0.0, is_control=False)
     inbox.take_data(wire, b, wire.out.pop()[1])
-    outgoing.take_wait(wire, wire.out.pop()[1], 0.0)
+    outgoing.balance(wire, wire.out.pop()[1], 0.0)
     inbox.add(wire, 16, 1)
     wire.out.clear()  # the Go
     outgoing.look(wire, 2.0)

@@ -16,9 +16,8 @@ from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libfabric_structs import fi_mr_dmabuf, iovec
-from tep.backends.libfabric import discover, frames
+from tep.backends.libfabric import discover, frames, rules
 from tep.backends.libfabric.address import NicAddress, parse
-from tep.backends.libfabric.efa import device as efa
 from tep.backends.libfabric.regions import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, Rules
 from tep.backends.libfabric.slots import Slots, Ticket
@@ -294,27 +293,27 @@ class FakeEndpoint:
 def test_a_device_without_rdma_write_is_refused():
     """p4d would imitate writes by messages, many times slower, and nobody would know why."""
     with pytest.raises(BackendUnavailable, match="lacks RDMA write or RDMA read"):
-        efa.check_device(FakeEndpoint(emulated=True), "rdmap0s6")
-    efa.check_device(FakeEndpoint(emulated=False), "rdmap0s6")
-    efa.check_device(FakeEndpoint(emulated=None), "rdmap0s6")  # an older provider does not say
+        rules.check_device(FakeEndpoint(emulated=True), "rdmap0s6")
+    rules.check_device(FakeEndpoint(emulated=False), "rdmap0s6")
+    rules.check_device(FakeEndpoint(emulated=None), "rdmap0s6")  # an older provider does not say
 
 
 def test_efa_options_are_set_only_where_they_exist():
     """FI_OPT_CUDA_API_PERMITTED without CUDA is refused (-22), and the endpoint with it."""
     unsolicited = fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, False
-    plain = efa.endpoint_options(cuda=False, same_host_shm=False)
+    plain = rules.endpoint_options(cuda=False, same_host_shm=False)
     assert ((11, False, True), unsolicited) == plain
-    full = efa.endpoint_options(cuda=True, same_host_shm=True)
+    full = rules.endpoint_options(cuda=True, same_host_shm=True)
     assert ((11, True, True), unsolicited, (10, False, True)) == full
 
 
 def test_efa_errors_have_our_names():
     """A bad key that is called unreachable takes a healthy NIC out of service."""
-    assert Status.REMOTE_KEY is efa.STATUSES[7]
-    assert Status.UNREACHABLE is efa.STATUSES[13]
-    assert Status.LOCAL_KEY is efa.STATUSES[5]
-    assert Status.UNREACHABLE is efa.STATUSES[4124] is efa.STATUSES[4126]
-    assert 0 not in efa.STATUSES
+    assert Status.REMOTE_KEY is rules.STATUSES[7]
+    assert Status.UNREACHABLE is rules.STATUSES[13]
+    assert Status.LOCAL_KEY is rules.STATUSES[5]
+    assert Status.UNREACHABLE is rules.STATUSES[4124] is rules.STATUSES[4126]
+    assert 0 not in rules.STATUSES
 
 
 @pytest.mark.parametrize("hold_gil", [False, True])
@@ -335,8 +334,8 @@ def test_explain_shows_which_way_rows_of_one_host_go_on_efa(monkeypatch, same_ho
     """Dry run, with tcp in EFA's place: a bypass nobody sees makes the NIC's figures a riddle."""
     need_libfabric()
     asked = []
-    rules = Rules(provider="tcp", names=RULES["tcp"].names)
-    monkeypatch.setattr(libfabric, "RULES", {"efa": rules})
+    dry = Rules(provider="tcp", names=RULES["tcp"].names)
+    monkeypatch.setattr(libfabric, "RULES", {"efa": dry})
     monkeypatch.setattr(libfabric, "endpoint_options", lambda **how: asked.append(how) or ())
     with tep.TransferEngine.open(
         "libfabric", provider="efa", nics=1, same_host_shm=same_host_shm
@@ -406,6 +405,6 @@ def test_a_nic_that_carries_too_short_immediates_is_refused():
             discover.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 4
         with pytest.raises(BackendUnavailable, match=r"1\.20 is too old for EFA"):
-            efa.check_version("rdmap0s6", (1, 20))
+            rules.check_version("rdmap0s6", (1, 20))
     finally:
         lib.freeinfo(info)

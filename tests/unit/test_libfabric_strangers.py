@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import tep
+from tep.backends.libfabric import tcp as room
 from tep.backends.libfabric.address import parse
-from tep.backends.libfabric.software import strangers as room
-from tep.backends.libfabric.software.strangers import Strangers
+from tep.backends.libfabric.tcp import Strangers
 from tests.support.here import require
 from tests.support.ranks import outcomes, start_rank
 

@@ -1,4 +1,4 @@
-"""One EFA NIC behind the seam, without libfabric: its queues, under the care of `HardwareDomain`.
+"""One EFA NIC behind the seam, without libfabric: its queues, under the care of `FabricDomain`.
 
 Greetings, deadlines, messages and what becomes of rows that fail are the same whoever posts them,
 and stand in tep.backends.libfabric; of libfabric's own objects nothing is used here.
@@ -19,9 +19,8 @@ from tep.backends.efa import flight
 from tep.backends.efa.device import Nic
 from tep.backends.efa.flight import Slots
 from tep.backends.efa.ways import Columns, RowWise
-from tep.backends.libfabric import completions, mailbox, regions
+from tep.backends.libfabric import completions, regions
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.slots import Ticket
@@ -58,14 +57,14 @@ def choose_way(nic: Nic, post: str) -> tuple[RowWise | Columns, str]:
     return way, way.name
 
 
-class EfaDomain(HardwareDomain):
+class EfaDomain(FabricDomain):
     """One NIC.
 
     Args:
         nic: opened; this object closes it.
         way: how its entries are written and read.
         rules: how its peers are treated, and how many rows may be out.
-        caps, epoch, dmabuf, about: as for `HardwareDomain`.
+        caps, epoch, dmabuf, about: as for `FabricDomain`.
     """
 
     _lone_reads_are_simple = True
@@ -92,7 +91,7 @@ class EfaDomain(HardwareDomain):
 
     def _parts(
         self, nic: Any, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
-    ) -> tuple[Slots, regions.Regions, mailbox.Mailbox, completions.Queue]:
+    ) -> tuple[Slots, regions.Regions, completions.Mailbox, completions.Queue]:
         del nic, delivery_complete  # libfabric's
         rows = self._flight = Slots(rules.window_rows, self._way, self._device)
         frame_bytes = rules.msg_bytes_max + HEAD_BYTES_MAX
@@ -100,8 +99,7 @@ class EfaDomain(HardwareDomain):
             self._device, self._way, frame_bytes, rules.frames_in, rules.frames_out, rows.count
         )
         queue = flight.Queue(self._device, self._way, rows, box)
-        self._memory = flight.Regions(self._device, dmabuf)
-        return rows, self._memory, box, queue
+        return rows, flight.Regions(self._device, dmabuf), box, queue
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Post what is simple without a detour: one peer that is ready, one key."""
@@ -173,10 +171,7 @@ class EfaDomain(HardwareDomain):
         self._polls += 1
         if not self._polls % _LOOK_EVERY and not self._device.closed:
             self._device.read_event()
-        filled = FabricDomain.poll(self, out)  # super() takes 0.1 us more
-        if self._book.departed:
-            self._see_to_peers()
-        return filled
+        return FabricDomain.poll(self, out)  # super() takes 0.1 us more
 
 
 def _no_call(*_: object) -> int:

@@ -43,10 +43,9 @@ from tep.backends.efa.ways import (
     Span,
 )
 from tep.backends.ffi.ibverbs_structs import ENUMS
-from tep.backends.libfabric import completions, mailbox, regions, slots
-from tep.backends.libfabric.efa.reads import READ, HardwareRegions
+from tep.backends.libfabric import completions, regions, slots
 from tep.backends.libfabric.objects import CqError
-from tep.backends.libfabric.slots import Ticket
+from tep.backends.libfabric.slots import READ, Ticket
 from tep.memory.source import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
@@ -285,7 +284,7 @@ _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
 
 
-class Regions(HardwareRegions):
+class Regions(regions.Regions):
     """Registered memory.
 
     Args:
@@ -321,7 +320,7 @@ class Regions(HardwareRegions):
             self.readable[key.rkey] = region
         return region
 
-    def cut(self, key: DomainKey, slots: slots.Slots) -> None:
+    def cut(self, key: DomainKey, reads_at: Callable[[regions.Region], list[bool]]) -> None:
         """End a registration at once where peers may read, or reads in flight write.
 
         The device ends such rows by itself. Others wait for the rows in flight that read there.
@@ -329,14 +328,12 @@ class Regions(HardwareRegions):
         region = self.by_lkey.get(key.lkey)
         if region is None:
             return
-        if region.key.rkey in self.readable or any(
-            ticket.batch.ctx & READ for ticket in slots.of_region(region)
-        ):
+        if region.key.rkey in self.readable or any(reads_at(region)):
             self.readable.pop(region.key.rkey, None)
             region.close()
 
 
-class Mailbox(mailbox.Mailbox):
+class Mailbox(completions.Mailbox):
     """Message buffers; an immediate takes a receive as well, which is posted again.
 
     Args:

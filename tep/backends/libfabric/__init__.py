@@ -5,41 +5,57 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
 from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import libc
 from tep.backends.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
 from tep.backends.libfabric.discover import (
     Offer,
     check_nics,
     check_offer,
+    default_addresses,
     find_offers,
     list_providers,
 )
-from tep.backends.libfabric.efa.device import check_version, endpoint_options, same_host_way
-from tep.backends.libfabric.efa.domain import HardwareDomain
-from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
+from tep.backends.libfabric.domain import FabricDomain
+from tep.backends.libfabric.frames import CONTROL_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
-from tep.backends.libfabric.signals import keep_signals
-from tep.backends.libfabric.software.domain import SoftwareDomain
-from tep.backends.libfabric.software.reads import READS_MAX
-from tep.backends.libfabric.software.sockets import default_addresses
+from tep.backends.libfabric.reads import READS_MAX
+from tep.backends.libfabric.rules import (
+    RULES,
+    Rules,
+    check_version,
+    endpoint_options,
+    same_host_way,
+)
+from tep.backends.libfabric.tcp import TcpDomain
 from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
-FabricDomain = HardwareDomain | SoftwareDomain
+_SIGACTION_BYTES: Final = 512  # more than any Linux libc's struct sigaction
+_SIGNALS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGBUS,
+    signal.SIGSEGV,
+    signal.SIGILL,
+    signal.SIGABRT,
+)
 
 
 class _How(NamedTuple):
-    """How the NICs of one engine are opened."""
+    """The way in which the NICs of one engine are opened."""
 
     rules: Rules
     peer_timeout_s: float
@@ -98,7 +114,7 @@ def open_domains(
         use = '; between processes of one host use the backend "local"' if provider == "shm" else ""
         raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}{use}")
     check_timeout("libfabric", peer_timeout_s)
-    if (cuda or same_host_shm) and isinstance(rules, SoftwareRules):
+    if (cuda or same_host_shm) and rules.software:
         raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
     rules = _adjusted(rules, window_rows, window_bytes)
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
@@ -106,7 +122,7 @@ def open_domains(
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
     nics, about = _environment(rules, nics)
-    with keep_signals():
+    with _keep_signals():
         return Opened(_open_all(how, nics, epoch), epoch, name, about=about)
 
 
@@ -147,13 +163,12 @@ def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -
 
 def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     rules, info = how.rules, offer.info.contents
-    software = isinstance(rules, SoftwareRules)
     if how.delivery_complete:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
     imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
     try:
         check_offer(offer.info, offer.nic)
-        if not software:
+        if not rules.software:
             check_version(offer.nic, lib.version)
     except BackendUnavailable:
         lib.freeinfo(offer.info)
@@ -164,9 +179,9 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
         lib,
         offer.info,
         offer.nic,
-        cq_entries=8192 if software else queues,
+        cq_entries=8192 if rules.software else queues,
         wait_fd=how.sleeps,
-        event_queue=not software,
+        event_queue=not rules.software,
     )
     try:
         caps = DomainCaps(
@@ -184,15 +199,15 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             wakes=nic.wait_fd is not None,
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
-            reads=READS_MAX if software else rules.window_rows,
+            reads=READS_MAX if rules.software else rules.window_rows,
         )
         options = endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
-        return (SoftwareDomain if software else HardwareDomain)(
+        return (TcpDomain if rules.software else FabricDomain)(
             nic,
             rules,
             caps,
             epoch=epoch,
-            options=() if software else options,
+            options=() if rules.software else options,
             delivery_complete=how.delivery_complete,
             dmabuf=how.dmabuf,
             about=_about(lib, how, wakes=nic.wait_fd is not None),
@@ -206,7 +221,7 @@ def _environment(
     rules: Rules, nics: Sequence[str] | int | None
 ) -> tuple[Sequence[str] | int | None, str]:
     """Return the NICs that the environment names where `nics` does not, and that in words."""
-    if isinstance(rules, SoftwareRules):
+    if rules.software:
         return default_addresses(nics) if nics is None or isinstance(nics, int) else (nics, "")
     found = [
         f"{name}={value}"
@@ -217,10 +232,10 @@ def _environment(
 
 
 def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
-    """What `explain` says of a NIC: by what it is driven, and which way rows go."""
+    """Say for `explain` by what a NIC is driven, and which way rows go."""
     rules = how.rules
     parts = [f"provider {rules.provider} of {lib.describe()}"]
-    if not isinstance(rules, SoftwareRules):
+    if not rules.software:
         parts.append(same_host_way(same_host_shm=how.same_host_shm))
     else:
         parts.append(
@@ -238,7 +253,7 @@ def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
 
 
 def facts() -> dict[str, object]:
-    """What there is to know of the library that was found, by name; for `tep info`.
+    """Tell what there is to know of the library that was found, by name; for `tep info`.
 
     `tried` holds the places that were looked at before it, each with the reason why it was not
     taken, and the providers that tep drives and this library does not offer here.
@@ -246,7 +261,7 @@ def facts() -> dict[str, object]:
     Raises:
         BackendUnavailable: with each place looked at, and why it failed.
     """
-    with keep_signals():
+    with _keep_signals():
         lib = load()
         offered = list_providers(lib)
     filtered = os.environ.get("FI_PROVIDER")
@@ -273,6 +288,32 @@ def probe() -> str:
     Raises:
         BackendUnavailable: with each place looked at, and why it failed.
     """
-    with keep_signals():
+    with _keep_signals():
         lib = load()
         return f"{lib.describe()}; providers: {', '.join(list_providers(lib)) or 'none'}"
+
+
+@contextmanager
+def _keep_signals() -> Iterator[None]:
+    """Put the process's signal handlers back after a call that may have replaced some.
+
+    Debian's libfabric takes six signals over as soon as it is loaded (PSM). The shm provider takes
+    four; EFA opens it where it may reach peers of this host by shared memory.
+
+    By sigaction() and not by the signal module: that works in the main thread only, and does not
+    see handlers that C code installed, such as faulthandler's.
+    """
+    # int sigaction(int sig, const struct sigaction *act, struct sigaction *oact);
+    sigaction = libc().sigaction
+    sigaction.argtypes, sigaction.restype = (
+        (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        ctypes.c_int,
+    )
+    before = {sig: ctypes.create_string_buffer(_SIGACTION_BYTES) for sig in _SIGNALS}
+    for sig, action in before.items():
+        sigaction(sig, None, action)
+    try:
+        yield
+    finally:
+        for sig, action in before.items():
+            sigaction(sig, action, None)

@@ -1,17 +1,18 @@
-"""One NIC behind the seam, as far as all providers are alike: rows, completions, deadlines.
+"""One NIC behind the seam: rows, completions, deadlines; as it stands here, one of EFA.
 
-The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (greetings), mailbox
-(frames), messages. Here they are joined, and deadlines are kept. What is special about EFA is in
-efa/, about tcp in software/; each has its domain, which fills in the methods
-under "what a room decides".
+It is a device: it reads by itself, and says what was wrong with a row. The parts are objects
+(libfabric's), regions, slots (rows in flight), completions, peers (greetings), rows and frames.
+Here they are joined, and deadlines are kept. tcp.py overrides what tcp does in another way; the
+backend `efa` puts parts of its own in the place of libfabric's.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Generic
+from typing import Final
 
 from tep.backends.base import (
     Access,
@@ -20,6 +21,7 @@ from tep.backends.base import (
     DomainKey,
     Entry,
     Kind,
+    ReadBatch,
     Status,
     WriteBatch,
 )
@@ -28,24 +30,27 @@ from tep.backends.ffi import libfabric as fi
 from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, engine_of
-from tep.backends.libfabric.book import Book
-from tep.backends.libfabric.completions import Queue
-from tep.backends.libfabric.mailbox import Mailbox
-from tep.backends.libfabric.messages import Inbox, Outgoing
+from tep.backends.libfabric.completions import Mailbox, Queue
+from tep.backends.libfabric.frames import Inbox, Outgoing
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
-from tep.backends.libfabric.peer import PeerT, State
+from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
-from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.slots import Slots, Ticket
+from tep.backends.libfabric.rules import STATUSES, Rules, check_device
+from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
 from tep.backends.sleeper import Sleeper
 from tep.backends.texts import closed, meaning, says
 from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
 
+_LOG: Final = logging.getLogger("tep.libfabric")
 _USUALLY: Final = meaning()
+_NOBODY: Final = (
+    "no peer has ever answered this NIC; on EC2 both instances need a security group that allows "
+    "all traffic within itself, in both directions"
+)
 
 _LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outstanding
 
@@ -53,14 +58,16 @@ _LATE_S: Final = 0.2
 """A look that comes so late finds this process itself was held up, and excuses its peers once."""
 
 _RETRY_S: Final = 0.001
-"""How often what libfabric would not take yet is offered again while the engine sleeps."""
+"""The time after which what libfabric would not take is offered again while the engine sleeps."""
 
 _READS_MAX: Final = 64  # of the queue in one poll()
 _LINGER_S: Final = 0.25
 _QUIET_S: Final = 0.003
+_READ: Final = int(Kind.READ)
+_OK: Final = int(Status.OK)
 
 
-class FabricDomain(Generic[PeerT]):
+class FabricDomain:
     """One NIC; `tep.backends.base.Domain` describes the methods.
 
     Args:
@@ -74,9 +81,11 @@ class FabricDomain(Generic[PeerT]):
         about: what `explain` says of this NIC.
     """
 
-    _peers_kind: type[Peers[PeerT]] = Peers
-    _rows_kind: type[Rows[PeerT]] = Rows
-    _has_chores = False
+    _rows_kind: type[Rows] = Rows
+    _chore_s = 0.0
+    """Seconds from chores to chores while nothing is outstanding; 0 = there are none."""
+    _lone_reads_are_simple = False
+    """The answer to whether post() takes a batch of one read as it takes one of many."""
 
     def __init__(
         self,
@@ -94,8 +103,8 @@ class FabricDomain(Generic[PeerT]):
         self._about = about
         self._nic = nic
         self._rules = rules
-        self._main, self._book = self._open_main(options)
-        me = NicAddress(rules.provider, epoch, caps.nic, self._book.raw)
+        self._main = self._open_main(options)
+        me = NicAddress(rules.provider, epoch, caps.nic, self._main.name())
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
@@ -104,9 +113,10 @@ class FabricDomain(Generic[PeerT]):
             nic, rules, dmabuf, delivery_complete=delivery_complete
         )
         self._mailbox.start(self._main)
-        self._peers = self._peers_kind(
-            nic, self._mailbox, rules, me, self._book, self._main, self._timeout_s, self._peer_over
+        self._peers = Peers(
+            nic, self._mailbox, rules, me, self._main, self._timeout_s, self._peer_over
         )
+        self._dying, self._departed = self._regions.dying, self._peers.departed
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
         self._unread = Unread(self._done.append)
@@ -121,7 +131,7 @@ class FabricDomain(Generic[PeerT]):
             self._timeout_s,
             self._stir,
         )
-        self._restless: set[PeerT] = set()  # peers that need looking after at each poll
+        self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
@@ -129,31 +139,43 @@ class FabricDomain(Generic[PeerT]):
     def _parts(
         self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
     ) -> tuple[Slots, Regions, Mailbox, Queue]:
-        """What touches the NIC; a backend that drives it without libfabric has its own."""
+        """Make what touches the NIC; a backend that drives it without libfabric has its own."""
         flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
         slots = Slots(rules.window_rows, flags, more=rules.more)
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         queue = Queue(nic, slots, mailbox, rules)
-        return slots, Regions(nic, dmabuf), mailbox, queue
+        queue.landed, queue.landed_many = self._take_read, self._take_reads
+        return slots, Regions(nic, software=rules.software, dmabuf=dmabuf), mailbox, queue
 
-    # --- what a room decides
+    # --- what tcp.py does in another way
 
-    def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[PeerT]]:
-        """Open the endpoint that peers write to, and the book of whom it knows."""
-        raise NotImplementedError
+    def _open_main(self, options: tuple[Option, ...]) -> Endpoint:
+        """Open the endpoint that peers write to."""
+        main = self._nic.open_endpoint(options)
+        check_device(main, self._nic.name)
+        return main
 
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
         """End a row that came back failed, or find out why first."""
-        raise NotImplementedError
+        status = STATUSES.get(error.prov_errno, Status.PROVIDER)
+        self._texts[status] = error.text
+        self._rows.fail(ticket.batch.ctx, row, status)
+        if status is Status.PROVIDER:  # that says nothing of the peer: is it there?
+            self._peers.doubt(ticket.peer, time.monotonic())
+            self._stir(ticket.peer)
+
+    def _why_nobody(self) -> str:
+        """Say why perhaps no peer has ever answered."""
+        return _NOBODY
+
+    def _cut(self, key: DomainKey) -> None:
+        """End at once what peers may read under a key, and what reads of ours write."""
+        self._regions.cut(key, self._slots.reads_at)
 
     def _do_chores(self, now_s: float) -> None:
-        """What a room that `_has_chores` does now and then while nothing is outstanding."""
+        """Do what is due each `_chore_s` while nothing is outstanding."""
 
-    def _chore_s(self) -> float:
-        """How often to be woken for chores while nothing is outstanding, seconds; 0 = never."""
-        return 0.0
-
-    def _drop(self, peer: PeerT, status: Status, *, spare: bool, gone: bool = False) -> None:
+    def _drop(self, peer: Peer, status: Status, *, spare: bool, gone: bool = False) -> None:
         """End all that was to go to a peer; `spare` and `gone` as in Rows.end()."""
         self._rows.end(peer, status, gone=gone, spare=spare)
         self._outgoing.drop(peer, status)
@@ -187,6 +209,7 @@ class FabricDomain(Generic[PeerT]):
     def deregister(self, key: DomainKey) -> None:
         if self._closed or self._nic.closed:
             return
+        self._cut(key)
         self._rows.recheck()
         self._regions.remove(key)
 
@@ -207,6 +230,38 @@ class FabricDomain(Generic[PeerT]):
         if self._closed or self._nic.closed:
             self._check_open()
         return self._rows.post(batch, start, stop)
+
+    # --- reads
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._check_open()
+        slots, rows = self._slots, self._rows
+        room = min(self.caps.reads - slots.reads, slots.room - rows.waiting)
+        stop = min(stop, start + room)
+        if stop <= start:
+            return 0
+        nbytes = batch.nbytes
+        simple = nbytes if isinstance(nbytes, int) else nbytes.all()
+        if simple and (batch.n > 1 or self._lone_reads_are_simple):
+            taken = self.post(marked(batch), start, stop)
+        else:
+            taken = rows.post_each(marked(batch), start, stop)
+        slots.reads += taken
+        return taken
+
+    def _take_read(self, context: int) -> None:
+        ticket = self._slots.take_back(context)
+        if ticket is not None:
+            ticket.peer.heard = True
+            self._read_is_done(ticket.batch.ctx, 1)
+
+    def _take_reads(self, contexts: I64) -> None:
+        for ctx, count in self._slots.give_back_many(contexts).items():
+            self._read_is_done(ctx, count)
+
+    def _read_is_done(self, ctx: int, count: int) -> None:
+        self._slots.reads -= count
+        self._done.append((_READ, _OK, count, 0, 0, ctx ^ READ, 0))
 
     # --- messages and control messages
 
@@ -246,11 +301,11 @@ class FabricDomain(Generic[PeerT]):
         if not self._closed:
             self._stir_all()
 
-    def _say(self, peer: PeerT, frame: frames.Frame) -> None:
+    def _say(self, peer: Peer, frame: frames.Frame) -> None:
         self._peers.say(peer, frame)
         self._stir(peer)
 
-    def _stir(self, peer: PeerT) -> None:
+    def _stir(self, peer: Peer) -> None:
         """Try to send what a peer's outbox holds; look after it until all is settled."""
         self._peers.flush(peer, time.monotonic())
         if peer.unsettled:
@@ -279,6 +334,8 @@ class FabricDomain(Generic[PeerT]):
         if self._restless:
             self._look_after()
         if slots.open or self._restless or self._outgoing.open:
+            if slots.unended is not None:
+                self._ring()
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
                 first = self._next_look_s == 0.0  # since nothing was outstanding, long ago perhaps
@@ -289,12 +346,14 @@ class FabricDomain(Generic[PeerT]):
                     self._look_at_deadlines(now_s)
         elif self._next_look_s:
             self._next_look_s, self._excused = 0.0, False  # nothing to be late for
-        elif self._has_chores:
+        elif self._chore_s:
             now_s = time.monotonic()
             if now_s >= self._next_chore_s:
                 self._do_chores(now_s)
-        if self._regions.dying:
+        if self._dying:
             self._regions.bury()
+        if self._departed:
+            self._peers.settle()
         return filled
 
     def _read_on(self, out: Completions, filled: int) -> int:
@@ -362,7 +421,7 @@ class FabricDomain(Generic[PeerT]):
         if peer is not None:
             self._stir(peer)
 
-    def _take_talk(self, peer: PeerT, frame: frames.Frame, now_s: float) -> None:
+    def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
         """Handle what is said between greeting and goodbye."""
         peers = self._peers
         match frame:
@@ -373,10 +432,8 @@ class FabricDomain(Generic[PeerT]):
                 peers.say(peer, frames.Ack(self.address, frame.number, Status.OK))
             case frames.Ack():
                 self._outgoing.take_ack(frame)
-            case frames.Wait():
-                self._outgoing.take_wait(peers, frame, now_s)
-            case frames.Go():
-                self._outgoing.take_go(peers, frame, now_s)
+            case frames.Wait() | frames.Go():
+                self._outgoing.balance(peers, frame, now_s)
             case _:
                 pass
 
@@ -415,6 +472,12 @@ class FabricDomain(Generic[PeerT]):
             self._sleeper.forget_queue()
         self._done.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
 
+    def _ring(self) -> None:
+        """Ring the doorbell that a chain of rows waits for: any frame does."""
+        peer, self._slots.unended = self._slots.unended, None
+        if peer is not None:
+            self._say(peer, frames.Welcome(self.address))
+
     # --- looking after peers
 
     def _look_after(self) -> None:
@@ -427,13 +490,16 @@ class FabricDomain(Generic[PeerT]):
             if not peer.unsettled:
                 self._restless.discard(peer)
 
-    def _go_on(self, peer: PeerT, now_s: float) -> None:
+    def _go_on(self, peer: Peer, now_s: float) -> None:
         if peer.state is State.READY:
             self._rows.go_on(peer)
         elif peer.state is State.LEAVING:
             self._peers.see_off(peer, now_s)
 
     def _look_at_deadlines(self, now_s: float) -> None:
+        # What went wrong with no operation of ours: an answer that found nobody, say.
+        while event := self._nic.read_event():
+            _LOG.warning("%s: %s", self.caps.nic, event)
         due = self._slots.oldest_due()
         for peer in {*due, *self._restless}:
             self._rows.expire(peer, now_s)
@@ -442,7 +508,7 @@ class FabricDomain(Generic[PeerT]):
                 self._restless.add(peer)
         self._outgoing.look(self._peers, now_s)
 
-    def _peer_over(self, peer: PeerT) -> None:
+    def _peer_over(self, peer: Peer) -> None:
         """End all that was to go to a peer that is SILENT or GONE."""
         self._drop(peer, peer.status, spare=peer.state is State.SILENT)
 
@@ -454,6 +520,8 @@ class FabricDomain(Generic[PeerT]):
             own = says(f"a post was refused: {self._nic.strerror(self._rows.refusal)}", own)
         if status == Status.UNREACHABLE:
             own = self._peers.refusal or own
+            if not self._peers.answered:
+                own = says(own, self._why_nobody())
         return says(_USUALLY.get(status, ""), own)
 
     def set_waker(self, waker: Callable[[], None]) -> None:
@@ -474,7 +542,7 @@ class FabricDomain(Generic[PeerT]):
         elif self._slots.open or self._restless or self._outgoing.open:
             timer_s = _LOOK_S
         else:
-            timer_s = self._chore_s()
+            timer_s = self._chore_s
         self._sleeper.quiet()
         self._sleeper.set_timer(timer_s)
         return self._nic.trywait()

@@ -42,7 +42,7 @@ _NAME_BYTES_MAX: Final = 512
 
 
 class CqError(NamedTuple):
-    """What fi_cq_readerr said.
+    """The words of fi_cq_readerr.
 
     Attributes:
         context: of the failed operation; 0 if it has none.
@@ -342,7 +342,7 @@ class Nic:
     # --- completions
 
     def trywait(self) -> bool:
-        """Whether it is safe to sleep on wait_fd; False = read the queue first."""
+        """Tell whether it is safe to sleep on wait_fd; False = read the queue first."""
         assert self._trywait is not None
         return self._trywait(self._fabric.address, self._fids, 1) == 0
 

@@ -1,27 +1,28 @@
-"""One peer's NIC as a record: its state, what goes to it, what waits. Nothing here calls anybody.
+"""One peer's NIC as a record: its state, what goes to it, what waits, what is read from it.
 
-Rule: only peers.py changes a peer's `state` and `status`.
+Rule: only peers.py changes a peer's `state` and `status`, and only reads.py its `reading`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from tep.backends.base import Status, WriteBatch
+from tep.backends.base import ReadRow, Status, WriteBatch
 from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
 from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.objects import Endpoint
+from tep.backends.libfabric.regions import Region
 
-__all__ = ["Peer", "PeerT", "State"]
+__all__ = ["Peer", "PeersReads", "Piece", "Row", "State"]
 
 _NEVER_FULL: Final = 1 << 62
 _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 
 
 class State(Enum):
-    """How a peer is."""
+    """The state of a peer."""
 
     CONNECTING = auto()
     READY = auto()
@@ -55,6 +56,10 @@ class Peer:
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
         pause_until_s: no frame is sent before: one failed just now, and the next may fail at once.
+        forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
+        leases: (base, nbytes) of its keys; None = asked. This and the rest are tcp's alone.
+        lost: (ctx, row, rkey) that came back failed and wait until it is known whether it lives.
+        reading: its reads; None = none was posted.
     """
 
     __slots__ = (
@@ -63,14 +68,18 @@ class Peer:
         "appetite",
         "data",
         "endpoint",
+        "forget_s",
         "full_at",
         "heard",
         "held",
         "index",
+        "leases",
+        "lost",
         "number",
         "open",
         "outbox",
         "pause_until_s",
+        "reading",
         "sends",
         "since_s",
         "state",
@@ -94,7 +103,10 @@ class Peer:
         self.held: deque[tuple[WriteBatch, int, float]] = deque()
         self.outbox: deque[bytes] = deque()
         self.sends = 0
-        self.stuck_s = self.pause_until_s = 0.0
+        self.stuck_s = self.pause_until_s = self.forget_s = 0.0
+        self.leases: dict[int, tuple[int, int] | None] = {}
+        self.lost: list[tuple[int, int, int]] = []
+        self.reading: PeersReads | None = None
 
     @property
     def out(self) -> int:
@@ -103,29 +115,87 @@ class Peer:
 
     @property
     def over(self) -> bool:
-        """Whether rows to it fail at once."""
+        """Tell whether rows to it fail at once."""
         return self.state not in _ALIVE
 
     @property
     def unanswered(self) -> bool:
-        """Whether something waits for its next word."""
-        return self.state is State.CONNECTING
+        """Tell whether something waits for its next word."""
+        return self.state is State.CONNECTING or bool(self.lost)
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows to it have not ended."""
-        return bool(self.open or self.held)
+        """Tell whether rows to it have not ended."""
+        return bool(self.open or self.held or self.lost or self.reading)
 
     @property
     def unsettled(self) -> bool:
-        """Whether it needs looking after at each poll."""
+        """Tell whether it needs looking after at each poll."""
         waits = self.state is State.CONNECTING or self.state is State.LEAVING
-        return bool(waits or self.outbox or self.held)
+        if waits or self.outbox or self.held or self.lost or self.forget_s:
+            return True
+        return bool(self.reading)
 
     def empty(self) -> None:
         """It is gone, and kept for its number only: peers may come and go by the thousand."""
         self.held = self.outbox = _EMPTY
+        self.lost, self.leases = [], {}
 
 
-PeerT = TypeVar("PeerT", bound=Peer)
-"""What a room knows of a peer: `Peer`, or more."""
+class Row:
+    """A row that has been accepted.
+
+    Attributes:
+        posted, left: bytes that were asked for, and bytes that have not arrived.
+        region: where it goes.
+        ended: its completion is made.
+    """
+
+    __slots__ = ("ctx", "ended", "index", "left", "posted", "region", "row")
+
+    def __init__(self, ctx: int, index: int, row: ReadRow, region: Region | None) -> None:
+        self.ctx = ctx
+        self.index = index
+        self.row = row
+        self.region = region
+        self.posted = 0
+        self.left = row.nbytes
+        self.ended = False
+
+
+class Piece:
+    """A part of a row, in the buffer of a slot; `reads` are those that the row is one of."""
+
+    __slots__ = ("at", "failed", "nbytes", "reads", "row", "slot")
+
+    def __init__(self, slot: int, reads: PeersReads, row: Row, at: int, nbytes: int) -> None:
+        self.slot = slot
+        self.reads = reads
+        self.row = row
+        self.at = at
+        self.nbytes = nbytes
+        self.failed = False
+
+
+class PeersReads:
+    """The reads from one peer; false when none is open.
+
+    Attributes:
+        waiting: rows that have pieces to post, oldest first.
+        open: rows that have not ended.
+        ranges: (base, nbytes) that its keys opened when it was asked last; None = asked.
+        landed: pieces that wait to be asked about, by key.
+        asked: the number of the question that is out about a key, and the pieces it is about.
+        moved_s: when something of it came last.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[Row] = deque()
+        self.open: dict[Row, None] = {}
+        self.ranges: dict[int, tuple[int, int] | None] = {}
+        self.landed: dict[int, list[Piece]] = {}
+        self.asked: dict[int, tuple[int, list[Piece]]] = {}
+        self.moved_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.open)

@@ -1,4 +1,4 @@
-"""Who is at the other end, and do they live: one peer's state, and the greetings that change it.
+"""The peers of one NIC, and whether they live: their states, and the greetings that change these.
 
 A peer is greeted before the first row goes to it: the answer proves that it polls, that it is of
 the epoch that its address names, and that it knows us (EFA needs that). Rows wait in `held`.
@@ -10,27 +10,26 @@ the epoch that its address names, and that it knows us (EFA needs that). Rows wa
     any --our own NIC is lost--> GONE
     READY --a row or frame failed--> CONNECTING     SILENT --asked again later--> CONNECTING
 
-Rule: this file and software/peers.py decide a peer's state, and nobody else.
+Rule: this file decides a peer's state, and nobody else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Generic
+from typing import Final
 
 from tep.backends.base import Status
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import NicAddress, parse
-from tep.backends.libfabric.book import Book
-from tep.backends.libfabric.mailbox import Mailbox
+from tep.backends.libfabric.address import NicAddress, efa_place, parse
+from tep.backends.libfabric.completions import Mailbox
 from tep.backends.libfabric.objects import Endpoint, Nic
-from tep.backends.libfabric.peer import Peer, PeerT, State
+from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.rules import Rules
 from tep.base.errors import BadDescriptor, FabricError
 
-__all__ = ["SILENCE_S", "Peers"]
+__all__ = ["Peers"]
 
-SILENCE_S: Final = 1.0
+_SILENCE_S: Final = 1.0
 """For how long a peer that did not answer is not asked again for the sake of messages, which
 engines repeat: they fail at once. Rows are tried anew."""
 
@@ -38,18 +37,15 @@ _GRACE_S: Final = 0.1
 """For how long answers may follow a goodbye. A guess: far more than a network takes."""
 
 _OUTBOX_MAX: Final = 1024
-
-
 _SETTLED: Final = frozenset({State.CONNECTING, State.LEAVING, State.GONE})
 
 
-class Peers(Generic[PeerT]):
+class Peers:
     """All peers of one NIC.
 
     Args:
         nic, mailbox, rules: of this NIC.
         me: its own address.
-        book: whom libfabric knows.
         main: its endpoint.
         timeout_s: how long a peer may stay silent.
         on_over: called with a peer that has become SILENT or GONE, after cut().
@@ -59,9 +55,9 @@ class Peers(Generic[PeerT]):
         me: our address, as bytes.
         refusal: why the last endpoint could not be opened; "" = it was.
         answered: some peer has answered this NIC, ever.
+        departed: peers that are gone and that a device still knows; settle() is called while there
+            are some.
     """
-
-    _record: type[PeerT] = Peer  # type: ignore[assignment]  # a room may know more of each
 
     def __init__(
         self,
@@ -69,12 +65,11 @@ class Peers(Generic[PeerT]):
         mailbox: Mailbox,
         rules: Rules,
         me: NicAddress,
-        book: Book[PeerT],
         main: Endpoint,
         timeout_s: float,
-        on_over: Callable[[PeerT], None],
+        on_over: Callable[[Peer], None],
     ) -> None:
-        self.all: list[PeerT] = []
+        self.all: list[Peer] = []
         self.refusal = ""
         self.answered = False
         self._nic = nic
@@ -82,17 +77,18 @@ class Peers(Generic[PeerT]):
         self._rules = rules
         self._epoch = me.epoch
         self.me = me.to_bytes()
-        self._book = book
         self._main = main
         self._timeout_s = timeout_s
         self._on_over = on_over
-        self._by_data: dict[bytes, PeerT] = {}
-        self._latest: dict[bytes, PeerT] = {}  # by raw address
+        self.departed: list[Peer] = []
+        self._places: dict[bytes, dict[bytes, Peer]] = {}  # whom a device knows, by queue pair
+        self._by_data: dict[bytes, Peer] = {}
+        self._latest: dict[bytes, Peer] = {}  # by raw address
         self._closed = False
 
     # --- finding
 
-    def find(self, data: bytes) -> PeerT:
+    def find(self, data: bytes) -> Peer:
         """The peer at an address, made known to libfabric when first seen.
 
         Raises:
@@ -100,18 +96,46 @@ class Peers(Generic[PeerT]):
         """
         found = self._by_data.get(data)
         if found is None:
-            found = self._record(len(self.all), data, parse(data, self._rules.provider))
+            found = Peer(len(self.all), data, parse(data, self._rules.provider))
             if self._nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
             else:
-                self._book.meet(found)
+                self._meet(found)
             self.all.append(found)
             self._by_data[data] = found
             self._supersede(found)
         return found
 
-    def _supersede(self, peer: PeerT) -> None:
-        """Of two incarnations at one address the earlier is gone."""
+    def _meet(self, peer: Peer) -> None:
+        """Put a peer into the address vector."""
+        raw = peer.address.raw
+        peer.number = self._nic.insert(raw)
+        if not self._rules.software:
+            self._places.setdefault(efa_place(raw), {})[raw] = peer
+
+    def _part(self, peer: Peer) -> None:
+        """Take a peer that is gone out of the address vector: now, or by settle()."""
+        if self._rules.software:
+            self._nic.remove(peer.number)
+        else:
+            self.departed.append(peer)
+
+    def settle(self) -> None:
+        """Remove peers of a device: once all that went to them is back, and where it is safe.
+
+        EFA's provider drops the completions of a peer that is removed before: what they hold, slots
+        and regions, would stay taken. And of two addresses with one queue pair number it forgets
+        the wrong one, and crashes later (2.5.1, efa_av_reverse_av_remove): such addresses stay.
+        """
+        for peer in self.departed:
+            known = self._places.get(efa_place(peer.address.raw), {})
+            if not peer.out and known == {peer.address.raw: peer}:
+                self._nic.remove(peer.number)
+                known.clear()
+        self.departed[:] = [peer for peer in self.departed if peer.out]
+
+    def _supersede(self, peer: Peer) -> None:
+        """End the earlier one of two incarnations at one address."""
         other = self._latest.get(peer.address.raw)
         if other is None or other.address.epoch < peer.address.epoch:
             self._latest[peer.address.raw] = peer
@@ -119,21 +143,24 @@ class Peers(Generic[PeerT]):
         if peer is not None and other is not None:
             self._end(peer, State.GONE, Status.STALE_PEER)
 
-    def known(self, data: bytes) -> PeerT | None:
+    def known(self, data: bytes) -> Peer | None:
         """The peer that a frame names as its sender; None if that is no address."""
         try:
             return self.find(data)
         except (BadDescriptor, FabricError):
             return None
 
-    def endpoint(self, peer: PeerT) -> Endpoint:
-        """What rows and frames to a peer go through."""
-        peer.endpoint = self._main
+    def endpoint(self, peer: Peer) -> Endpoint:
+        """Return what rows and frames to a peer go through."""
+        if peer.endpoint is None:
+            own = self._rules.endpoint_per_peer
+            peer.endpoint = self._nic.open_endpoint() if own else self._main
+            self.refusal = ""
         return peer.endpoint
 
     # --- greeting
 
-    def greet(self, peer: PeerT, now_s: float) -> None:
+    def greet(self, peer: Peer, now_s: float) -> None:
         """Ask a peer whether it is there, unless that is under way."""
         if peer.state in _SETTLED:
             return
@@ -141,18 +168,20 @@ class Peers(Generic[PeerT]):
         peer.since_s = now_s
         peer.outbox.appendleft(frames.encode(frames.Hello(self.me, peer.address.epoch)))
 
-    def greet_again(self, peer: PeerT, now_s: float) -> None:
+    def greet_again(self, peer: Peer, now_s: float) -> None:
         """Ask once more, if the peer has been silent long enough to be asked again."""
-        if peer.state is State.SILENT and now_s - peer.since_s >= SILENCE_S:
+        if peer.state is State.SILENT and now_s - peer.since_s >= _SILENCE_S:
             self.greet(peer, now_s)
 
-    def doubt(self, peer: PeerT, now_s: float) -> None:
-        """Something to or from a peer failed: ask whether it lives."""
+    def doubt(self, peer: Peer, now_s: float) -> None:
+        """Something to or from a peer failed: ask whether it lives; what it told us is void."""
+        peer.leases.clear()
         if peer.state is State.READY:
             self.greet(peer, now_s)
 
-    def frame_failed(self, peer: PeerT, now_s: float) -> None:
+    def frame_failed(self, peer: Peer, now_s: float) -> None:
         """A frame did not arrive, maybe our greeting: greet again, within the same deadline."""
+        peer.leases.clear()
         if peer.state is State.CONNECTING:
             hello = frames.encode(frames.Hello(self.me, peer.address.epoch))
             if not peer.outbox or peer.outbox[0] != hello:
@@ -160,7 +189,7 @@ class Peers(Generic[PeerT]):
         else:
             self.doubt(peer, now_s)
 
-    def say(self, peer: PeerT, frame: frames.Frame) -> None:
+    def say(self, peer: Peer, frame: frames.Frame) -> None:
         """Queue a frame. A peer that takes nothing loses the oldest."""
         if peer.state is State.GONE:
             return
@@ -168,7 +197,7 @@ class Peers(Generic[PeerT]):
             peer.outbox.popleft()
         peer.outbox.append(frames.encode(frame))
 
-    def take_hello(self, frame: frames.Hello, now_s: float) -> PeerT | None:
+    def take_hello(self, frame: frames.Hello, now_s: float) -> Peer | None:
         """A peer greets: it lives, and knows our address; answer."""
         peer = self.known(frame.sender)
         if peer is None or peer.state is State.GONE:
@@ -180,7 +209,7 @@ class Peers(Generic[PeerT]):
         self.say(peer, frames.Welcome(self.me))
         return peer
 
-    def take_welcome(self, frame: frames.Welcome, now_s: float) -> PeerT | None:
+    def take_welcome(self, frame: frames.Welcome, now_s: float) -> Peer | None:
         """A peer answers our greeting."""
         peer = self.known(frame.sender)
         if peer is not None and peer.state is not State.GONE:
@@ -192,7 +221,7 @@ class Peers(Generic[PeerT]):
         sender = self.known(frame.sender)  # as the later incarnation, which ends the earlier
         del sender
 
-    def take_bye(self, frame: frames.Bye, now_s: float) -> PeerT | None:
+    def take_bye(self, frame: frames.Bye, now_s: float) -> Peer | None:
         """A peer closes."""
         peer = self.known(frame.sender)
         if peer is not None and peer.state is State.READY and peer.open:
@@ -202,19 +231,19 @@ class Peers(Generic[PeerT]):
             self._end(peer, State.GONE, Status.UNREACHABLE)
         return peer
 
-    def see_off(self, peer: PeerT, now_s: float) -> None:
+    def see_off(self, peer: Peer, now_s: float) -> None:
         """End a peer that is LEAVING, once its last answers are here or never will be."""
         if not peer.open or now_s - peer.since_s > _GRACE_S:
             self._end(peer, State.GONE, Status.UNREACHABLE)
 
-    def _is_ready(self, peer: PeerT, now_s: float) -> None:
+    def _is_ready(self, peer: Peer, now_s: float) -> None:
         peer.state = State.READY
         self.answered = True
         peer.since_s = now_s
 
     # --- looking after
 
-    def flush(self, peer: PeerT, now_s: float) -> bool:
+    def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
         moved = False
         while peer.outbox and not (peer.over or self._closed or self._nic.failure):
@@ -234,7 +263,7 @@ class Peers(Generic[PeerT]):
             moved = True
         return moved
 
-    def look(self, peer: PeerT, oldest_due_s: float | None, now_s: float) -> None:
+    def look(self, peer: Peer, oldest_due_s: float | None, now_s: float) -> None:
         """End a peer that has been silent for too long.
 
         Args:
@@ -253,7 +282,7 @@ class Peers(Generic[PeerT]):
         if (stuck and not peer.open) or (silent and (peer.unanswered or overdue)):
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
 
-    def _end(self, peer: PeerT, state: State, status: Status, now_s: float = 0.0) -> None:
+    def _end(self, peer: Peer, state: State, status: Status, now_s: float = 0.0) -> None:
         if peer.state is State.GONE:
             return
         was_over = peer.over
@@ -264,7 +293,7 @@ class Peers(Generic[PeerT]):
         peer.outbox.clear()
         self.cut(peer)
         if state is State.GONE:
-            self._book.part(peer)
+            self._part(peer)
         if not was_over or peer.has_rows:
             self._on_over(peer)
         if state is State.GONE:
@@ -272,9 +301,23 @@ class Peers(Generic[PeerT]):
         elif peer.held and peer.over:  # what came later has its own time to be answered
             self.greet(peer, now_s)
 
-    def cut(self, peer: PeerT) -> None:
-        """Post nothing more to a peer that is over."""
-        peer.endpoint = None
+    def cut(self, peer: Peer) -> None:
+        """Post nothing more to a peer that is over.
+
+        An endpoint of its own is closed, which makes libfabric let go of all that goes to it.
+        """
+        peer.leases.clear()
+        endpoint, peer.endpoint = peer.endpoint, None
+        if endpoint is not None and endpoint is not self._main:
+            endpoint.close()
+
+    def let_go(self, peer: Peer, now_s: float) -> None:
+        """Close the endpoint of a peer that is to be forgotten, once nothing goes through it."""
+        if peer.held:
+            peer.forget_s = 0.0  # the engine has met it anew
+        elif not (peer.open or peer.outbox or peer.sends or peer.lost) or now_s > peer.forget_s:
+            peer.forget_s = 0.0
+            self._end(peer, State.SILENT, Status.UNREACHABLE, now_s - _SILENCE_S)
 
     def give_up(self) -> None:
         """Our NIC is lost: nobody is reached any more. Endpoints stay open until close()."""
@@ -288,7 +331,7 @@ class Peers(Generic[PeerT]):
         for peer in self.all:
             self.cut(peer)
 
-    def farewell(self) -> list[PeerT]:
+    def farewell(self) -> list[Peer]:
         """Queue a Bye to everybody who listens; return them."""
         listening = [peer for peer in self.all if peer.state is State.READY]
         for peer in listening:

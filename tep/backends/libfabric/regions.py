@@ -1,7 +1,10 @@
 """Registered memory of one NIC: keys, what peers may reach, and its description to libfabric.
 
 Rule 1: memory stays held, and its registration open, while a row in flight reads from it. Rule 2: a
-key is never given twice, not even by a later incarnation at the same address.
+key is never given twice, not even by a later incarnation at the same address. Rule 3: on a device,
+what peers may read is registered once for us and once for them, so that the owner can end what
+peers do while its own rows are in flight: libfabric must not lose a registration that such a row
+was posted with, since it may post the row again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ctypes
 import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from typing import Any, Final
 
@@ -36,6 +39,7 @@ class Region:
     """One registered region.
 
     Attributes:
+        handles: its registrations; where there are two, the second is what peers may do.
         desc: what a row passes as its memory descriptor; 0 where the provider wants none.
         key: what the engine knows it by.
         target: whether peers may write here.
@@ -44,12 +48,12 @@ class Region:
         start, end: addresses of its first byte, and behind its last.
     """
 
-    __slots__ = ("_handles", "desc", "end", "key", "memory", "open", "sink", "start", "target")
+    __slots__ = ("desc", "end", "handles", "key", "memory", "open", "sink", "start", "target")
 
     def __init__(
         self, handles: Sequence[Any], memory: Memory, key: DomainKey, desc: int, target: bool
     ) -> None:
-        self._handles = handles
+        self.handles = handles
         self.memory = memory
         self.start = memory.ptr
         self.end = memory.ptr + memory.nbytes
@@ -60,18 +64,13 @@ class Region:
         self.open = 0
 
     def holds(self, src: Column, nbytes: Column) -> bool:
-        """Whether all rows lie inside."""
+        """Tell whether all rows lie inside."""
         first, end = bounds(src, nbytes)
         return self.start <= first and end <= self.end
 
-    def shut_out(self) -> None:
-        """End what peers may do, where that is a registration of its own."""
-        if len(self._handles) > 1:
-            self._handles[-1].close()
-
     def close(self) -> None:
         """Unregister."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.close()
 
 
@@ -80,6 +79,7 @@ class Regions:
 
     Args:
         nic: where they are registered.
+        software: no device reads and writes here, see Rules.
         dmabuf: makes a dma-buf of device memory; None = the provider finds the pages by CUDA.
 
     Attributes:
@@ -88,8 +88,9 @@ class Regions:
         dying: those that were given back while rows in flight read from them.
     """
 
-    def __init__(self, nic: Nic, dmabuf: DmabufExport | None = None) -> None:
+    def __init__(self, nic: Nic, *, software: bool, dmabuf: DmabufExport | None = None) -> None:
         self._nic = nic
+        self._software = software
         self._dmabuf = dmabuf
         attr = nic.info.contents.domain_attr.contents
         mode: int = attr.mr_mode
@@ -130,29 +131,30 @@ class Regions:
         desc = int(handles[0].contents().mem_desc or 0)
         region = Region(handles, memory, key, desc, access.target)
         region.sink = access.sink
+        self.by_lkey[key.lkey] = region
+        if region.target:
+            self.by_rkey[key.rkey] = region
         if access.readable:
             self.readable[key.rkey] = region
-        return self._keep(region)
+        return region
 
     def _rights(self, access: Access) -> tuple[int, ...]:
-        """What libfabric is told of memory, for each registration of it: ours first, peers' last.
+        """List the rights of each registration of some memory: ours first, peers' last.
 
         FI_SEND is not among it: on the fabric `efa` it opens memory for peers to read.
         """
-        rights = fi.FI_WRITE
-        if access.target:
-            rights |= fi.FI_REMOTE_WRITE
+        ours = fi.FI_WRITE
+        theirs = fi.FI_REMOTE_WRITE if access.target else 0
+        if self._software:
+            # Reads end in buffers of the NIC's own. An empty row with an immediate may come under
+            # a key that is to be read: what may be written the owner says by its leases.
+            if access.readable:
+                theirs |= fi.FI_REMOTE_READ | fi.FI_REMOTE_WRITE
+            return (ours | theirs,)
+        ours |= fi.FI_READ if access.sink else 0
         if access.readable:
-            # An empty row with an immediate may come under the key as well: what may be written the
-            # owner says by its leases.
-            rights |= fi.FI_REMOTE_READ | fi.FI_REMOTE_WRITE
-        return (rights,)
-
-    def _keep(self, region: Region) -> Region:
-        self.by_lkey[region.key.lkey] = region
-        if region.target:
-            self.by_rkey[region.key.rkey] = region
-        return region
+            return ours, theirs | fi.FI_REMOTE_READ
+        return (ours | theirs,)
 
     def remove(self, key: DomainKey) -> Region | None:
         """Forget a key; the registration ends when the last row that reads from it is back."""
@@ -167,13 +169,25 @@ class Regions:
             region.close()
         return region
 
+    def cut(self, key: DomainKey, reads_at: Callable[[Region], list[bool]]) -> None:
+        """End at once what peers of a device may read, and what reads of ours write.
+
+        The device ends such rows by itself. `reads_at` is that of Slots.
+        """
+        region = self.by_lkey.get(key.lkey)
+        if region is None:
+            return
+        if len(region.handles) > 1:
+            region.handles[-1].close()
+        if region.open and all(reads_at(region)):
+            region.close()
+
     def bury(self) -> None:
         """End the registrations whose last row has come back."""
-        if self.dying:
-            for region in self.dying:
-                if not region.open:
-                    region.close()
-            self.dying = [region for region in self.dying if region.open]
+        for region in self.dying:
+            if not region.open:
+                region.close()
+        self.dying[:] = [region for region in self.dying if region.open]
 
     def range_of(self, rkey: int) -> tuple[int, int]:
         """The range that a key opens to peers: (base, nbytes); nbytes 0 = none.

@@ -4,7 +4,7 @@ The fast paths post a batch's rows by columns, or one row without a detour; what
 simple as that (several peers, a peer not ready, a row out of range) goes row by row.
 
 Rule 1: an accepted row is in exactly one place: in flight (a ticket), waiting (held for its peer,
-or what software/rows.py adds), or failed into `done`. Rule 2: a row is posted once. One that failed
+or lost on tcp, see tcp.py), or failed into `done`. Rule 2: a row is posted once. One that failed
 is never posted again: it may have landed.
 """
 
@@ -14,14 +14,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Generic
+from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
 from tep.backends.columns import at, most, row_of
-from tep.backends.libfabric.peer import Peer, PeerT, State
+from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions
-from tep.backends.libfabric.slots import Slots, Ticket
+from tep.backends.libfabric.slots import READ, Slots, Ticket
 from tep.base.units import MiB
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Rows"]
 
 _WRITE: Final = int(Kind.WRITE)
+_READ: Final = int(Kind.READ)
 _READY: Final = State.READY  # looking it up in its class takes 0.1 us
 _CHECKED_MAX: Final = 64
 _EACH_MAX: Final = 256  # rows posted one by one in a call
@@ -41,7 +42,7 @@ _SLOWEST_BYTES_PER_S: Final = 64 * MiB
 guess: a quarter of what tcp on one crowded core reaches."""
 
 
-class Rows(Generic[PeerT]):
+class Rows:
     """The rows of one NIC that have been accepted and have not ended.
 
     Args:
@@ -64,11 +65,11 @@ class Rows(Generic[PeerT]):
         rules: Rules,
         slots: Slots,
         regions: Regions,
-        peers: Peers[PeerT],
+        peers: Peers,
         nothing: Region,
         done: deque[Entry],
         timeout_s: float,
-        stir: Callable[[PeerT], None],
+        stir: Callable[[Peer], None],
     ) -> None:
         self.waiting = 0
         self.refusal = 0
@@ -89,7 +90,7 @@ class Rows(Generic[PeerT]):
         self._timeout_s = timeout_s
         self._stir = stir
         self._checked: dict[int, WriteBatch] = {}  # batches whose rows are all in range, by id
-        self._fresh: set[PeerT] = set()  # whose rows have ended, which poll() has not said yet
+        self._fresh: set[Peer] = set()  # whose rows have ended, which poll() has not said yet
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Accept rows start.. of a batch; return how many."""
@@ -111,7 +112,7 @@ class Rows(Generic[PeerT]):
                     taken = self._post_same(batch, start, stop, peer, region)
                     if taken is not None:
                         return taken
-        return self._post_each(batch, start, min(stop, start + _EACH_MAX))
+        return self.post_each(batch, start, min(stop, start + _EACH_MAX))
 
     def new_turn(self) -> None:
         """The queue is being polled: rows may be posted again."""
@@ -127,10 +128,10 @@ class Rows(Generic[PeerT]):
     def _check(
         self,
         batch: WriteBatch,
-        peer: PeerT,  # noqa: ARG002  # for software/
+        peer: Peer,  # noqa: ARG002  # for tcp
         region: Region,
     ) -> bool:
-        """Whether every row of a batch may be posted as it is; remembered."""
+        """Tell whether every row of a batch may be posted as it is; remembered."""
         nbytes = batch.nbytes
         if not region.holds(batch.src, nbytes):
             return False
@@ -141,7 +142,7 @@ class Rows(Generic[PeerT]):
         self._checked[id(batch)] = batch  # held, so that its id stays its own
         return True
 
-    def _post_lone(self, batch: WriteBatch, peer: PeerT, region: Region) -> bool:
+    def _post_lone(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
         """Post the only row of a batch, under one int as its key; False = nothing was done."""
         src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
         if not (type(src) is int and type(dst) is int and type(nbytes) is int):
@@ -176,7 +177,7 @@ class Rows(Generic[PeerT]):
         return taken == 1
 
     def _post_same(
-        self, batch: WriteBatch, start: int, stop: int, peer: PeerT, region: Region
+        self, batch: WriteBatch, start: int, stop: int, peer: Peer, region: Region
     ) -> int | None:
         """Post as many rows as the window holds; None = the peer takes nothing, hold them."""
         slots, nbytes = self._slots, batch.nbytes
@@ -238,7 +239,8 @@ class Rows(Generic[PeerT]):
 
     # --- row by row
 
-    def _post_each(self, batch: WriteBatch, start: int, stop: int) -> int:
+    def post_each(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Accept rows one by one; return how many."""
         for index, row in enumerate(batch.rows(start, stop), start):
             if not self._place(batch, index, row):
                 return index - start
@@ -246,6 +248,9 @@ class Rows(Generic[PeerT]):
 
     def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
         """Post, hold or fail one row; False = no room now."""
+        if batch.ctx & READ and not row.nbytes:  # its keys mean nothing (C29): no device is asked
+            self.fail(batch.ctx, index, Status.OK)
+            return True
         peer = self._peers.all[row.peer]
         if peer.state is State.SILENT and peer not in self._fresh:
             self._peers.greet(peer, time.monotonic())
@@ -263,8 +268,8 @@ class Rows(Generic[PeerT]):
         self._stir(peer)
         return True
 
-    def _verdict(self, peer: PeerT, row: Row) -> Status:
-        """Whether a row can be, as far as is known."""
+    def _verdict(self, peer: Peer, row: Row) -> Status:
+        """Tell whether a row can be, as far as is known."""
         if row.nbytes:  # an empty row has no source
             region = self._regions.by_lkey.get(row.lkey)
             if region is None or not region.holds(row.src, row.nbytes):
@@ -277,11 +282,11 @@ class Rows(Generic[PeerT]):
             return Status.UNREACHABLE  # who posts it has not heard of those before it
         return Status.OK
 
-    def _granted(self, peer: PeerT, rkey: int) -> bool:  # noqa: ARG002  # see software/
-        """Whether rows under a key may be posted; False = asked for, and not known yet."""
+    def _granted(self, peer: Peer, rkey: int) -> bool:  # noqa: ARG002  # see tcp.py
+        """Tell whether rows under a key may be posted; False = asked for, and not known yet."""
         return True
 
-    def _post_row(self, batch: WriteBatch, index: int, row: Row, peer: PeerT) -> bool | None:
+    def _post_row(self, batch: WriteBatch, index: int, row: Row, peer: Peer) -> bool | None:
         """Post one row; False = full, None = its peer takes nothing."""
         slots = self._slots
         if slots.room == 0 or (slots.open and slots.nbytes + row.nbytes > self._window_bytes):
@@ -308,22 +313,23 @@ class Rows(Generic[PeerT]):
         self._peers.doubt(peer, time.monotonic())
         return None
 
-    def _call(
-        self,
-        endpoint: Endpoint,
-        batch: WriteBatch,  # noqa: ARG002  # for efa/
-        nbytes: int,
-    ) -> Callable[..., int]:
-        """What posts rows of a batch; `nbytes` of the longest."""
+    def _call(self, endpoint: Endpoint, batch: WriteBatch, nbytes: int) -> Callable[..., int]:
+        """Return what posts rows of a batch; `nbytes` of the longest."""
+        if batch.ctx & READ:
+            return endpoint.readmsg
         return endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""
+        if ctx & READ:
+            self._slots.reads -= 1
+            self._done.append((_READ, int(status), 1, 0, row, ctx ^ READ, 0))
+            return
         self._done.append((_WRITE, int(status), 1, 0, row, ctx, 0))
 
     # --- rows that wait
 
-    def go_on(self, peer: PeerT) -> None:
+    def go_on(self, peer: Peer) -> None:
         """A peer is READY: post its held rows as far as they go."""
         while peer.held and peer.state is State.READY:
             batch, index, _ = peer.held[0]
@@ -336,7 +342,7 @@ class Rows(Generic[PeerT]):
             peer.held.popleft()
             self.waiting -= 1
 
-    def expire(self, peer: PeerT, now_s: float) -> None:
+    def expire(self, peer: Peer, now_s: float) -> None:
         """End the rows that have waited too long for a peer's word: it is there, or a lease."""
         while peer.held:
             batch, index, due_s = peer.held[0]
@@ -352,7 +358,7 @@ class Rows(Generic[PeerT]):
         """poll() has handed out all that had ended: rows to whom they concern are tried anew."""
         self._fresh.clear()
 
-    def end(self, peer: PeerT, status: Status, *, gone: bool, spare: bool = False) -> None:
+    def end(self, peer: Peer, status: Status, *, gone: bool, spare: bool = False) -> None:
         """End all rows to a peer.
 
         Args:
@@ -362,9 +368,12 @@ class Rows(Generic[PeerT]):
             spare: keep those that have not been posted and are not due.
         """
         slots = self._slots
+        # Reads that the device has still may write where they go.
+        reads = status if gone or status is Status.NIC_DOWN else Status.GIVEN_UP
         for ticket in [ticket for ticket in slots.tickets.values() if ticket.peer is peer]:
+            ctx = ticket.batch.ctx
             for row in slots.give_up(ticket, gone=gone):
-                self.fail(ticket.batch.ctx, row, status)
+                self.fail(ctx, row, reads if ctx & READ else status)
         until_s = time.monotonic() if spare else math.inf
         while peer.held and peer.held[0][2] <= until_s:
             batch, row, _ = peer.held.popleft()

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain, repeat
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, WriteBatch
+from tep.backends.base import Column, ReadBatch, WriteBatch
 from tep.backends.columns import part
 from tep.backends.ffi import libfabric as fi
 
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.regions import Region
 
-__all__ = ["I64", "Slots", "Ticket"]
+__all__ = ["I64", "READ", "Slots", "Ticket", "marked"]
+
+READ: Final = 1 << 64
+"""In a ctx, above its 64 bits: the batch is one of reads, which a device carries out among the
+writes. It decides by which call rows are posted and how their ends are told; what is handed out has
+it no more."""
 
 CHUNK_ROWS: Final = 512
 """Rows posted in one go: enough to make the fixed costs of a post and of what brings it back small
@@ -148,7 +153,7 @@ class Slots:
         )
         self._more = more
         self.adrift = self.reads = 0
-        self.unended: Any = None  # a Peer, of the kind that its room knows
+        self.unended: Peer | None = None
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
         # One spare slot, to align the pool to a slot's size.
@@ -302,17 +307,17 @@ class Slots:
         self.open += rows
         return number
 
-    def oldest_due(self) -> dict[Any, float]:
-        """When the oldest row in flight to each peer is due."""
-        due: dict[Any, float] = {}
+    def oldest_due(self) -> dict[Peer, float]:
+        """Tell when the oldest row in flight to each peer is due."""
+        due: dict[Peer, float] = {}
         for ticket in self.tickets.values():
             due.setdefault(ticket.peer, ticket.due_s)
         return due
 
-    def of_region(self, region: Region) -> list[Ticket]:
-        """The tickets whose rows libfabric still has, and that read or write in a region."""
+    def reads_at(self, region: Region) -> list[bool]:
+        """Tell of each ticket at a region, as long as it has rows out, whether it is of reads."""
         return [
-            ticket
+            bool(ticket.batch.ctx & READ)
             for ticket in (*self.tickets.values(), *self._given_up.values())
             if ticket.region is region
         ]
@@ -320,7 +325,7 @@ class Slots:
     # --- coming back
 
     def owns(self, context: int) -> bool:
-        """Whether a completion's context is one of ours."""
+        """Tell whether a completion's context is one of ours."""
         return self._base <= context < self._end
 
     def take_back(self, context: int) -> Ticket | None:
@@ -354,7 +359,7 @@ class Slots:
         return self._settle(finished)
 
     def give_back_many(self, contexts: I64) -> dict[int, int]:
-        """As give_back(), by columns; for dozens of rows."""
+        """Take dozens of finished rows back, by columns; return what give_back() does."""
         n = len(contexts)
         slots = (contexts - self._base) >> 6
         numbers = self._owner[slots]
@@ -443,6 +448,21 @@ class Slots:
         if not gone:
             ticket.open = len(rows)
         return rows
+
+
+def marked(batch: ReadBatch) -> WriteBatch:
+    """A batch of reads, as the shared parts take it."""
+    return WriteBatch(
+        batch.n,
+        batch.peer,
+        batch.src,
+        batch.lkey,
+        batch.dst,
+        batch.rkey,
+        batch.nbytes,
+        None,
+        batch.ctx | READ,
+    )
 
 
 def _where(slots: I64, slot: int) -> int:

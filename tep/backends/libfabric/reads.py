@@ -1,6 +1,6 @@
 """Reads on tcp: into buffers of ours, and on from there at the owner's word.
 
-These providers can neither take a read back nor say whether its key still held. So each piece of a
+The provider can neither take a read back nor say whether its key still held. So each piece of a
 row lands in a buffer of this NIC; then the owner is asked whether the key opens the range still. If
 it does, every byte was read while it did, and is copied to where it belongs. A row that has ended
 is over: what comes later of it stays in the buffer. An answer also says that the owner lives, and
@@ -24,14 +24,13 @@ from tep.backends.base import DomainCaps, Entry, Kind, ReadBatch, ReadRow, Statu
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.peer import State
+from tep.backends.libfabric.peer import Peer, PeersReads, Piece, Row, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions, mr_attr
-from tep.backends.libfabric.software.peer import SoftwarePeer
-from tep.backends.libfabric.software.reading import PeersReads, Piece, Row
+from tep.backends.libfabric.slots import I64
 from tep.memory.source import adapt
 
-__all__ = ["READS_MAX", "SoftwareReads"]
+__all__ = ["READS_MAX", "TcpReads"]
 
 READS_MAX: Final = 256
 """Rows of reads outstanding on one NIC."""
@@ -55,7 +54,7 @@ _RECORD: Final = np.dtype(
 _MSG_AT: Final = 48
 
 
-class SoftwareReads:
+class TcpReads:
     """The reads of one NIC.
 
     Attributes:
@@ -67,7 +66,7 @@ class SoftwareReads:
         caps: DomainCaps,
         nic: Nic,
         regions: Regions,
-        peers: Peers[SoftwarePeer],
+        peers: Peers,
         done: deque[Entry],
         timeout_s: float,
     ) -> None:
@@ -78,7 +77,7 @@ class SoftwareReads:
         self._done = done
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._stirred: dict[SoftwarePeer, None] = {}
+        self._stirred: dict[Peer, None] = {}
         self._bytes = mmap.mmap(-1, _PIECES * (_PIECE_BYTES + _SLOT_BYTES))
         memory = adapt(self._bytes)
         attr, flags, kept = mr_attr(memory, fi.FI_READ)
@@ -131,13 +130,13 @@ class SoftwareReads:
             self.advance(peer)
         return stop - start
 
-    def stirred(self) -> list[SoftwarePeer]:
+    def stirred(self) -> list[Peer]:
         """Peers that have something to be sent, or looked after, since the last call."""
         found = list(self._stirred)
         self._stirred.clear()
         return found
 
-    def _verdict(self, peer: SoftwarePeer, row: ReadRow, region: Region | None) -> Status:
+    def _verdict(self, peer: Peer, row: ReadRow, region: Region | None) -> Status:
         if row.nbytes and (
             region is None or not region.sink or not region.holds(row.local, row.nbytes)
         ):
@@ -146,7 +145,7 @@ class SoftwareReads:
             return Status.LENGTH
         return peer.status if peer.over else Status.OK
 
-    def advance(self, peer: SoftwarePeer) -> None:
+    def advance(self, peer: Peer) -> None:
         """Post what can be posted; ask what has to be asked."""
         reads = peer.reading
         if reads is None or peer.state is not State.READY:
@@ -159,20 +158,20 @@ class SoftwareReads:
                 return
             reads.waiting.popleft()
 
-    def is_postable(self, peer: SoftwarePeer) -> bool:
-        """Whether advance() would get on, as far as is known."""
+    def is_postable(self, peer: Peer) -> bool:
+        """Tell whether advance() would get on, as far as is known."""
         reads = peer.reading
         if not reads or not reads.waiting or not self._free or peer.state is not State.READY:
             return False
         return reads.ranges.get(reads.waiting[0].row.rkey) is not None
 
-    def _ask(self, peer: SoftwarePeer, reads: PeersReads, rkey: int, pieces: list[Piece]) -> None:
+    def _ask(self, peer: Peer, reads: PeersReads, rkey: int, pieces: list[Piece]) -> None:
         number = next(self._numbers)
         reads.asked[rkey] = number, pieces
         self._peers.say(peer, frames.AskRead(self._peers.me, rkey, number))
         self._stirred[peer] = None
 
-    def _post_row(self, peer: SoftwarePeer, reads: PeersReads, accepted: Row) -> bool:
+    def _post_row(self, peer: Peer, reads: PeersReads, accepted: Row) -> bool:
         """Post the rest of a row, or end it; False = not all of it yet."""
         row = accepted.row
         if not row.nbytes:
@@ -194,7 +193,7 @@ class SoftwareReads:
                 return accepted.ended
         return True
 
-    def _post_piece(self, peer: SoftwarePeer, reads: PeersReads, accepted: Row) -> bool:
+    def _post_piece(self, peer: Peer, reads: PeersReads, accepted: Row) -> bool:
         row, at, slot = accepted.row, accepted.posted, self._free[-1]
         nbytes = min(row.nbytes - at, _PIECE_BYTES)
         record = self._records[slot]
@@ -215,7 +214,7 @@ class SoftwareReads:
     # --- coming back
 
     def owns(self, context: int) -> bool:
-        """Whether a completion's context is one of ours."""
+        """Tell whether a completion's context is one of ours."""
         return 0 <= context - self._contexts < _PIECES * _SLOT_BYTES
 
     def landed(self, context: int, *, failed: bool = False) -> None:
@@ -233,7 +232,12 @@ class SoftwareReads:
         if not failed:
             reads.moved_s = time.monotonic()
 
-    def answered(self, peer: SoftwarePeer, frame: frames.Readable) -> None:
+    def landed_many(self, contexts: I64) -> None:
+        """Pieces are in their buffers; dozens."""
+        for context in contexts.tolist():
+            self.landed(context)
+
+    def answered(self, peer: Peer, frame: frames.Readable) -> None:
         """The owner says what a key opens: what had landed before the question is good, or not."""
         reads = peer.reading
         if reads is None or reads.asked.get(frame.rkey, (0, []))[0] != frame.number:
@@ -272,7 +276,7 @@ class SoftwareReads:
 
     # --- ends
 
-    def expire(self, peer: SoftwarePeer, now_s: float) -> bool:
+    def expire(self, peer: Peer, now_s: float) -> bool:
         """End the reads of a peer of which nothing has come for too long; whether they were."""
         reads = peer.reading
         if not reads or now_s - reads.moved_s < self._timeout_s:
@@ -280,7 +284,7 @@ class SoftwareReads:
         self.end(peer, Status.UNREACHABLE, gone=False)
         return True
 
-    def end(self, peer: SoftwarePeer, status: Status, *, gone: bool) -> None:
+    def end(self, peer: Peer, status: Status, *, gone: bool) -> None:
         """End all reads of a peer; `gone` = libfabric has let go of what was in flight."""
         reads = peer.reading
         assert reads is not None
