@@ -175,7 +175,7 @@ def _compare(
     aim: Callable[[float], float] | None,
     gbytes: float | None = None,
 ) -> Figure:
-    """Run both in turns; `gbytes` a run turns times into rates, of which more is better."""
+    """Run both in turns; `gbytes` a run turns times into rates, and more is then better."""
     mine: list[float] = []
     c: list[float] = []
     for _ in range(pairs):

@@ -214,7 +214,7 @@ class PathSums:
 
     Attributes:
         sent: acknowledged rows, by value, less what was pruned.
-        unsure: immediates of failed rows of which nobody will know whether they landed, so that
+        unsure: immediates of failed rows that may or may not have landed, for good, so that
             the sums of both ends may differ.
         pruned: the last generation that the receiver is known to have pruned.
         waiting: runs of the next generations, in order. The first ones may have been sent already,

@@ -63,7 +63,7 @@ class MrHandle:
         keys: the region's keys, one a NIC.
         desc: what peers need to write here.
         inflight: transfers that read from here now.
-        readers: NICs of which a row from here, or a read to here, came back unsent or unknown: one
+        readers: NICs with a row from here, or a read to here, that came back unsent or unknown: one
             that is down by now may be at it still.
         given_up: whether a NIC that lives may still carry out a read to here (Status.GIVEN_UP).
     """
