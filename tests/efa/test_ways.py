@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tep.backends.efa.ways import OP_READ
+from tep.backends.efa.ways import OP_READ, OP_WRITE
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa
 
@@ -54,19 +54,12 @@ class _End:
     def turn(self, turns=1):
         self._run(turns)
 
-    def write(self, n, ids, dst, imm, nbytes, *op):
-        self.way.write(
-            n,
-            ids,
-            self.place,
-            self.at + dst,
-            self.at + dst,
-            nbytes,
-            self.mr.lkey,
-            self.mr.rkey,
-            imm,
-            *op,
-        )
+    def write(self, n, ids, dst, imm, nbytes, op=OP_WRITE):
+        at = self.at + dst
+        self.way.write(n, ids, self.ends(op), at, at, nbytes, imm)
+
+    def ends(self, op):
+        return self.place, self.mr.lkey, self.mr.rkey, op
 
     def poll(self, room=1 << 16):
         found = self.way.poll(room)
@@ -94,23 +87,14 @@ def batches(post, seed, count, send):
         if with_imm:
             spare -= n
             imm = rng.integers(0, 1 << 32, n, np.uint64) if rng.random() < 0.7 else 0x01020304
-        op = (OP_READ,) if imm is None and rng.random() < 0.4 else ()
+        op = OP_READ if imm is None and rng.random() < 0.4 else OP_WRITE
         if n == 1 and rng.random() < 0.7:
             one = [int(v if isinstance(v, int) else v[0]) for v in (dst, lengths)]
             value = imm if imm is None or isinstance(imm, int) else int(imm[0])
-            end.way.write_one(
-                int(ids[0]),
-                end.place,
-                end.at + one[0],
-                end.at + one[0],
-                one[1],
-                end.mr.lkey,
-                end.mr.rkey,
-                value,
-                *op,
-            )
+            at = end.at + one[0]
+            end.way.write_one(int(ids[0]), end.ends(op), at, at, one[1], value)
         else:
-            end.write(n, ids, dst, imm, lengths, *op)
+            end.write(n, ids, dst, imm, lengths, op)
         if rng.random() < 0.3:
             while not (free and spare):
                 end.turn(8)

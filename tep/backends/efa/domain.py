@@ -9,11 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tep.backends.base import (
-    Completions,
-    DomainCaps,
-    WriteBatch,
-)
+from tep.backends.base import Completions, DomainCaps, WriteBatch
 from tep.backends.columns import part
 from tep.backends.efa import flight
 from tep.backends.efa.device import Nic
@@ -152,11 +148,7 @@ class EfaDomain(FabricDomain):
         src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
         if n < batch.n:
             stop = start + n
-            src, dst, nbytes = (
-                part(src, start, stop),
-                part(dst, start, stop),
-                part(nbytes, start, stop),
-            )
+            src, dst, nbytes = (part(column, start, stop) for column in (src, dst, nbytes))
             imm = None if imm is None else part(imm, start, stop)
         longest = nbytes if isinstance(nbytes, int) else int(nbytes.max())
         if not 0 < longest <= self._longest:

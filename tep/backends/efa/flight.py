@@ -122,18 +122,9 @@ class Slots(slots.Slots):
         rkey = ticket.batch.rkey
         assert isinstance(rkey, int)
         last = first + taken
-        self._way.write(
-            taken,
-            self._ids[first:last],
-            self._nic.place(ticket.peer.number),
-            src,
-            dst,
-            nbytes,
-            ticket.region.desc,
-            rkey,
-            imm,
-            OP_READ if ticket.batch.ctx & READ else OP_WRITE,
-        )
+        op = OP_READ if ticket.batch.ctx & READ else OP_WRITE
+        ends = self._nic.place(ticket.peer.number), ticket.region.desc, rkey, op
+        self._way.write(taken, self._ids[first:last], ends, src, dst, nbytes, imm)
         self._cursor = last
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
@@ -180,9 +171,9 @@ class Slots(slots.Slots):
         if self._unmarked:
             self._mark()
         number = self._cursor if self._clear else self._look_ahead(1)[0]
-        place = self._nic.place(ticket.peer.number)
         op = OP_READ if ticket.batch.ctx & READ else OP_WRITE
-        self._way.write_one(number, place, src, dst, nbytes, ticket.region.desc, rkey, imm, op)
+        ends = self._nic.place(ticket.peer.number), ticket.region.desc, rkey, op
+        self._way.write_one(number, ends, src, dst, nbytes, imm)
         self._cursor = number + 1
         self._clear -= 1
         ticket.slots = [number]

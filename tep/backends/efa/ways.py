@@ -52,7 +52,7 @@ from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
 from tep.backends.fences import new_fence
 from tep.backends.ffi.efa import CqEx, QpEx
-from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE
+from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE, layout
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
@@ -61,21 +61,7 @@ __all__ = [
     "Numbers", "RowWise", "Span", "fences",
 ]  # fmt: skip
 
-_Field = tuple[str, int]
-
-
-def _layout(itemsize: int, **fields: _Field) -> np.dtype[np.void]:
-    return np.dtype(
-        {
-            "names": list(fields),
-            "formats": [form for form, _ in fields.values()],
-            "offsets": [at for _, at in fields.values()],
-            "itemsize": itemsize,
-        }
-    )
-
-
-TX_ENTRY: Final = _layout(
+TX_ENTRY: Final = layout(
     64,
     req_id=("<u2", 0),
     ctrl1=("u1", 2),
@@ -105,13 +91,13 @@ ALWAYS_2: Final = 1 << 2 | 1 << 3 | 1 << 4
 """ctrl2: first and last of its request, which is to end in a completion."""
 LKEY_MASK: Final = (1 << 24) - 1
 
-RX_ENTRY: Final = _layout(
+RX_ENTRY: Final = layout(
     16, addr=("<u8", 0), req_id=("<u2", 8), length=("<u2", 10), lkey_ctrl=("<u4", 12)
 )
 RX_ALWAYS: Final = 1 << 30 | 1 << 31
 """lkey_ctrl: first and last descriptor of its request."""
 
-COMPLETION_ENTRY: Final = _layout(
+COMPLETION_ENTRY: Final = layout(
     16,
     req_id=("<u2", 0),
     status=("u1", 2),
@@ -125,7 +111,7 @@ COMPLETION_ENTRY: Final = _layout(
 """flags: bit 0 phase, bits 1 and 2 the queue (1 send, 2 receive), bit 3 has an immediate, bits 4 to
 6 the operation, bit 7 unsolicited. From `length` on only of receives; entries of 32 bytes go on."""
 
-KINDS: Final = _layout(16, kind=("<u2", 2))
+KINDS: Final = layout(16, kind=("<u2", 2))
 """A completion's status and flags as one number: status, flags << 8."""
 
 ARM: Final = 1 << 31
@@ -143,6 +129,9 @@ _ENTRIES: Final = 256
 
 Numbers = npt.NDArray[np.integer]
 Entries = npt.NDArray[np.void]
+Imms = Column | None
+Ends = tuple[Place, int, int, int]
+"""The ends of a batch of rows: the peer's place, local key, remote key; and the operation."""
 
 
 class Span(NamedTuple):
@@ -203,57 +192,28 @@ class RowWise:
     # --- posting; all or none is taken
 
     def write(
-        self,
-        n: int,
-        ids: Numbers,
-        place: Place,
-        src: Column,
-        dst: Column,
-        nbytes: Column,
-        lkey: int,
-        rkey: int,
-        imm: Column | None,
-        op: int = OP_WRITE,
+        self, n: int, ids: Numbers, ends: Ends, src: Column, dst: Column, nbytes: Column, imm: Imms
     ) -> None:
-        """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
+        """Post n writes to one peer, or reads; columns are ints or have n rows."""
         columns = [spread(column, n) for column in (src, dst, nbytes)]
         imms = [None] * n if imm is None else spread(imm, n)
         self._start(self._qp)
-        numbers = ids.tolist()
-        for number, at, to, length, one in zip(numbers, *columns, imms, strict=True):
-            self._add(number, at, to, length, one, place, lkey, rkey, op)
+        for number, at, to, length, one in zip(ids.tolist(), *columns, imms, strict=True):
+            self._add(number, ends, at, to, length, one)
         self._ring()
 
     def write_one(
-        self,
-        number: int,
-        place: Place,
-        src: int,
-        dst: int,
-        nbytes: int,
-        lkey: int,
-        rkey: int,
-        imm: int | None,
-        op: int = OP_WRITE,
+        self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
     ) -> None:
         """Post one write, or one read."""
         self._start(self._qp)
-        self._add(number, src, dst, nbytes, imm, place, lkey, rkey, op)
+        self._add(number, ends, src, dst, nbytes, imm)
         self._ring()
 
     def _add(
-        self,
-        number: int,
-        src: int,
-        dst: int,
-        nbytes: int,
-        imm: int | None,
-        place: Place,
-        lkey: int,
-        rkey: int,
-        op: int,
+        self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
     ) -> None:
-        qp = self._qp
+        qp, (place, lkey, rkey, op) = self._qp, ends
         self._pair.wr_id = number
         if op == OP_READ:
             self._read_rows(qp, rkey, dst)
@@ -486,24 +446,14 @@ class Columns:
     # --- posting; the methods are those of RowWise
 
     def write(
-        self,
-        n: int,
-        ids: Numbers,
-        place: Place,
-        src: Column,
-        dst: Column,
-        nbytes: Column,
-        lkey: int,
-        rkey: int,
-        imm: Column | None,
-        op: int = OP_WRITE,
+        self, n: int, ids: Numbers, ends: Ends, src: Column, dst: Column, nbytes: Column, imm: Imms
     ) -> None:
-        """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
+        """Post n writes to one peer, or reads; columns are ints or have n rows."""
         each = nbytes if type(nbytes) is int else None
         one_imm = imm if type(imm) is int else imm is None
-        same = (place, lkey, rkey, each, one_imm, op)
+        same = (ends, each, one_imm)
         if same != self._same or n > self._same_rows:
-            self._fill(n, place, lkey, rkey, nbytes, imm, op)
+            self._fill(n, ends, nbytes, imm)
             self._same, self._same_rows = same, n
         elif each is None:
             for column in self._lengths:
@@ -515,18 +465,9 @@ class Columns:
             self._imms[:n] = imm
         self._copy(n)
 
-    def _fill(
-        self,
-        n: int,
-        place: Place,
-        lkey: int,
-        rkey: int,
-        nbytes: Column,
-        imm: Column | None,
-        op: int,
-    ) -> None:
+    def _fill(self, n: int, ends: Ends, nbytes: Column, imm: Imms) -> None:
         """The columns that stay as they are from one batch to the next."""
-        rows = self._rows
+        rows, (place, lkey, rkey, op) = self._rows, ends
         rows["ctrl1"][:n] = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         rows["dest_qp"][:n], rows["ah"][:n], rows["qkey"][:n] = place.qpn, place.ahn, place.qkey
         rows["lkey"][:n], rows["rkey"][:n] = lkey & LKEY_MASK, rkey
@@ -580,18 +521,10 @@ class Columns:
         self._pc = pc + n
 
     def write_one(
-        self,
-        number: int,
-        place: Place,
-        src: int,
-        dst: int,
-        nbytes: int,
-        lkey: int,
-        rkey: int,
-        imm: int | None,
-        op: int = OP_WRITE,
+        self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
     ) -> None:
         """Post one write, or one read."""
+        place, lkey, rkey, op = ends
         ctrl1 = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         key = lkey & LKEY_MASK
         self._put(number, ctrl1, place, imm or 0, nbytes, rkey, dst, nbytes, key, src)

@@ -483,8 +483,8 @@ STRUCTS: Final = {
 """Each mirror by the name of its C struct; tests/abi goes through all of them."""
 
 
-def _layout(itemsize: int, **fields: tuple[str, int]) -> np.dtype[np.void]:
-    """A dtype of (format, offset) fields."""
+def layout(itemsize: int, **fields: tuple[str, int]) -> np.dtype[np.void]:
+    """Make a dtype of (format, offset) fields."""
     return np.dtype(
         {
             "names": list(fields),
@@ -544,7 +544,7 @@ def _layout(itemsize: int, **fields: tuple[str, int]) -> np.dtype[np.void]:
 #             } tso;
 #     };
 # };
-SEND_WR: Final = _layout(
+SEND_WR: Final = layout(
     128,
     wr_id=("<u8", 0),
     next=("<u8", 8),
@@ -566,7 +566,7 @@ SEND_WR: Final = _layout(
 #     struct ibv_sge *sg_list;
 #     int num_sge;
 # };
-RECV_WR: Final = _layout(
+RECV_WR: Final = layout(
     32, wr_id=("<u8", 0), next=("<u8", 8), sg_list=("<u8", 16), num_sge=("<i4", 24)
 )
 
@@ -575,7 +575,7 @@ RECV_WR: Final = _layout(
 #     uint32_t length;
 #     uint32_t lkey;
 # };
-SGE: Final = _layout(16, addr=("<u8", 0), length=("<u4", 8), lkey=("<u4", 12))
+SGE: Final = layout(16, addr=("<u8", 0), length=("<u4", 8), lkey=("<u4", 12))
 
 # struct ibv_wc {
 #     uint64_t wr_id;
@@ -598,7 +598,7 @@ SGE: Final = _layout(16, addr=("<u8", 0), length=("<u4", 8), lkey=("<u4", 12))
 #     uint8_t sl;
 #     uint8_t dlid_path_bits;
 # };
-WC: Final = _layout(
+WC: Final = layout(
     48,
     wr_id=("<u8", 0),
     status=("<u4", 8),

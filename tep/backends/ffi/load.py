@@ -161,10 +161,7 @@ def _prototype(back: str, arguments: str) -> Prototype:
         each if each.endswith("*") else each.rstrip("abcdefghijklmnopqrstuvwxyz_0123456789")
         for each in taken
     )
-    return (
-        ctypes.c_char_p if text else _type(back),
-        tuple(_type(each) for each in types),
-    )
+    return (ctypes.c_char_p if text else _type(back), tuple(_type(each) for each in types))
 
 
 def _type(words: str, *, typed: bool = False) -> Any:

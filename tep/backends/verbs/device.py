@@ -287,11 +287,7 @@ class Device:
             if ctypes.get_errno() not in _NO_EX:
                 fail("ibv_create_qp_ex", ctypes.get_errno(), device=self.name, requests=requests)
         found = self.lib.make(
-            "ibv_create_qp",
-            self.pd,
-            ctypes.byref(attr),
-            device=self.name,
-            requests=requests,
+            "ibv_create_qp", self.pd, ctypes.byref(attr), device=self.name, requests=requests
         )
         # What is refused there and possible here: this provider has no send_ops_flags. What that
         # costs is in the NIC's report.
