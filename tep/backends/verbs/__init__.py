@@ -2,6 +2,16 @@
 
 `open_domains` and `probe` are what the registry asks for; the rest of the room is private.
 
+    domain.py     one NIC behind the seam: its parts, memory, waking, the end
+    send.py       rows on their way: requests in memory, posts, what is open
+    receive.py    completions and immediates
+    peers.py      the peers of a NIC, what waits for each, control messages
+    conns.py      queue pairs, the ids of what is posted on them, draining, fences
+    messages.py   messages, datagrams and their routes
+    handshake.py  addresses, and how two NICs agree on queue pairs; no I/O
+    device.py     one RDMA device, its address and the depth of its queues
+    settings.py   what a user or NCCL's environment may set
+
 It needs rdma-core 33 or later, and 34 for dma-bufs. A peer takes 136 KiB of send queues on each NIC
 of ConnectX (settings.py says how to have less), which `describe()` and `tep info --json` say too.
 
@@ -29,11 +39,10 @@ from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.checks import nearest
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
-from tep.host.environment import NameList
 from tep.host.nics import Found, choose, gpu_paths, natural
 from tep.memory.source import DmabufExport
 
-__all__ = ["Settings", "choose_count", "facts", "open_domains", "probe", "survey"]
+__all__ = ["Settings", "facts", "open_domains", "probe", "survey"]
 
 _NICS_MAX: Final = 64
 _PEER_MEMORY: Final = Path("/sys/module/nvidia_peermem")
@@ -104,16 +113,25 @@ def open_domains(
 def _names(
     lib: Library, nics: int | str | Sequence[str] | None, settings: Settings, hints: Hints
 ) -> list[str]:
-    """The devices that are meant."""
+    """Name the devices that are meant: those named, or the first that belong together."""
     wanted = 1 if nics is None else nics
     if not isinstance(wanted, int):
         names = [wanted] if isinstance(wanted, str) else list(wanted)
         wanted = len(names)
     if not 1 <= wanted <= _NICS_MAX:
         raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
-    if nics is None or isinstance(nics, int):
-        names = choose_count(survey(lib, settings, hints), gpu_paths(), nics, hints.hca)
-    return names
+    if not (nics is None or isinstance(nics, int)):
+        return names
+    choice = choose(survey(lib, settings, hints), gpu_paths(), hints.hca)
+    if len(choice.taken) < wanted:
+        tried = [*((seen.name, seen.text) for seen in choice.taken), *choice.left]
+        raise BackendUnavailable(
+            f"{len(choice.taken)} usable RDMA devices that belong together, "
+            f"{nics or 'at least 1'} wanted; name the devices to take others (nics=[...]); on a "
+            "machine without an RDMA NIC, scripts/rxe runs a command beside software ones",
+            tuple(tried) or (("list devices", "there is none"),),
+        )
+    return [seen.name for seen in choice.taken[:nics]]
 
 
 def probe() -> str:
@@ -172,23 +190,3 @@ def survey(lib: Library, settings: Settings, hints: Hints = NO_HINTS) -> list[Fo
         )
         device.close()
     return sorted(found, key=lambda seen: (not seen.usable, -seen.link_bps, natural(seen.name)))
-
-
-def choose_count(
-    found: Sequence[Found], gpus: Sequence[str], count: int | None, hca: NameList | None = None
-) -> list[str]:
-    """Names of the first `count` NICs that belong together, or of all.
-
-    Raises:
-        BackendUnavailable: there are not so many; says what is there and why it was not taken.
-    """
-    choice = choose(found, gpus, hca)
-    if len(choice.taken) < (count or 1):
-        tried = [*((seen.name, seen.text) for seen in choice.taken), *choice.left]
-        raise BackendUnavailable(
-            f"{len(choice.taken)} usable RDMA devices that belong together, "
-            f"{count or 'at least 1'} wanted; name the devices to take others (nics=[...]); on a "
-            "machine without an RDMA NIC, scripts/rxe runs a command beside software ones",
-            tuple(tried) or (("list devices", "there is none"),),
-        )
-    return [seen.name for seen in choice.taken[:count]]

@@ -14,7 +14,7 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 from socket import ntohs
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tep.backends.base import DomainCaps
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
@@ -75,6 +75,10 @@ class Device:
 
     Attributes:
         dead: it has failed for good; freeing what is on it may fail too, and is no error.
+        is_ib: the port is InfiniBand and not Ethernet.
+        reads_asked: reads that one queue pair may have on the wire at a time; more of them wait.
+        reads_served: reads of its peer's that one queue pair can answer at a time.
+        traffic_class, service_level: of packets, see Settings.
         wqe_bytes: what a request takes in a send queue of ConnectX.
         inline_max: bytes of a row that the provider copies into its request; 0: none.
 
@@ -111,14 +115,8 @@ class Device:
         self.attr = DeviceAttr()
         lib.ok("ibv_query_device", self.context, ctypes.byref(self.attr), device=self.name)
         self.port = PortAttr()
-        lib.ok(
-            "ibv_query_port",
-            self.context,
-            port,
-            ctypes.byref(self.port),
-            device=self.name,
-            port=port,
-        )
+        about: dict[str, Any] = {"device": self.name, "port": port}
+        lib.ok("ibv_query_port", self.context, port, ctypes.byref(self.port), **about)
         if self.port.state != _ACTIVE:
             raise BackendUnavailable(
                 f"{self.name}: port {port} is not active (state {self.port.state}); is the link up?"
@@ -129,21 +127,22 @@ class Device:
                 "Ethernet. So say EFA devices, which have no reliable connections: open them by "
                 "the backend libfabric with provider='efa', or by the backend efa"
             )
+        self.is_ib = bool(self.port.link_layer == _IB)
         self.gids = self._rank()
         self.gid = self._pick()
         self.pkey_index, self.pkey = self._pick_pkey()
+        self.reads_asked = min(_READS_AT_A_TIME, int(self.attr.max_qp_init_rd_atom))
+        self.reads_served = min(_READS_AT_A_TIME, int(self.attr.max_qp_rd_atom))
+        settings, hints = self.settings, self._hints
+        usual = _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
+        self.traffic_class = _first(settings.traffic_class, hints.traffic_class.value, usual)
+        self.service_level = _first(settings.service_level, hints.service_level.value, 0)
 
     def _rank(self) -> list[GidChoice]:
         room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
         entries = (GidEntry * room)()
-        n = self.lib.ask(
-            "_ibv_query_gid_table",
-            self.context,
-            ctypes.byref(entries),
-            room,
-            0,
-            ctypes.sizeof(GidEntry),
-        )
+        each = ctypes.sizeof(GidEntry)
+        n = self.lib.ask("_ibv_query_gid_table", self.context, ctypes.byref(entries), room, 0, each)
         if n < 0:
             fail("ibv_query_gid_table", -n, device=self.name)
         table = [
@@ -186,26 +185,17 @@ class Device:
         wanted = self.settings.pkey
         full = [index for index, seen in found.items() if seen & _FULL_MEMBER]
         # The top bit only tells full members from limited ones: 0x0001 names 0x8001 as well.
-        named = (
-            []
-            if wanted is None
-            else [
-                index
-                for mask in (0, _FULL_MEMBER)
-                for index, seen in found.items()
-                if seen ^ wanted == mask
-            ]
-        )
+        named = [
+            index
+            for mask in (0, _FULL_MEMBER)
+            for index, seen in found.items()
+            if wanted is not None and seen ^ wanted == mask
+        ]
         if wanted is not None and not named:
             there = ", ".join(f"{seen:#06x}" for seen in found.values()) or "none"
             raise UsageError(f"verbs: pkey={wanted:#06x} is not in {self.name}'s table: {there}")
         index = next(iter([*named, *full, *found]), 0)
         return index, found.get(index, _DEFAULT_PKEY)
-
-    @property
-    def is_ib(self) -> bool:
-        """Whether the port is InfiniBand and not Ethernet."""
-        return bool(self.port.link_layer == _IB)
 
     @property
     def link_bps(self) -> int:
@@ -215,16 +205,6 @@ class Device:
             return round(float(text.split()[0]) * 1e9)
         except (OSError, ValueError, IndexError):
             return 0
-
-    @property
-    def reads_asked(self) -> int:
-        """Reads that one queue pair may have on the wire at a time; more of them wait in it."""
-        return min(_READS_AT_A_TIME, int(self.attr.max_qp_init_rd_atom))
-
-    @property
-    def reads_served(self) -> int:
-        """Reads of its peer's that one queue pair can answer at a time."""
-        return min(_READS_AT_A_TIME, int(self.attr.max_qp_rd_atom))
 
     @property
     def no_reads(self) -> str:
@@ -237,22 +217,6 @@ class Device:
             f"{self.name} cannot read: its max_qp_init_rd_atom is {self.attr.max_qp_init_rd_atom} "
             f"and its max_qp_rd_atom {self.attr.max_qp_rd_atom}"
         )
-
-    @property
-    def traffic_class(self) -> int:
-        """The class of packets with a routing header, see Settings."""
-        if self.settings.traffic_class is not None:
-            return self.settings.traffic_class
-        if self._hints.traffic_class.value is not None:
-            return self._hints.traffic_class.value
-        return _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
-
-    @property
-    def service_level(self) -> int:
-        """The service level of all packets, see Settings."""
-        if self.settings.service_level is not None:
-            return self.settings.service_level
-        return self._hints.service_level.value or 0
 
     def route(self, gid: bytes, lid: int) -> AhAttr:
         """The route of packets to a peer."""
@@ -286,9 +250,7 @@ class Device:
                 return found
             if ctypes.get_errno() not in _NO_EX:
                 fail("ibv_create_qp_ex", ctypes.get_errno(), device=self.name, requests=requests)
-        found = self.lib.make(
-            "ibv_create_qp", self.pd, ctypes.byref(attr), device=self.name, requests=requests
-        )
+        found = self._make("ibv_create_qp", self.pd, ctypes.byref(attr), requests=requests)
         # What is refused there and possible here: this provider has no send_ops_flags. What that
         # costs is in the NIC's report.
         self._create_ex, self.wqe_bytes = None, _WQE_BYTES_PLAIN
@@ -299,9 +261,10 @@ class Device:
         """Make a shared receive queue."""
         attr = SrqInitAttr()
         attr.attr.max_wr, attr.attr.max_sge = depth, 1
-        return self.lib.make(
-            "ibv_create_srq", self.pd, ctypes.byref(attr), device=self.name, max_wr=depth
-        )
+        return self._make("ibv_create_srq", self.pd, ctypes.byref(attr), max_wr=depth)
+
+    def _make(self, name: str, *arguments: object, **context: Any) -> int:
+        return self.lib.make(name, *arguments, device=self.name, **context)
 
     def try_queue_pair(self, requests: int) -> None:
         """Make a queue pair for so many requests, and free it again.
@@ -309,7 +272,7 @@ class Device:
         Raises:
             FabricError: the device refuses.
         """
-        cq = self.lib.make("ibv_create_cq", self.context, 1, None, None, 0, device=self.name)
+        cq = self._make("ibv_create_cq", self.context, 1, None, None, 0)
         try:
             self.free("ibv_destroy_qp", self.make_rc(cq, 0, requests))
         finally:
@@ -317,17 +280,8 @@ class Device:
 
     def reg_mr(self, ptr: int, nbytes: int, access: int) -> Mr:
         """Register memory; the caller keeps it mapped until dereg_mr."""
-        found = self.lib.make(
-            "ibv_reg_mr_iova2",
-            self.pd,
-            ptr,
-            nbytes,
-            ptr,
-            access,
-            device=self.name,
-            ptr=hex(ptr),
-            nbytes=nbytes,
-        )
+        about = {"ptr": hex(ptr), "nbytes": nbytes}
+        found = self._make("ibv_reg_mr_iova2", self.pd, ptr, nbytes, ptr, access, **about)
         return Mr.from_address(found)
 
     def reg_dmabuf_mr(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Mr:
@@ -336,23 +290,12 @@ class Device:
         Raises:
             FabricError: the library is too old for it, or the device refuses.
         """
-        if not self.lib.has_dmabuf:
-            raise FabricError(
-                f"{self.lib.path} has no ibv_reg_dmabuf_mr; rdma-core 34 or later does",
-                code="PROVIDER",
-            )
-        found = self.lib.make(
-            "ibv_reg_dmabuf_mr",
-            self.pd,
-            offset,
-            nbytes,
-            ptr,
-            fd,
-            access,
-            device=self.name,
-            fd=fd,
-            nbytes=nbytes,
-        )
+        lib = self.lib
+        if not lib.has_dmabuf:
+            why = f"{lib.path} has no ibv_reg_dmabuf_mr; rdma-core 34 or later does"
+            raise FabricError(why, code="PROVIDER")
+        about = {"fd": fd, "nbytes": nbytes}
+        found = self._make("ibv_reg_dmabuf_mr", self.pd, offset, nbytes, ptr, fd, access, **about)
         return Mr.from_address(found)
 
     def dereg_mr(self, mr: Mr) -> None:
@@ -448,6 +391,11 @@ ROWS: Final = _REQUESTS - SPARE_WRS - READS
 
 _MESSAGES_IN: Final = 512
 _IMMS_MAX: Final = 32767
+
+
+def _first(*values: int | None) -> int:
+    """The first value that is set."""
+    return next(value for value in values if value is not None)
 
 
 class Depths(NamedTuple):

@@ -91,23 +91,6 @@ class _Loose:
         self.done = bytearray(n)
 
 
-class _Fan:
-    """The same peers again and again, a row to each: all that stays the same, made once.
-
-    Attributes:
-        conns: where row k goes.
-        ring: their requests.
-        calls: the arguments of each post.
-    """
-
-    __slots__ = ("calls", "conns", "ring")
-
-    def __init__(self, conns: Sequence[Conn], ring: _FanRing, bad: Ref) -> None:
-        self.conns = conns
-        self.ring = ring
-        self.calls = [(conn.ref, at, bad) for conn, at in zip(conns, ring.refs, strict=True)]
-
-
 class Writer:
     """The rows of one NIC, on their way to queue pairs and back.
 
@@ -188,7 +171,7 @@ class Writer:
             conns = self._groups.get(key)
             if conns is None or len(conns) > LOOSE_MAX or not self._one_qp:
                 return self._first_scatter(key, batch, start, stop)
-            fan = self._fans[key] = _Fan(conns, _FanRing(len(conns), self.limits), self._bad_ref)
+            fan = self._fans[key] = _Fan(conns, self.limits, self._bad_ref)
         return self._post_fan(fan, batch, start)
 
     def _first_scatter(self, key: bytes, batch: WriteBatch, start: int, stop: int) -> bool:
@@ -307,10 +290,10 @@ class Writer:
     def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
         """Post row `start + k` to the k-th peer; False = a row is impossible, nothing is done."""
         number = self._number + 1 & _SETS_MASK
-        if not fan.ring.fill(batch, start, number):
+        if not fan.fill(batch, start, number):
             return False
         self._number = number
-        n = fan.ring.n
+        n = fan.n
         self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
         calls = iter(fan.calls)
         codes = starmap(self._post_refs, calls)
@@ -585,22 +568,31 @@ class _LooseRing(_Ring):
         return self.ptr
 
 
-class _FanRing(_Ring):
+class _Fan(_Ring):
     """Rows that are posted one by one, row k always to the same peer.
 
+    All that stays the same is made once.
+
     Args:
-        n: rows.
+        conns: where row k goes.
         limits: what a row must keep to; asked where keys or lengths are other than last time.
+        bad: takes the request that a provider refuses.
+
+    Attributes:
+        calls: the arguments of each post.
     """
 
-    def __init__(self, n: int, limits: Limits) -> None:
-        super().__init__(n)
-        self.refs = [ref(self.ptr + k * _WR_BYTES) for k in range(n)]
+    def __init__(self, conns: Sequence[Conn], limits: Limits, bad: Ref) -> None:
+        super().__init__(len(conns))
+        self.conns = conns
+        self.calls = [
+            (conn.ref, ref(self.ptr + k * _WR_BYTES), bad) for k, conn in enumerate(conns)
+        ]
         self._flags[:] = _SIGNALED
         self._wr_id[:] = self._iota + np.uint64(tag(Tag.LOOSE))
         # The object that each id names, of up to 32 bits.
         raw = self._wr.view(np.uint8)
-        self._number = np.ndarray(n, np.uint32, raw, NUMBER_SHIFT // 8, (_WR_BYTES,))
+        self._number = np.ndarray(self.n, np.uint32, raw, NUMBER_SHIFT // 8, (_WR_BYTES,))
         self._limits = limits
         self._keys: tuple[object, ...] = ()
         self._lengths: int | bytes = b""
