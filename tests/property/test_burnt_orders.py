@@ -1,6 +1,6 @@
-"""Two transfers under one immediate of which one fails, and late expectations, in every order.
+"""Two transfers under one immediate, one fails, and late expectations, in every order.
 
-`tests.support.burnt_orders` says what must come out each time.
+`tests.support.burnt_orders` computes the expected result of each order.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def test_all_paths_may_be_cut_in_turn() -> None:
 
 
 def test_an_immediate_that_may_stand_for_bytes_that_never_came_is_not_sent() -> None:
-    """One of two lost rows had landed, nobody knows which; one of them is written again in vain.
+    """One of two lost rows had landed, nobody knows which; one is written again needlessly.
 
-    The immediate that is missing may be that of the row in vain. Sent for the other, it completes
-    the count without the bytes of the first.
+    The missing immediate may belong to the needless row. Sent for the other row, it would
+    complete the count without the bytes of the first.
     """
     page, imm = 8, 7
     fabric = Fabric(Choices(), (1, 2), ())

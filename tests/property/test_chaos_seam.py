@@ -119,7 +119,7 @@ class Run:
 
 
 def _check_always(run: Run) -> None:
-    """What holds in every run, with faults and without."""
+    """Check the invariants of every run, with faults and without."""
     seam = run.seam
     for ctx, rows in run.rows.items():
         ended = seam.ended(ctx)

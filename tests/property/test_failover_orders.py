@@ -32,7 +32,7 @@ def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
 
 @pytest.mark.parametrize(("nics", "doomed"), [((2, 1), (0, 1)), ((1, 2), (1, 2)), ((2, 3), (2,))])
 def test_sides_with_different_numbers_of_nics(nics, doomed) -> None:
-    """Where one lane's end dies, rows of all lanes that share the end are lost."""
+    """If a NIC dies, rows of all lanes that share it are lost."""
     assert 15 < in_every_order("page", 2, nics, doomed)
 
 
@@ -73,7 +73,7 @@ def test_runs_that_end_at_a_known_state_miss_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_machine_that_stalls_plays_the_same_orders() -> None:
-    """Where a slow machine asks twice, its orders are others, and the odometer misses some."""
+    """A slow machine that asks twice would play other orders, and the odometer would miss some."""
     quick = in_every_order("page", 2, (2, 1), (0, 1))
     with mock.patch("tep.drivers.threads.time.monotonic", side_effect=count(step=5)):
         assert quick == in_every_order("page", 2, (2, 1), (0, 1))

@@ -185,7 +185,7 @@ SETTINGS = {
     "missed_words_are_not_made_up_for": in_a_hurry,
     "a_dispatch_after_its_cancel_is_served": impulsive,
 }
-"""What some bugs need, that drawn scenarios have too seldom. The protocol is clean under it too."""
+"""Settings that some bugs need and that draws rarely have. The protocol is clean under them."""
 
 
 CALM: dict[str, Any] = {
@@ -196,7 +196,7 @@ CALM: dict[str, Any] = {
     "harm": False,
     "cancels": 0.0,
 }
-"""Where nothing else happens, to wait for what never comes costs little."""
+"""A scenario without other events, so that a wait for something lost costs little."""
 
 
 FIXED: dict[str, dict[str, Any]] = {
@@ -204,11 +204,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "count_is_off_by_the_tail": CALM | {"requests": 3},
     "cancel_is_confirmed_before_the_writes_are_back": {"requests": 10, "cancels": 0.6},
 }
-"""What is not drawn."""
+"""Settings that are not drawn."""
 
 
 def violations_of(seed: int, setting: str = "") -> list[str]:
-    """What the oracle finds; an assertion of the product counts as well."""
+    """Return the oracle's findings; an assertion of the product counts as well."""
     with pytest.MonkeyPatch.context() as patch:
 
         def change(world: World) -> None:

@@ -1,4 +1,4 @@
-"""How many copies a rank can get: the bound that buffers are sized by holds, and is reached."""
+"""The number of copies a rank can get: the bound for buffer sizes holds, and is reached."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def reader_takes_private_for_shared() -> list[Change]:
 
 @bug()
 def results_in_order_of_arrival() -> list[Change]:
-    """Results go back in the order of the experts' rows, not in that of the copies."""
+    """Results go back in the order of the experts' rows, not of the copies."""
     stage = Payload.stage_results
 
     def by_row(self, routes, arrivals, results):

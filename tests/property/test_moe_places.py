@@ -1,4 +1,4 @@
-"""Where copies land, against a brute-force walk over every token; no engine."""
+"""The places of copies, against a brute-force walk over every token; no engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_sending_order_is_by_expert_then_token(drawn) -> None:
 @SOME
 @given(routings())
 def test_every_copy_has_its_own_place_and_is_read_from_it(drawn) -> None:
-    """What senders write and what receivers read must be the same slots, and none twice."""
+    """Senders must write the slots that receivers read, and none twice."""
     config, batches = drawn
     layout = Layout.of(config)
     routes = routes_of(config, batches)

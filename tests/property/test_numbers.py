@@ -73,7 +73,7 @@ def numbers(call: Callable[..., object], *names: str, **fixed: object) -> Rules:
 
 
 def verbs(p: Pair) -> dict[str, Rules]:
-    """What to do with each argument of each method of TransferEngine and of what it returns."""
+    """The check of each argument of each method of TransferEngine and of its results."""
     e, peer = p.a, p.b.main_address
     names = "buffer access mr peer src dst dsts srcs peers group on_done payload sender imms"
     other = dict.fromkeys(names.split(), NOT_A_NUMBER)
@@ -219,11 +219,11 @@ DRIVERS = {
     "must_poll", "open", "owing", "report_callback_error", "stall_report", "stats", "step",
     "wakeup_fds", "watching",
 }  # fmt: skip
-"""What drivers and handles call, and what takes no argument of its own."""
+"""Methods that drivers and handles call, and methods without own arguments."""
 
 
 INSIDE = {"count_posted", "fix_arrived"}
-"""What only the engine calls on a transfer."""
+"""Methods of a transfer that only the engine calls."""
 
 
 def found_verbs() -> Iterator[tuple[str, str]]:
@@ -296,7 +296,7 @@ NAMED = {
     "src": "source", "dst": "target", "dsts": "submit_scatter", "page_bytes": "page",
     "nbytes": "bytes",
 }  # fmt: skip
-"""What messages call an argument, where that is another word."""
+"""The name of an argument in messages, if it is another word."""
 
 
 @pytest.mark.parametrize(("verb", "argument"), cases())

@@ -100,7 +100,7 @@ CLUSTER: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
 
 @pytest.mark.parametrize("verb", CLUSTER)
 def test_arguments_of_a_cluster(verb: str) -> None:
-    """What is scheduled with a wrong number must not fail in the middle of the run."""
+    """An event scheduled with a wrong number must be refused, not fail in the middle of a run."""
     name, call = CLUSTER[verb]
     for value in ODD:
         with tep.sim.Cluster(2, 2) as cluster:
@@ -164,7 +164,7 @@ def test_numbers_of_a_scenario(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["libfabric", "verbs"])
 def test_options_of_hardware_are_looked_at_before_it_is(backend: str) -> None:
-    """Whether an option is a number does not depend on the machine that it is asked on."""
+    """The check of an option's type must not depend on the machine."""
     module = tep.backends.load_backend(backend)
     for name, parameter in inspect.signature(module.open_domains).parameters.items():
         if not any(kind in str(parameter.annotation) for kind in ("int", "float")):

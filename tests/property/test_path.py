@@ -48,7 +48,7 @@ def test_every_state_is_reached_and_left() -> None:
 
 
 def test_a_path_opens_only_after_its_peer_has_fenced_it() -> None:
-    """Rows of before could land among those of after."""
+    """Rows of the old connection could land among the new one's."""
     into_up = [was for (was, _), now in TRANSITIONS.items() if now is PathState.UP]
     into_reopening = [was for (was, _), now in TRANSITIONS.items() if now is PathState.REOPENING]
 

@@ -1,4 +1,4 @@
-"""What holds for every plan, whatever the request, the NIC counts and the cursor."""
+"""Invariants of every plan, for any request, NIC counts and cursor."""
 
 from __future__ import annotations
 

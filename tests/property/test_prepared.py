@@ -38,7 +38,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Happens:
-    """What changes underneath: "kill", "restart", "deregister", "withdraw", "remove"; or time."""
+    """A change underneath: "kill", "restart", "deregister", "withdraw", "remove"; or time."""
 
     what: str
     number: int = 0
@@ -127,7 +127,7 @@ class World:
         return a.submit_paged_writes(PAGE, (self.mr, first), (self.to_b, second), s.imm)
 
     def is_no_list(self, s: Submit) -> bool:
-        """Whether tep.Pages itself refuses the list of a submit."""
+        """Return True if tep.Pages itself refuses the list of a submit."""
         offsets = self.lists[0].offset + s.src_offset, self.lists[1].offset + s.dst_offset
         return s.kind == "pages" and min(offsets) < 0
 
@@ -185,7 +185,7 @@ class World:
 def test_prepared_is_the_verb(
     script: list[Submit | Happens], seed: int, nics: tuple[int, int, int]
 ) -> None:
-    """Who prepares would else write elsewhere, count otherwise, or be told less than by the verb.
+    """A prepared request must write, count and report the same as the verb.
 
     The traces are compared: every row with its NIC, place and time.
     """
@@ -236,7 +236,7 @@ class Reluctant(NullDomain):
 def test_a_reluctant_nic_is_asked_as_by_the_verb(
     nics: tuple[int, int], scripts: list[list[int]], kinds: list[str]
 ) -> None:
-    """What is posted at once is offered out of turn else, or twice in a step, or lost."""
+    """Rows posted at once must not be offered out of turn, or twice in a step, or lost."""
     found = []
     for prepared in (True, False):
         log: Log = []

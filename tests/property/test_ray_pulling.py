@@ -1,4 +1,4 @@
-"""What Ray's transport stands on: objects that one process offers and others pull."""
+"""The base of Ray's transport: objects that one process offers and others pull."""
 
 from __future__ import annotations
 

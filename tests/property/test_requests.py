@@ -67,7 +67,7 @@ def ends(nlocal: int, nremote: int, nbytes: int):
     st.data(),
 )
 def test_rows_of_a_single_write_tile_it_exactly(nlocal, nremote, nbytes, offset, data) -> None:
-    """No byte is left out or written twice; no row is over 1 GiB; keys are those of its NICs."""
+    """No byte is left out or written twice; no row is over 1 GiB; each row has its NIC's keys."""
     own, peer, mr, desc = ends(nlocal, nremote, 64 * GiB)
     for _ in range(data.draw(st.integers(0, 3))):  # another cursor
         own.engine.submit_single_write(1, (mr, 0), (desc, 0))

@@ -34,7 +34,7 @@ PAUSE_S = 7e-6
 
 @cache
 def regions(version):
-    """What each rollout worker must hold, byte for byte."""
+    """Return the expected contents of each rollout worker, byte for byte."""
     model = model_from_config(CONFIG, name="small", source="tests")
     tensors = tensors_of(model, version)
     return {
@@ -57,7 +57,7 @@ class Trial:
             self.cluster.at(t_ps / 1e6, event)
 
     def check(self):
-        """What is served is one version, byte for byte."""
+        """Check that the served weights are one version, byte for byte."""
         for name, actor in self.world.actors.items():
             version = actor.serving
             if version is not None:
@@ -145,7 +145,7 @@ def test_no_fault_mixes_versions(seed):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_no_fault_of_many_mixes_versions():
-    """What one run in a hundred does, a fleet does every hour."""
+    """A fault of one run in a hundred happens to a fleet every hour."""
     outcomes = set()
     for seed in range(150):
         outcomes.add(tuple(run_trial(seed).outcomes))

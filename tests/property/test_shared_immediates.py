@@ -58,7 +58,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any run; shrinks to one sender with one layer of one page, of which nothing fails."""
+    """Draw any run; shrinks to one sender with one layer of one page, without failures."""
     layer = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
     layers = tuple(draw(st.lists(layer, min_size=1, max_size=3)))
     rounds = draw(st.integers(1, 3))

@@ -49,7 +49,7 @@ requests = st.lists(
 def _story(
     profile: str, wanted: list[Request], *, row_log: bool = True
 ) -> tuple[list[str], list[tuple[int, int]], int]:
-    """What every row did, when each request and its immediates were complete, and all turns."""
+    """Record every row, the end of each request and of its immediates, and all turns."""
     ends: list[tuple[int, int]] = []
     with Cluster(3, profile=profile, row_log=row_log) as cluster:
         regions = [engine.reg_mr(np.zeros(_ROOM, np.uint8)) for engine in cluster.engines]

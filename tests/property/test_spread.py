@@ -182,7 +182,7 @@ def test_the_swarm_as_a_judge() -> None:
 )
 @settings(max_examples=effort(12, 4), deadline=None)
 def test_ranks_of_torchrun_find_what_one_loop_finds(bad, n, ranks, most) -> None:
-    """The first finding is not that of the fastest rank, and a rank without seeds keeps up."""
+    """The first finding may not be the fastest rank's, and a rank without seeds keeps up."""
     seeds = range(FIRST, FIRST + n)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

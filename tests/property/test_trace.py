@@ -64,7 +64,7 @@ def check_format(trace: Trace) -> list[dict]:
 
 
 def check_engine(trace: Trace, engine: tep.TransferEngine) -> None:
-    """What the trace says of an engine is what its statistics say."""
+    """Check that the trace of an engine agrees with its statistics."""
     stats, batches = engine.stats(), trace.of("batch", engine.name)
     moved = [[0, 0] for _ in stats.nics]
     for span in batches:

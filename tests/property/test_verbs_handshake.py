@@ -127,7 +127,7 @@ class Net:
 
     @property
     def joined(self):
-        """Whether both ends send on queue pairs that belong together."""
+        """Return True if both ends send on queue pairs that belong together."""
         left, right = self.left, self.right
         return left.sends and right.sends and left.qps == right.qps[::-1]
 
@@ -213,7 +213,7 @@ def test_a_fence_is_lifted_at_both_ends(fates, deeds, gap_ms):
 
 
 def test_an_old_answer_is_none():
-    """What the peer said before it fenced us must not open the connection that it has dropped."""
+    """A peer's answer from before its fence must not open the connection that it has dropped."""
     net = Net([])
     net.left.negotiation.start(net.now_s)
     net.run(1)
@@ -233,7 +233,7 @@ def test_an_old_answer_is_none():
 
 @pytest.mark.parametrize("lost", range(3))
 def test_questions_to_a_peer_that_asks_do_not_drown_the_answer(lost):
-    """Where each third datagram is lost, it would be the third of a request and two answers."""
+    """If each third datagram is lost, it would be the third of a request and two answers."""
     net = Net((k % 3 == lost, 1, 1) for k in itertools.count())
     net.left.negotiation.start(net.now_s)
     while not net.right.negotiation.connected:

@@ -113,7 +113,7 @@ def spoil(draw, value):
 
 @st.composite
 def spoiled(draw, value):
-    """The bytes of a struct of which one or two places are others."""
+    """Draw the bytes of a struct, with one or two of them changed."""
     rows = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     for _ in range(draw(st.integers(0, 2))):
         rows = spoil(draw, rows)

@@ -55,7 +55,7 @@ def decode(cls: type[Wire], data: bytes) -> Wire | None:
 
 @given(value=OBJECTS)
 def test_bytes_and_back(value: Wire) -> None:
-    """What was written is what is read, field by field, and written again it is the same bytes."""
+    """Decoding must give the encoded fields, and encoding them again the same bytes."""
     data = value.to_bytes()
     found = type(value).from_bytes(data)
 

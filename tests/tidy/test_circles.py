@@ -14,7 +14,7 @@ from tep.apps import kvcache, rl
 from tests.tidy.sources import nodes, python_files
 
 ABOVE = ("tep.apps", "tep.integrations")
-"""What stands on the engine and uses public names only."""
+"""The packages above the engine, which use public names only."""
 
 
 def _module(path: Path) -> str:

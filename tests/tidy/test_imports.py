@@ -1,4 +1,4 @@
-"""Who may import what, beyond what import-linter can say; and that `import tep` stays light."""
+"""Rules of imports beyond import-linter's contracts; and that `import tep` stays light."""
 
 from __future__ import annotations
 

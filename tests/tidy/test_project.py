@@ -142,7 +142,7 @@ def test_notebooks_tell_and_do_not_compute() -> None:
 
 
 def test_notebooks_use_public_names_only() -> None:
-    """Who copies a cell builds on what may change without a word."""
+    """A copied cell would depend on names that may change without notice."""
     found = []
     for path, cell in code_cells():
         for node in ast.walk(ast.parse("".join(cell["source"]))):
@@ -227,7 +227,7 @@ def test_every_extra_is_needed_by_something() -> None:
 
 
 def test_the_citation_is_of_this_version() -> None:
-    """Who cites it should be able to get what was cited."""
+    """A cited version must be one that can be found."""
     page = text(Path("CITATION.cff"))
 
     assert re.search(rf"^version: {re.escape(tep.__version__)}$", page, re.MULTILINE)

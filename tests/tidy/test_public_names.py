@@ -1,4 +1,4 @@
-"""What `import tep` offers: every name resolves, lazily, and is described."""
+"""The names of `import tep`: each resolves, lazily, and is described."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_every_module_says_what_lives_in_it() -> None:
 
 
 def test_lines_functions_and_files_stay_short() -> None:
-    """What does not fit a screen is not read."""
+    """Code that does not fit a screen is not read."""
     found = []
     for path in python_files():
         lines = text(path).splitlines()
@@ -99,7 +99,7 @@ def _top_names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def test_public_functions_and_classes_have_docstrings() -> None:
-    """What is in `__all__` is read by people who do not want to read its code."""
+    """The docstrings of `__all__` are for readers who do not want to read the code."""
     found = []
     for path in python_files("tep"):
         for node in tree(path).body:
@@ -223,7 +223,7 @@ def test_no_path_of_somebodys_machine() -> None:
 
 
 def test_no_package_registry_is_named() -> None:
-    """Where packages come from is the user's configuration, not ours."""
+    """The source of packages is the user's configuration, not ours."""
     hosts = "|".join(["py" + r"pi\.org", "python" + "hosted", "deb" + r"ian\.org", "npm" + "js"])
     found = [
         str(path)
@@ -260,7 +260,7 @@ def test_what_a_peer_has_written_is_not_asserted() -> None:
 
 
 def test_no_repr_shows_a_token() -> None:
-    """What is in a repr is in the next error's text, and so in a log that others read."""
+    """A repr ends up in an error's text, and so in a log that others read."""
     found = []
     for path in python_files("tep"):
         for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):

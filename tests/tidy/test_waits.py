@@ -16,7 +16,7 @@ from tep.backends.ffi.libc import Timer
 from tests.tidy.sources import python_files, tree
 
 WAITS = {"acquire", "communicate", "join", "poll", "select", "settimeout", "sleep", "wait"}
-"""What waits in the kernel, by the name of the function or method; timers are in `libc.Timer`."""
+"""Functions and methods that wait in the kernel; timers are in `libc.Timer`."""
 
 TIME = re.compile(r"(_s|_ms|timeout|deadline|delay|pause|left|until)$")
 CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")

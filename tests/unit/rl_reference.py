@@ -1,6 +1,6 @@
-"""What a rollout worker must hold, worked out the slow way: block by block, from whole tensors.
+"""The expected contents of a rollout worker, computed slowly: block by block, from whole tensors.
 
-Shares no code with tep.apps.rl but its records; the tests compare what landed with it.
+Shares no code with tep.apps.rl but its records; the tests compare the received bytes with it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ CALM = Chaos(
     cqe_limit=64,
     imm_credits=1000,
 )
-"""As little ill will as a record can have: what a test adds to it is what it is about."""
+"""The most harmless settings: a test adds only the fault that it is about."""
 
 
 class Seen(NamedTuple):
@@ -153,14 +153,14 @@ class Seam:
         return [seen for seen in self.seen if seen.kind == kind and ctx in (None, seen.ctx)]
 
     def ended(self, ctx: int | None = None) -> Counter[Status]:
-        """How many rows of a batch ended in each status."""
+        """Count the rows of a batch by their final status."""
         found: Counter[Status] = Counter()
         for seen in self.of(Kind.WRITE, ctx):
             found[seen.status] += seen.count
         return found
 
     def imms(self) -> Counter[int]:
-        """How often each immediate arrived."""
+        """Count the arrivals of each immediate."""
         found: Counter[int] = Counter()
         for seen in self.of(Kind.IMM):
             found[seen.imm] += seen.count

@@ -14,7 +14,7 @@ PAGES = sorted(Path(apps.__file__).parent.glob("*/README.md"))
 
 
 def test_every_app_has_a_page():
-    """Who opens a folder of thirty files needs one that says where to begin."""
+    """A reader of a folder of thirty files needs one that says where to begin."""
     assert ["kvcache", "moe", "rl"] == [page.parent.name for page in PAGES]
 
 

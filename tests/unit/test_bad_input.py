@@ -300,7 +300,7 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_requests_are_refused_with_their_values(s, what) -> None:
-    """What is refused late is half posted by then; what names no values is guessed at for hours."""
+    """A late refusal leaves half the rows posted; one without values costs hours of guessing."""
     ask, message = REFUSED[what]
     with pytest.raises(BadRequest, match=re.escape(message)):
         ask(s)

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_reads_are_refused_with_their_values(s, what) -> None:
-    """What is refused late has written over memory here by then."""
+    """A read that is refused late has already written over memory here."""
     ask, message = REFUSED[what]
     with pytest.raises(BadRequest, match=re.escape(message)):
         ask(s)

@@ -1,4 +1,4 @@
-"""How the libfabric bench compares, without running libfabric; and what it needs, said."""
+"""The comparison of the libfabric bench, without libfabric; and its errors for missing tools."""
 
 from __future__ import annotations
 

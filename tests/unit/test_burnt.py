@@ -103,7 +103,7 @@ def test_a_fresh_immediate_and_another_target_are_not_concerned() -> None:
 
 
 def test_an_immediate_that_senders_share_is_burnt_for_all_of_them() -> None:
-    """What one of them sent cannot be told from what the other sent."""
+    """The receiver cannot tell one sender's rows from the other's."""
     with world() as w:
         both = w.c.expect_imm_count(7, 2 * PAGES)
         w.cut_off(w.write(w.a))
@@ -156,7 +156,7 @@ def test_what_an_expectation_used_up_stays_used() -> None:
 
 @pytest.mark.parametrize("ends", ["both", "sender", "receiver"])
 def test_an_immediate_is_used_again_once_both_ends_have_removed_it(ends: str) -> None:
-    """Who knows that nothing is on its way may say so, but one end alone knows half of it."""
+    """Only both ends together can know that no row is in flight any more."""
     with world() as w:
         w.cut_off(w.write(w.a))
         w.rest()
@@ -200,7 +200,7 @@ def test_a_failed_read_tells_the_owner() -> None:
 
 
 def test_every_target_of_a_failed_scatter_is_told() -> None:
-    """Whose slice has been counted keeps it; who waits for more does not wait in vain."""
+    """A target that has counted its slice keeps it; one that still waits must be notified."""
     with world() as w:
         _, there = w.b.reg_mr(np.zeros(64, np.uint8))
         w.cluster.kill_nic("c", 0)
@@ -334,7 +334,7 @@ def test_beyond_the_bound_the_largest_owner_forgets_and_it_is_said(
 def test_of_a_record_the_largest_owner_loses_the_older_half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One peer that fails ever new immediates must not make room by those of others."""
+    """A peer that fails ever new immediates must not push out the records of other peers."""
     monkeypatch.setattr(imm_table, "BURNT_MAX", 4)
     record: imm_table.Burnt[int, str] = imm_table.Burnt()
     record.add("small", 1, "first")

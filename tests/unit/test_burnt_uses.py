@@ -1,4 +1,4 @@
-"""Several transfers under one immediate, of which one fails: all bytes are there, or an error.
+"""Several transfers under one immediate, and one of them fails: all bytes arrive, or an error.
 
 Each is a program that a user would write; no fabric fault is needed for the first two.
 """

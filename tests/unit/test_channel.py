@@ -17,7 +17,7 @@ from tep.core.path import FarEnds, Link
 
 
 class Nic:
-    """What a channel asks of a NIC; `posted` has (address, ctx) of what it took."""
+    """The NIC as a channel uses it; `posted` has (address, ctx) of the rows it took."""
 
     def __init__(self) -> None:
         self.caps = SimpleNamespace(control_bytes=1024, peer_timeout_s=1.0, nic="n")
@@ -160,7 +160,7 @@ def test_what_an_earlier_round_comes_to_is_no_news_of_this_one() -> None:
 
 
 def test_a_peer_that_is_not_there_is_not_asked_again_for_long() -> None:
-    """Who waits for its answer would wait for two rounds more, each as long as a timeout."""
+    """A caller that waits for the answer would wait for two more rounds of a timeout each."""
     own = Own()
     own.ask()
     for _ in range(20):
@@ -213,7 +213,7 @@ def test_a_far_end_is_unheard_while_messages_to_it_get_lost() -> None:
 
 
 def test_an_answer_that_cannot_be_used_ends_the_question() -> None:
-    """Who asked would wait for ever: the number is gone, and no other answer is taken."""
+    """The caller would wait for ever: the number is gone, and no other answer is taken."""
     own = Own()
     own.channel.ask(own.link, Ping, lambda _: 1 // 0, own.lost.append)
     own.answer(1, b"p/0")

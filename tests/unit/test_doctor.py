@@ -152,7 +152,7 @@ def test_each_ailment_is_found_with_its_remedy(name):
 
 
 def test_every_bad_or_doubtful_finding_has_a_remedy():
-    """Also on a machine of which nearly nothing can be read."""
+    """Every bad finding needs a remedy, even if nearly nothing of the machine can be read."""
     for built in (Builder(), dgx_h100(), p5()):
         for one in look(built):
             assert one.level in {Level.GOOD, Level.NOTE} or one.remedy, one
@@ -320,7 +320,7 @@ def devices(monkeypatch, stub):
 
 
 def test_devices_are_asked_for_sizes_and_reads(monkeypatch):
-    """Who plans with reads, or with writes of 4 GiB, must know before the first job."""
+    """A user who plans with reads, or with writes of 4 GiB, must know before the first job."""
     stub = need_stub()
     stub.reset()
     sizes, reads = devices(monkeypatch, stub)
@@ -339,9 +339,9 @@ def test_devices_are_asked_for_sizes_and_reads(monkeypatch):
 
 
 def test_libraries_are_named_with_their_versions(monkeypatch):
-    """What worked yesterday and fails today has most often met another library.
+    """A program that worked yesterday and fails today has most often loaded another library.
 
-    The library that the user named is the one that is said, though the process has mapped another.
+    The library that the user named is reported, though the process has mapped another.
     """
     stub = need_stub()
     with contextlib.suppress(OSError):  # where there is none, there is none to be confused with

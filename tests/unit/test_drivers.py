@@ -16,7 +16,7 @@ from tests.support.descriptors import descriptors, opened_since
 from tests.support.machines import FakeMachine, Handle
 
 PATIENCE_S = 20.0
-"""How long a test waits for what must happen at once; reached only where the driver is broken."""
+"""Time limit for events that must happen at once, seconds; only a broken driver reaches it."""
 
 
 class Machine(FakeMachine):

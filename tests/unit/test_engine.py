@@ -188,7 +188,7 @@ def test_engine_may_write_to_itself() -> None:
 
 
 def test_regions_of_many_kinds_of_buffers() -> None:
-    """What has a buffer can be registered: that is the promise of reg_mr."""
+    """Any object with a buffer can be registered: that is the promise of reg_mr."""
     with pair() as p:
         buffers = [bytearray(64), mmap.mmap(-1, 64), np.zeros((8, 2), np.float32)]
         buffers.append(memoryview(bytearray(64)))

@@ -267,7 +267,7 @@ def test_nic_that_cannot_connect_fails_the_rows_that_moved_to_it() -> None:
 
 
 def test_peer_that_cannot_be_connected_fails_its_transfer_only() -> None:
-    """What is found out on the worker's side reaches the user by the handle."""
+    """An error on the worker's side must reach the user by the handle."""
     e = Ends(2, (2, 2))
     error = FabricError("scripted: no route", code="UNREACHABLE")
     e.nics[1].refuse_connect[e.peers[0].nics[1].address] = error
@@ -411,7 +411,7 @@ def test_rows_behind_one_that_moved_at_once_are_posted_in_their_step() -> None:
 
 
 def test_a_nic_that_cannot_be_polled_ends_its_own_rows_alone() -> None:
-    """What another NIC holds would be taken for lost while it is still read."""
+    """Another NIC's rows would be taken for lost while their memory is still read."""
     e = Ends(2)
     lone = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
     e.own.turn()

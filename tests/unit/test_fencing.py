@@ -16,7 +16,7 @@ from tests.support.orders import Fabric, Nic
 
 
 def receiver() -> Fencing:
-    """What an engine with one NIC knows of fences: nothing yet."""
+    """Make the fencing state of an engine with one NIC, without any fence."""
     return Fabric(Choices(), (1, 1), ()).engines[1]._worker.fencing
 
 

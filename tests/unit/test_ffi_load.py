@@ -37,7 +37,7 @@ def accept(library):
 
 
 def test_the_first_that_works_is_taken_and_the_others_tell_why(name, monkeypatch, tmp_path):
-    """Where a library came from, and what was passed over, decides half of all bug reports."""
+    """Half of all bug reports depend on the library's path and on the ones passed over."""
     monkeypatch.delenv("TEP_NOWHERE", raising=False)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")

@@ -69,7 +69,7 @@ def test_the_closed_form_is_what_engines_do(nic) -> None:
 )
 @settings(max_examples=effort(15, 5))
 def test_a_fit_finds_the_numbers_of_a_simulated_machine(wire, small, fill, ack, base) -> None:
-    """Who measures a machine that is as the model must get that machine back."""
+    """Measurements of a machine that follows the model must give back that machine."""
     start = load_profile(base)
     fields = fitted_fields(start)
     values = (wire * 10**9 // start.nics, small * 1000, fill * 1024, ack * 10**6)

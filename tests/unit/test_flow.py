@@ -109,7 +109,7 @@ def test_a_closed_receiver_ends_in_errors_and_a_closed_sender_in_flushes() -> No
 
 
 def test_messages_that_wait_at_a_receiver_that_closes_end() -> None:
-    """Who sent one to a peer that then leaves would wait for ever."""
+    """The sender of a message to a peer that then leaves would wait for ever."""
     env = tep.sim.FabricEnv()
     a, b = engines(FlowFabric(env, "cx7_400"), 2)
     sent = a.submit_send(b.main_address, b"nobody has a buffer for it")
@@ -164,7 +164,7 @@ def test_a_message_on_its_way_is_flushed_when_its_sender_closes() -> None:
 
 
 def test_a_cluster_under_load_completes_everything() -> None:
-    """The numbers of a run that lost requests would be those of another cluster."""
+    """A run that lost requests would give the numbers of another cluster."""
     plant = Plant(prefillers=2, decoders=2, profile="cx7_400")
     found = simulate(plant, Load(rate=2.0, duration_s=2.0, ntokens=(4096, 8192), seed=5))
 

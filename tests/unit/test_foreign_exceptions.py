@@ -14,7 +14,7 @@ from tests.support.script import memory, scripted
 
 
 class Alarm(Exception):
-    """What a program's SIGALRM handler raises."""
+    """The exception of a program's SIGALRM handler."""
 
 
 class Three(fractions.Fraction):

@@ -336,7 +336,7 @@ def test_a_nic_that_takes_over_writes_to_the_nic_of_the_peer_that_is_idle_too() 
 
 
 def test_a_long_write_that_waits_asks_no_other_peer_again() -> None:
-    """What one peer refuses would be offered to it dozens of times in each step."""
+    """Rows that one peer refuses would be offered to it dozens of times in each step."""
     e = Ends(2, (1, 1))
     e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0), routing=Routing(domain=0))
     e.own.turn()

@@ -38,7 +38,7 @@ INNER = {"Path", "Queued", "Remote", "Targets", "Status", "Record"}
 
 
 def annotated(function: object) -> object:
-    """What a function returns, by its annotation."""
+    """Return a function's return type, by its annotation."""
     hint = getattr(function, "__annotations__", {}).get("return")
     scope = vars(sys.modules[function.__module__])
     return eval(hint, dict(scope)) if isinstance(hint, str) else hint  # noqa: S307  # our own
@@ -126,7 +126,7 @@ def samples(p) -> list[object]:
 
 
 def values(desc: tep.MrDesc) -> list[object]:
-    """What users write down or get told."""
+    """List the values that users write down or receive."""
     routing = tep.Routing(num_shards=2)
     place = rendezvous.Place(rank=1, size=2, port=29400, token="s" * 16)
     group = AsyncGroup(place)
@@ -157,7 +157,7 @@ def values(desc: tep.MrDesc) -> list[object]:
 
 
 def simulators() -> list[object]:
-    """What `tep.sim` offers."""
+    """List the simulators of `tep.sim`."""
     sim = tep.sim
     cluster = sim.Cluster(2, profile="cx7_400")
     chaos = sim.ChaosFabric(sim.FabricEnv(), sim.Chaos(seed=1))
@@ -202,7 +202,7 @@ def made() -> dict[str, object]:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_says_what_it_is(made: dict[str, object], name: str) -> None:
-    """`<Transfer object at 0x7f...>` in a log says nothing of which, how far and whose."""
+    """`<Transfer object at 0x7f...>` in a log names no transfer, progress or owner."""
     sample = made[name]
     text = repr(sample)
     assert type(sample).__repr__ is not object.__repr__, "add a __repr__"
@@ -297,7 +297,7 @@ def test_a_time_to_wait_has_one_name() -> None:
 
 
 class Dlpack:
-    """A tensor that has DLPack and nothing else, as those of some frameworks."""
+    """A tensor that has DLPack and nothing else, as in some frameworks."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -310,7 +310,7 @@ class Dlpack:
 
 
 class OldDlpack(Dlpack):
-    """As exporters did it before DLPack 1.0: without a version."""
+    """An exporter from before DLPack 1.0: without a version."""
 
     def __dlpack__(self, *, stream: object = None) -> object:
         return self.values.__dlpack__()
@@ -404,7 +404,7 @@ def test_all_that_takes_memory_is_tried() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", TAKES_BYTES, ids=" ".join)
 def test_memory_is_taken_in_every_form(where: tuple[str, str], form: str) -> None:
-    """Who has a tensor must not have to know which of tep's arguments want an array."""
+    """A user with a tensor must not have to know which of tep's arguments want an array."""
     values = np.arange(16, dtype=np.uint8)
     with pair() as p:
         assert values.tobytes() == TAKES_BYTES[where](p, FORMS[form](values))

@@ -132,7 +132,7 @@ def test_callback_added_after_the_end_runs_at_once() -> None:
 
 
 def test_raising_callbacks_are_reported_and_disturb_nothing(caplog) -> None:
-    """One bad callback must not swallow those of its neighbours, nor stop the engine."""
+    """One bad callback must not stop the other callbacks, nor the engine."""
     own = scripted()
     seen: list[object] = []
 
@@ -255,7 +255,7 @@ def test_a_wait_ends_with_what_a_callback_raises_meanwhile() -> None:
 
 
 def test_a_coroutine_ends_with_what_a_callback_raises_meanwhile() -> None:
-    """As a wait does: it would go on with the next line."""
+    """The coroutine would go on with the next line; a wait raises too."""
 
     async def main(engine: tep.TransferEngine) -> None:
         loop, still = asyncio.get_running_loop(), engine.expect_imm_count(7, 1)

@@ -1,6 +1,6 @@
-"""What the tests excuse the want of is there wherever scripts/setup gets it; see support/here.py.
+"""Every optional tool that scripts/setup installs must be found; see support/here.py.
 
-Else a library that is no longer found would skip its tests one and all, and the run would pass.
+Otherwise a library that is no longer found would skip all its tests, and the run would pass.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_cancelled_one_leaves_what_arrived_to_the_others(table, leaves, reached)
 
 
 def test_cancelled_ones_behind_another_are_let_go(table) -> None:
-    """Who asks and gives up again and again behind one long wait would fill the memory."""
+    """Repeated expectations that are cancelled behind one long wait would fill the memory."""
     for _ in range(1000):  # those that the line has passed need no clearing
         first, second = expect(table, 1), expect(table, 1)
         assert table.cancel(second)
@@ -328,7 +328,7 @@ def test_check_imm_refuses_what_is_no_32_bit_number(imm) -> None:
 
 
 def test_bursts_of_neighbours_count_with_what_came_before_and_after(table) -> None:
-    """What moves from the dict to a page must not be lost, doubled, or seen in two places."""
+    """A count that moves from the dict to a page must not be lost, doubled, or in both."""
     table.add(0x10005, 3)
     table.add(0x20005, 1)
     want, late = expect(table, 6, 0x10005), expect(table, 2, 0x10007)

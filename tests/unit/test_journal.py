@@ -1,4 +1,4 @@
-"""What an engine logs: a line for each event that matters, none above INFO while all is well."""
+"""The log of an engine: a line for each event that matters, none above INFO while all is well."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_healthy_engine_logs_nothing_above_info(caplog: pytest.LogCaptureFixtu
 
 
 def test_each_fault_and_its_mending_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Who reads the log of the night must find the NIC that died, and what became of its rows."""
+    """The log of the night must name the NIC that died, and the fate of its rows."""
     with caplog.at_level(logging.INFO, "tep.sim"), Cluster(nics=2, chaos=Chaos(seed=2)) as cluster:
         a, b = cluster.engines
         src, _ = a.reg_mr(np.zeros(256 * KiB, np.uint8))

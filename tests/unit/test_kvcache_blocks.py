@@ -126,7 +126,7 @@ def test_a_ticket_is_claimed_once_by_each_rank(pair):
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_cancel_from_either_side_names_the_blocks_that_failed(pair, side):
-    """Who recomputes must know which blocks; who frees them must know when."""
+    """The decoder must know which blocks to recompute, the prefiller when to free them."""
     sender, receiver, _, _ = pair
     load = receiver.expect("r", [[1, 2]])
     send = sender.begin("r", [[3, 4]], load.ticket)
@@ -178,7 +178,7 @@ def granted(sender, load):
 
 
 def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
-    """Where NICs fence, blocks come back without its word; what it began before is ended first."""
+    """With fences, blocks come back without the sender's answer; its old sends end first."""
     hub = Hub()
     with (
         TransferEngine.open("loopback", hub=hub, name="one") as one,

@@ -105,6 +105,6 @@ def test_layouts_that_differ_are_refused_with_both_shown() -> None:
     ],
 )
 def test_impossible_layouts_are_refused(make: object, why: str) -> None:
-    """What cannot be is found at the start, not by a decoder that waits."""
+    """An impossible layout must be refused at the start, not found by a waiting decoder."""
     with pytest.raises(UsageError, match=why):
         make()  # type: ignore[operator]  # a parametrised callable

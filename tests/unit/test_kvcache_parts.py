@@ -223,7 +223,7 @@ def test_messages_survive_their_bytes() -> None:
 
 @given(st.binary(max_size=80))
 def test_garbage_is_no_message(data: bytes) -> None:
-    """What a stranger sends must not become a dispatch, nor stop the receiver."""
+    """A stranger's message must not become a dispatch, nor stop the receiver."""
     found = None
     with contextlib.suppress(BadDescriptor):
         found = decode(data)

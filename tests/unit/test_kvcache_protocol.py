@@ -135,7 +135,7 @@ def test_the_count_is_pages_times_layers_and_one() -> None:
 
 
 class Tensor:
-    """What torch makes, as far as registration looks: float32, and DLPack alone."""
+    """A tensor of torch as registration sees it: float32, and DLPack alone."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = np.zeros(nbytes // 4, np.float32)

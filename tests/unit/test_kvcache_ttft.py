@@ -49,7 +49,7 @@ def test_a_row_left_out_of_the_fit_is_predicted_within_five_percent(row: Measure
 
 
 def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
-    """Who calibrates on his own machine relies on nothing of the published one being left in."""
+    """A calibration on one's own machine must keep nothing of the published machine."""
     layout = KvLayout("m", 16, (KvBuffer("kv", 8, 2, 64, planes=2),))
     true = TtftModel(
         layout=layout,
@@ -97,7 +97,7 @@ def test_longer_prompts_never_come_sooner() -> None:
 
 
 def test_layer_times_may_be_one_a_chunk_or_a_function() -> None:
-    """Who knows the times of his machine must be able to say all of them."""
+    """A user who knows the times of a machine must be able to give all of them."""
     own = PUBLISHED.predict(40_000)
     listed = PUBLISHED.predict(40_000, own.layer_compute_s)
     called = PUBLISHED.predict(40_000, PUBLISHED.layer_compute_s)

@@ -13,7 +13,7 @@ from tep.backends.libfabric.frames import Inbox, Outgoing
 
 
 class Wire:
-    """What two ends say to each other, delivered in any order; takes the place of Peers."""
+    """The messages between two ends, delivered in any order; takes the place of Peers."""
 
     def __init__(self):
         self.out = []

@@ -1,4 +1,4 @@
-"""Which addresses tcp opens: named ones, interfaces, networks; and where none was named."""
+"""The addresses that tcp opens: named ones, interfaces, networks; and the default."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ with tep.TransferEngine.open("libfabric", provider="tcp", nics=["127.0.0.1"]) as
 
 @pytest.mark.slow
 def test_strangers_that_hold_all_descriptors_keep_no_peer_out() -> None:
-    """Where none is left, even the list of one's own descriptors cannot be read."""
+    """Without a free descriptor, even the list of one's own descriptors cannot be read."""
     require("tcp")
     victim = start_rank("-c", SHORT)
     try:

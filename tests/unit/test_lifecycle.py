@@ -267,7 +267,7 @@ def test_an_old_answer_does_not_bring_a_nic_back() -> None:
 
 
 def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
-    """Of two paths one may be broken: asked over that one alone, the NIC never comes back."""
+    """One of two paths may be broken: probed over that one alone, the NIC never comes back."""
     cluster, _ = pair((2, 1))
     with cluster:
         a, b = cluster.engines
@@ -342,7 +342,7 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
 
 
 def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
-    """What was lost while the peer was cut off may still land: first the fence, then the rows."""
+    """Rows lost while the peer was cut off may still land: first the fence, then new rows."""
     cluster, _ = pair((1, 2))
     with cluster:
         a, b = cluster.engines
@@ -366,7 +366,7 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
 
 
 def test_a_path_that_was_shut_at_a_removal_is_used_again() -> None:
-    """Who removes a peer whose NIC flaps, and meets it again, would be one path short for good."""
+    """After removing and meeting a peer with a flapping NIC, one path would be missing for good."""
     cluster, _ = pair((1, 2))
     with cluster:
         a, b = cluster.engines

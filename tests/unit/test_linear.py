@@ -1,4 +1,4 @@
-"""What ends many things costs as much for each of them as for one: counted, not timed."""
+"""Ending many handles costs as much for each of them as for one: counted, not timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def at_random(handles: list[Handle]) -> Iterator[Handle]:
 
 
 def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -> int:
-    """Bytecodes of ending n handles, of which at most a few dozen have got anywhere."""
+    """Count the bytecodes of ending n handles; at most a few dozen have made progress."""
     with pair(sq_depth=1) as p:
         handles = make(p, n)
         for _ in range(n // 100):  # the commands are taken, the NIC is full

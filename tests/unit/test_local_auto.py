@@ -1,4 +1,4 @@
-"""What "auto" means: one rule, told, and no second choice."""
+"""The meaning of "auto": one rule, reported, and no second choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bytes get to a peer: through the kernel, into mapped memory, or not at all."""
+"""The routes of bytes to a peer: through the kernel, into mapped memory, or none."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_alloc_shared_refuses_what_is_no_length(nbytes) -> None:
 
 @contextlib.contextmanager
 def holes_in(npages, holes) -> Iterator[mmap.mmap]:
-    """Memory of which some pages are not mapped meanwhile."""
+    """Make memory with some pages that are not mapped meanwhile."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, npages * page)
     address = np.frombuffer(memory, np.uint8).ctypes.data

@@ -311,7 +311,7 @@ def test_a_nic_that_kicks_within_a_turn_is_turned_again_at_once(
 
 
 def test_a_wait_that_is_to_spin_does_not_sleep(machine: Machine) -> None:
-    """Who asks for spinning pays a core in order not to be woken from a sleep."""
+    """A user who asks for spinning pays a core in order not to wait for a wake-up."""
     driver = TurnDriver("test", spin_s=60.0)
     driver.start(machine)
     try:

@@ -39,7 +39,7 @@ def lane() -> Iterator[tuple[LaneWriter, LaneReader]]:
 
 
 def publish(writer: LaneWriter, reader: LaneReader) -> None:
-    """What the port's board does."""
+    """Publish a ring, like the port's board."""
     reader.tail, reader.mtail = writer.tail, writer.mtail
 
 

@@ -39,7 +39,7 @@ def poll(nic: LocalDomain) -> list[int]:
 
 
 def wakes(nic: LocalDomain) -> bool:
-    """Whether who slept on its descriptor would be woken."""
+    """Return True if a sleeper on its descriptor would be woken."""
     fd = nic.wakeup_fd()
     assert fd is not None
     poller = select.poll()
@@ -98,7 +98,7 @@ def test_a_ring_ends_a_sleep_once(nics) -> None:
 
 
 def test_an_armed_nic_that_is_polled_before_it_is_rung_sleeps_and_is_rung_again(nics) -> None:
-    """Who turns before it has slept must not be told, nor miss what comes in its next sleep."""
+    """A poll before the sleep needs no wake-up; the next sleep must not miss one."""
     a, b = nics
     row = meet(a, b)
     for _ in range(3):

@@ -432,7 +432,7 @@ victim.close()
 def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> None:
     """process_vm_writev and _readv find a process by number, and numbers are used again.
 
-    Here the number is that of a forked child of the peer: the same addresses, the same user.
+    Here a forked child of the peer has the number: the same addresses, the same user.
     """
     ended = run(RECYCLED)
     assert 0 == ended.returncode, ended.stderr

@@ -160,7 +160,7 @@ def test_two_engines_opened_by_name_meet() -> None:
 
 
 def test_caps_repeat_the_options() -> None:
-    """What a user sets is what the engine plans by."""
+    """The engine must plan by the options that a user sets."""
     opened = open_domains(2, hub=Hub(), name="x", sq_depth=7, link_bps=100)
     caps = opened.domains[1].caps
 
@@ -175,7 +175,7 @@ def test_caps_repeat_the_options() -> None:
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=1, max_size=40),
 )
 def test_copying_by_columns_is_copying_row_by_row(nbytes, rows) -> None:
-    """Any length, any alignment, both ways of copying: the bytes are those of a plain loop."""
+    """Any length, any alignment, both ways of copying: the bytes equal a plain loop's."""
     noise = np.random.default_rng(1).integers(0, 256, nbytes + 600, np.uint8)
     source = HostRegion(adapt(noise), 0, writable=False)
     target = HostRegion(adapt(np.zeros(nbytes * len(rows) + 600, np.uint8)), 0, writable=True)

@@ -87,7 +87,7 @@ def test_each_row_of_a_scatter_leaves_a_path_for_one_that_works() -> None:
 
 
 def test_short_writes_leave_a_nic_that_they_have_used() -> None:
-    """Where they went is remembered, and they would wait at a dead NIC for ever."""
+    """Their NIC is remembered, and they would wait at a dead NIC for ever."""
     e = Ends(2)
     sent = []
     for _ in range(2):

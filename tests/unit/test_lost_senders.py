@@ -33,7 +33,7 @@ def test_an_expectation_ends_with_its_lost_sender_and_no_other_does() -> None:
 
 
 def test_a_lost_sender_is_refused_until_it_is_back() -> None:
-    """What is here is here; the rest of it is missed at once, and sent again as something else."""
+    """A wait for rows that have arrived succeeds; a wait for missing ones must fail at once."""
     cluster, _ = pair()
     with cluster:
         a, b = cluster.engines

@@ -1,4 +1,4 @@
-"""What reg_mr takes and what it refuses, adapter by adapter; no engine."""
+"""The memory that reg_mr takes and refuses, adapter by adapter; no engine."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class CudaArray:
 
 
 class Device:
-    """Where CuPy says an array lives."""
+    """The device of an array, in CuPy's form."""
 
     id = 2
 
@@ -346,7 +346,7 @@ def test_a_property_that_raises_is_not_an_interface() -> None:
 
 
 def test_raw_pointers() -> None:
-    """What another library allocated is named by (pointer, nbytes, device)."""
+    """Memory of another library can be named by (pointer, nbytes, device)."""
     memory = adapt((0x1000, 64, "cuda:7"))
 
     assert (0x1000, 64, "cuda:7", False) == (

@@ -47,7 +47,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_the_page_lists_every_metric() -> None:
-    """Who builds a dashboard reads the names there."""
+    """A dashboard is built from the names on that page."""
     page = Path("docs/howto/sight.md").read_text("utf-8")
     rows = [f"| `{m.name}` | `{m.prometheus_name}` | {m.text} |" for m in METRICS]
 
@@ -98,7 +98,7 @@ def test_prometheus_has_the_numbers_of_stats() -> None:
 
 
 def test_opentelemetry_has_the_numbers_of_stats() -> None:
-    """As above, by OpenTelemetry's own names and units."""
+    """OpenTelemetry must show the same numbers, by its own names and units."""
     reader = export.InMemoryMetricReader()
     provider = sdk.MeterProvider([reader])
     with pair() as p:
@@ -150,7 +150,7 @@ def test_an_exporter_keeps_no_engine_alive() -> None:
 
 
 def test_a_mistake_of_an_exporter_ends_no_engine() -> None:
-    """What is only to be counted must not stop what is counted."""
+    """A fault in the counting must not stop the engine that is counted."""
     with pair() as p:
         p.a._machine.observe(lambda _: 1 // 0)
         busy(p)

@@ -43,7 +43,7 @@ def fields(heading: str, raw: bytes) -> dict[str, int]:
 
 
 def test_token_header(payload) -> None:
-    """Who reads the page to write a kernel must find turn, token, expert and weight there."""
+    """The page must give a kernel's author turn, token, expert and weight."""
     batch = sort_copies(np.array([[6, 1]]), CONFIG)
     given = np.full((1, 20), 7, np.uint8), np.full((1, 12), 9, np.uint8)
     payload.stage(5, batch, given, np.array([[0.25, 0.75]], np.float32))

@@ -264,7 +264,7 @@ def test_a_stranger_takes_no_counts_and_ends_no_reads_of_others(agents):
 
 
 def test_an_ask_is_for_the_askers_own_memory(agents):
-    """Who has another one's descriptor could have bytes written there."""
+    """An agent with another one's descriptor could let bytes be written there."""
     a, b = agents
     third = nixl_agent("C")
     try:

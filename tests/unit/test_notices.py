@@ -271,7 +271,7 @@ def test_each_copy_is_answered() -> None:
 
 
 def test_serials_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a peer says must not fill the memory of the one that listens."""
+    """A peer's messages must not fill the receiver's memory."""
     monkeypatch.setattr(membership, "_SERIALS_MAX", 3)
     with pair() as p:
         for serial in range(1, 9):

@@ -1,4 +1,4 @@
-"""What opens an engine refuses misspelt options and names with words that help."""
+"""Opening an engine refuses misspelt options and names, with words that help."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_misspelt_option_is_told_the_nearest(backend) -> None:
 
 
 def test_a_misspelt_backend_is_told_the_nearest() -> None:
-    """As for options."""
+    """A misspelt backend gets a suggestion, like a misspelt option."""
     with pytest.raises(tep.UsageError, match="'libfabrik' is unknown; .* did you mean 'libfabric'"):
         tep.TransferEngine.open("libfabrik")
 
@@ -87,7 +87,7 @@ def test_a_file_that_holds_no_epoch_is_written_anew(lives, tmp_path, kept) -> No
 
 
 def test_without_a_folder_epochs_are_the_time(lives, tmp_path, monkeypatch, caplog) -> None:
-    """Where nothing can be written engines open all the same, and it is said what that costs."""
+    """Without a writable folder engines open all the same, and report the drawback."""
 
     def refuse() -> None:
         raise tep.UsageError("somebody else's")

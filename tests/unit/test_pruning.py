@@ -96,7 +96,7 @@ def test_sums_stay_short_and_failover_exact(limit: int) -> None:
 
 
 def test_sums_that_only_the_receiver_has_pruned_are_pruned_by_a_failover() -> None:
-    """Its word that it did got lost: sums of which one is pruned look like rows that landed not."""
+    """Its answer was lost: sums pruned at one end look like rows that did not land."""
     lanes = Lanes()
     lanes.go_on(PAGES)
     for path in next(iter(lanes.a._peers.links.values())).paths():
@@ -283,7 +283,7 @@ def test_a_peer_is_not_asked_for_what_is_of_no_use(why: str) -> None:
 
 
 def test_sums_of_two_generations_are_not_compared() -> None:
-    """What was pruned between two answers about one path would look like rows that landed not."""
+    """Sums pruned between two answers about one path would look like rows that did not land."""
     lanes = Lanes()
     with (
         mock.patch("tep.control.failover.values_max", return_value=100),

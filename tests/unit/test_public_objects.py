@@ -1,4 +1,4 @@
-"""What public objects say of themselves; that each does is tested in test_habits."""
+"""The texts of public objects; test_habits checks that each has one."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_protocols_folder_travels(ray, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_the_same_with_ray_and_without(ray, tmp_path, capsys, monkeypatch):
-    """Who moves a search to a cluster gets the findings that one machine gives, in their order."""
+    """A search on a cluster must give the findings of one machine, in the same order."""
     source = (
         "import tep\n\nasync def wrong(cluster):\n"
         "    assert len(cluster.engines[0].main_address.domains) < 4, 'four'\n"
@@ -113,7 +113,7 @@ def tell(arguments: list[str]) -> int:
 
 
 def test_ranks_find_what_torchrun_sets(ray, monkeypatch) -> None:
-    """What starts under torchrun and srun must start as Ray's actors; who fails is named."""
+    """A program for torchrun and srun must start as Ray's actors; a failed rank is named."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TEP_TOKEN"):
         monkeypatch.setenv(name, "")
     program = f"{__name__}:tell"

@@ -279,7 +279,7 @@ def test_a_row_is_not_read_again_over_paths_that_are_shut(r) -> None:
 
 @pytest.mark.parametrize("statuses", [["FLUSHED", "REMOTE_KEY"], ["REMOTE_KEY", "FLUSHED"]])
 def test_the_error_of_a_read_is_the_one_that_flushed_the_others(statuses) -> None:
-    """Who is told FLUSHED looks for a fault of the network, and the key was wrong."""
+    """FLUSHED makes a user look for a fault of the network, although the key was wrong."""
     r = Reading(1, failover=False)
     sent = r.paged(2)
     for status in statuses:
@@ -401,7 +401,7 @@ def test_the_backlog_is_limited() -> None:
 
 
 def test_reports_know_reads(r) -> None:
-    """Who debugs a stall must see what it waits for."""
+    """The report of a stall must show the reads that it waits for."""
     sent = r.paged(8, imm=7)
 
     assert "paged read of 9 rows, 32768 bytes from owner: pending; 8 posted" in repr(sent)

@@ -1,4 +1,4 @@
-"""What cannot be made good fails, says why, and leaves nothing behind."""
+"""Rows that cannot be recovered fail with a reason, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_lost_rows_fail_where_an_earlier_row_of_their_immediate_may_have_landed(
 def test_of_lost_rows_beside_those_of_a_failed_transfer_all_landed_or_none(
     landed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of them landed is not known: a guess would hang the reader, or release it early."""
+    """It is unknown which of them landed: a guess would hang the reader, or release it early."""
     with Broken() as world:
         sent, fails = world.send(), world.send()
         group = world.a._worker.group
@@ -166,7 +166,7 @@ def test_of_lost_rows_beside_those_of_a_failed_transfer_all_landed_or_none(
 
 
 def test_rows_of_a_batch_that_has_not_ended_are_known_to_have_landed() -> None:
-    """Else their count is taken for that of a lost row, which is then not written again."""
+    """Their count would be taken for a lost row's, which would then not be written again."""
     chaos = Chaos(short_post=False, sq_depth=64, peer_depth=1)
     with Cluster(3, (1, 2, 1), chaos=chaos, seed=1) as cluster:
         a, *receivers = cluster.engines

@@ -328,7 +328,7 @@ class Writer:
         return write(self.b, (self.src, self.desc), 64, imm=None)
 
     def goes_on(self) -> bool:
-        """Whether rows of b land again, once b has had some tries."""
+        """Return True if rows of b land again, after some tries."""
         self.memory[:] = 9
         for _ in range(20):
             self.write()

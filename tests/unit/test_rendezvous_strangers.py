@@ -233,7 +233,7 @@ def test_a_rank_gets_in_while_strangers_hold_all_descriptors() -> None:
 
 
 def test_a_proof_is_good_for_one_rank_only() -> None:
-    """Who listens in on rank 1 must not be able to come as rank 2."""
+    """An eavesdropper on rank 1 must not be able to join as rank 2."""
 
     async def main() -> list[Message]:
         zero, port = begin(3)

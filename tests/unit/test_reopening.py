@@ -18,7 +18,7 @@ HOW = {
     SUSPECT: (PathEvent.LOST,),
     FENCED: (PathEvent.LOST, PathEvent.ASKED, PathEvent.FENCED),
 }
-"""How a path gets into a state."""
+"""The events that bring a path into each state."""
 
 
 class End:
@@ -45,7 +45,7 @@ class End:
         self.reopening = Reopening(*parts, find, self.opened.append)
 
     def asked(self) -> str:
-        """What begin() asks the peer: to fence, to open, or nothing."""
+        """Return the request of begin() to the peer: to fence, to open, or nothing."""
         self.reopening.begin(self.path)
         what = ["fence"] * self.failover.fence.called + ["open"] * self.channel.ask.called
         return " and ".join(what)
@@ -59,7 +59,7 @@ class End:
             told(Answer(1, why, (), 0))
 
     def heard(self, source: bytes, nic: int) -> str | None:
-        """What it answers to a peer that wants to use a path again."""
+        """Return its answer to a peer that wants to use a path again."""
         self.reopening._asked(0, source, Reopen(1, source, nic))
         return self.channel.tell.call_args.args[3]
 

@@ -1,4 +1,4 @@
-"""What an engine says about itself: statistics, paths, stalls."""
+"""The reports of an engine: statistics, paths, stalls."""
 
 from __future__ import annotations
 

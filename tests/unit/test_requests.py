@@ -133,7 +133,7 @@ def test_pages_beyond_4_gib_keep_all_their_bits() -> None:
 
 
 def test_slices_beyond_4_gib_keep_all_their_bits() -> None:
-    """As for pages; a slice itself is one row and stops at 1 GiB."""
+    """Large slices must keep all bits, like pages; a slice itself is one row of at most 1 GiB."""
     mr, remote = ends(9 * GiB)
     targets = Targets([remote, remote])
     dsts = [ScatterDst(GiB, 8 * GiB, (remote.desc, 7 * GiB)), ScatterDst(0, 0, (remote.desc, 0))]
@@ -169,7 +169,7 @@ def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
 
 
 def test_slices_that_share_bytes_of_a_target_are_refused() -> None:
-    """Which of them would win is undefined on every fabric; paged writes refuse it too."""
+    """The result is undefined on every fabric; paged writes refuse it too."""
     mr, remote = ends(GiB)
     remote, twin = (Remote(remote.desc[3:], remote.link) for _ in "12")  # it was decoded twice
 

@@ -127,7 +127,7 @@ def test_an_index_that_lies_is_refused(change, message, tmp_path):
 
 
 def test_a_folder_needs_one_file_or_an_index(tmp_path):
-    """Of several files without an index nobody knows which belong together."""
+    """Without an index nobody knows which of several files belong together."""
     with pytest.raises(tep.UsageError, match=r"0 files \*.safetensors; 1 is wanted"):
         Checkpoint(tmp_path)
     _, one = _small_file(tmp_path / "a.safetensors")

@@ -416,7 +416,7 @@ def test_spans_become_a_trace_that_starts_at_zero(tmp_path):
 
 
 def test_training_metas_hold_every_element_once_per_replica():
-    """What two ranks hold in part, or none, cannot be unsharded."""
+    """A tensor that two ranks hold in part, or that no rank holds, cannot be unsharded."""
     model = model_from_config(
         dict(PUBLISHED["kimi-k2"].config) | {"num_hidden_layers": 3}, name="k", source="test"
     )

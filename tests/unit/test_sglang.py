@@ -47,7 +47,7 @@ def test_sglang_finds_the_plugin() -> None:
 
 
 def loaded(switch: str, before: str = "") -> str:
-    """What a process that loads the plug-in finds under NIXL's name."""
+    """Return the module that a process with the plug-in imports under NIXL's name."""
     program = (
         "import os, sys, types\n"
         f"os.environ['TEP_SGLANG'] = {switch!r}\n{before}\n"

@@ -134,7 +134,7 @@ def test_f5_bytes_may_be_placed_twice_but_counted_once() -> None:
 
 
 def test_f6_the_source_is_read_late() -> None:
-    """Who reuses a buffer before `done` sends the new bytes; a copy at post would hide that."""
+    """Reusing a buffer before `done` sends the new bytes; a copy at post would hide that."""
 
     def sent(*, late: bool) -> set[int]:
         found = set()
@@ -291,7 +291,7 @@ def test_faults_are_drawn_within_their_bounds() -> None:
 
 
 def test_a_swarm_can_be_restricted() -> None:
-    """Who asks for links only must not have to explain a restart; and a misspelt group is news."""
+    """A swarm of link faults must have no restart in it; a misspelt group is refused."""
     drawn = [Faults.draw(seed, {"a": 2}, kinds="links, order") for seed in range(100)]
 
     assert {Slow, Clog, Mute, Swizzle} == {type(f) for faults in drawn for _, f in faults.events}

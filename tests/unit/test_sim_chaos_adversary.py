@@ -1,4 +1,4 @@
-"""What only real fabrics did: late fences, rows of the dead, one-way cuts, doubled messages."""
+"""Faults known from real fabrics: late fences, rows of the dead, one-way cuts, doubled messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPREAD = replace(CALM, fragments=4, reorder_ps=3000 * NS)
 
 @pytest.mark.parametrize("late", [False, True])
 def test_f26_rows_land_until_the_fence_is_confirmed(late: bool) -> None:
-    """Who takes the sums when it asks for a fence, and not when it is there, counts short."""
+    """Sums taken at the request for a fence, and not at its confirmation, are too small."""
     between = 0
     for seed in range(20):
         seam = Seam(replace(SPREAD, seed=seed, late_fence=late))
@@ -118,7 +118,7 @@ def test_f12_a_cut_of_one_direction() -> None:
 
 
 def test_f12_a_short_cut_of_one_direction_is_no_error() -> None:
-    """What was held comes, and nobody hears of it."""
+    """Delayed rows arrive after the cut, and no error is reported."""
     for inward_at in "ab":
         seam = Seam(replace(CALM, dead_after_ps=50_000 * NS))
         seam.fabric.inflict(Clog(inward_at, 0, 5000 * NS, inward=True))
@@ -149,7 +149,7 @@ def test_f28_two_nics_do_not_reach_each_other_and_both_reach_others(one_way: boo
 
 
 def test_f28_a_short_cut_is_no_error() -> None:
-    """What was held comes when both NICs reach each other again, and its answers too."""
+    """Delayed rows arrive when both NICs reach each other again, and their answers too."""
     for ends in ("ab", "ba"):
         seam = Seam(replace(CALM, dead_after_ps=50_000 * NS))
         for for_ps, one_way in ((2000 * NS, False), (4000 * NS, True)):
@@ -163,7 +163,7 @@ def test_f28_a_short_cut_is_no_error() -> None:
 
 @pytest.mark.parametrize("key_again", [False, True])
 def test_f31_a_key_comes_back_for_other_memory(key_again: bool) -> None:
-    """What is sent under a key of before lands in the next memory: nobody may send it."""
+    """A row under an old key would land in the next memory: nobody may send it."""
     seam = Seam(replace(CALM, key_again=key_again))
     nic, old = seam.b.node.domains[0], seam.b.targets[0]
     seam.write(PAGES, 5)
@@ -222,7 +222,7 @@ def test_f29_calls_raise_for_want_of_resources() -> None:
 
 
 def test_troubles_of_a_link_are_counted_apart() -> None:
-    """The end of one trouble must not be that of another."""
+    """The end of one trouble must not end another."""
     link = Seam().a.node.domains[0].link
     kinds: tuple[Trouble, ...] = ("clog", "deaf", "mute")
     for kind in kinds:

@@ -322,7 +322,7 @@ def test_f20_datagrams_are_lost_doubled_and_overtaken() -> None:
 
 
 def test_a_crash_empties_the_mailbox() -> None:
-    """What an old incarnation was told is not what the new one knows."""
+    """The new incarnation must not get the messages of the old one."""
 
     async def main() -> str:
         with Cluster(chaos=Chaos.calm()) as cluster:

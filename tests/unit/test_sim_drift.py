@@ -14,7 +14,7 @@ EVERY_S, LOST_S = 2e-6, 20e-6
 
 
 def told(node: str, ppm: int, ahead_us: float) -> list[PeerChange]:
-    """What one engine hears of another that it watches, which dies at 200 us."""
+    """Return the events of an engine that watches another one, which dies at 200 us."""
     found: list[PeerChange] = []
     with Cluster(2, 1, chaos=Chaos.calm(dead_after_ps=300_000)) as cluster:
         watcher, peer = cluster.engines

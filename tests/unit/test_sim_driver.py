@@ -46,7 +46,7 @@ class Pages:
         return self.cluster.engines[1].expect_imm_count(imm, 24)
 
     def arrived(self) -> bool:
-        """Whether all bytes are there."""
+        """Return True if all bytes are there."""
         return bool((self.src == self.dst).all())
 
 

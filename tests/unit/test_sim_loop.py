@@ -177,7 +177,7 @@ async def _value(value: int) -> int:
 
 
 def test_tasks_left_behind_are_cancelled_and_generators_closed() -> None:
-    """As asyncio.run() does; warnings about lost tasks would hide the real failure."""
+    """Warnings about lost tasks would hide the real failure; asyncio.run() does the same."""
     log: list[str] = []
     streams = []
 

@@ -70,7 +70,7 @@ def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
 
 
 def test_one_row_of_a_column_counts_as_one() -> None:
-    """Of one immediate that came alone the receiver would say that it never came."""
+    """The receiver would answer that an immediate of a single row never came."""
     found = Sums(large_at=2)
     for low in (7, 8):
         found.add_lows(3, np.array([low], np.uint32).tobytes())

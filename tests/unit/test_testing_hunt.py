@@ -110,7 +110,7 @@ def test_what_counts_as_a_finding(protocol, case: Case, what: str) -> None:
 
 
 def test_an_error_with_a_cause_is_no_finding_unless_asked() -> None:
-    """Who must survive a dead NIC says so."""
+    """A protocol that must survive a dead NIC asks for it."""
     run(one_write, KILLED)
     with pytest.raises(Violation, match="it ended in FabricError: single to b"):
         run(one_write, KILLED, may_fail=False)
@@ -218,7 +218,7 @@ def test_a_finding_shrinks_to_what_matters() -> None:
 
 
 def test_a_finding_tells_its_story() -> None:
-    """What was drawn, what happened when, and what was wrong: no picture and no tool is needed."""
+    """The story needs no picture and no tool: settings, events in time, and the fault."""
     with pytest.raises(Violation) as first:
         hunt(flag_last, faults="order posting workers", seed=4)
     told = story(shrink(first.value)).splitlines()
@@ -277,7 +277,7 @@ def test_cases_print_as_themselves(case: Case) -> None:
 
 @given(scenarios(faults="order posting"))
 def test_restricted_cases_break_nothing(case: Case) -> None:
-    """Who asks for disorder only may demand that everything succeeds."""
+    """With disorder as the only trouble, everything must succeed."""
     assert not case.may_fail
     assert run(one_write, case, may_fail=False).error is None
 

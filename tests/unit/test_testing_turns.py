@@ -22,9 +22,9 @@ class Who:
 
 
 def played(*steps: tuple[object, ...], nics: int = 1, who: Who | None = None) -> str:
-    """What is wrong with these steps, on NICs of 4 rows, in turns of 2; "" if nothing.
+    """Return the fault in these steps, on NICs of 4 rows, in turns of 2; "" if there is none.
 
-    "submit" is somebody's submit, and batch 1 is his; batches 2 and 3 are others'.
+    "submit" submits batch 1; batches 2 and 3 belong to others.
     """
     wrong: list[str] = []
     turns = Turns(nics, 2, 4, wrong.append)
@@ -72,7 +72,7 @@ def test_who_waits_for_whom(steps: list[tuple[object, ...]], finding: str) -> No
 
 
 def test_who_was_never_offered_waits_at_one_of_many_nics() -> None:
-    """Which one is the engine's choice: only when all have passed him over is he overlooked."""
+    """The engine chooses the NIC: a batch is overlooked only if all NICs have passed it over."""
     passed = [("submit",), OTHER, OTHER]
     assert "" == played(*passed, nics=2)
     assert played(*passed, ("offer", 1, 3, 1, 9), ("offer", 1, 3, 1, 8), nics=2)

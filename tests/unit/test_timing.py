@@ -63,7 +63,7 @@ def test_lands_when_the_slow_model_says(posts) -> None:
 
 @given(POSTS)
 def test_the_window_of_a_pass_changes_no_time(posts) -> None:
-    """How many quanta are settled in one pass is a matter of speed alone."""
+    """The number of quanta settled in one pass may change the speed only."""
     with patch.object(timing, "_WINDOW_MIN", 2):
         test_lands_when_the_slow_model_says.hypothesis.inner_test(posts)
 
@@ -234,7 +234,7 @@ def test_unordered_profile_reorders_and_ordered_does_not() -> None:
 
 
 def test_bytes_are_there_with_their_immediate_and_not_before_they_arrive() -> None:
-    """Who is released by an immediate must find its bytes; who peeks must not see the future."""
+    """A reader released by an immediate must find its bytes, and no byte may come early."""
     seam = Seam(PLAIN, move_bytes=True, nbytes=1 << 20)
     a, b = seam.owners
     landed = watch_landings(seam.owners)
@@ -258,7 +258,7 @@ def test_bytes_are_there_with_their_immediate_and_not_before_they_arrive() -> No
 
 
 def test_sender_done_means_placed() -> None:
-    """Who is told `done` may overwrite the source: its bytes must have been taken by then."""
+    """After `done` the source may be overwritten: its bytes must have been taken by then."""
     seam = Seam(PLAIN, move_bytes=True, nbytes=1 << 16)
     a, b = seam.owners
     a.real[:] = 3
@@ -343,7 +343,7 @@ def test_rows_without_a_source_fail_here_and_leave_the_others_alone() -> None:
 
 
 def test_rows_of_one_instant_are_each_held_against_their_own_region() -> None:
-    """They are looked at together: the key and the length of the first are not those of all."""
+    """They are checked together, but each has its own key and length."""
     seam = Seam(PLAIN, nbytes=4096)
     a, b = seam.owners
     mine, key = a.nics[0], b.keys[0]

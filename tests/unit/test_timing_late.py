@@ -21,7 +21,7 @@ MANY = np.arange(200_000)
 
 
 def test_a_tail_has_its_share_and_its_mean() -> None:
-    """Of the rows so many are late, by a time whose share above t falls as exp(-t / mean)."""
+    """The share of late rows must be right, and above t it must fall as exp(-t / mean)."""
     late = Late(replace(EFA, jitter_ps=0, tail_ppm=50_000, tail_ps=80 * PS_PER_US), seed=3)
     extra = late.extra_ps(MANY, MANY)
     hit = extra[extra > 0]

@@ -55,7 +55,7 @@ def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
 @settings(max_examples=30 if settings().max_examples < 1000 else 1000)
 @given(POSTS, MIXES, st.one_of(CREDITS, MARKED))
 def test_credit_and_marks_between_unlike_machines(posts, machines, knobs) -> None:
-    """What a receiver says travels its own way back, and a threshold in bytes is a time at it."""
+    """Credit travels the receiver's own route, and its threshold in bytes is a time there."""
     # A plan is made one shortest latency ahead: one of nanoseconds only makes the test slow.
     machines = [replace(m, **knobs, latency_ps=m.latency_ps + 700_000) for m in machines]
 

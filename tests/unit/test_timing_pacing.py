@@ -139,7 +139,7 @@ def slow_pacing(machines, posts) -> list[int]:
 
 @given(POSTS, st.one_of(CREDITS, MARKED))
 def test_lands_when_the_slow_model_says(posts, knobs) -> None:
-    """Plans made up to one latency ahead must be those of an event for each quantum."""
+    """Plans made up to one latency ahead must equal an event for each quantum."""
     profile = replace(PLAIN, **knobs)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
 
@@ -149,7 +149,7 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
 @given(POSTS, st.booleans())
 @example([(149, 1, [(3, 70_000)]), (12_510_685, 1, [(0, 70_000)])], True)
 def test_who_is_never_held_back_sends_as_ever(posts, far) -> None:
-    """With more credit than there are bytes the plan must be that of the plain NIC."""
+    """With more credit than bytes the plan must equal the plain NIC's."""
     profile = replace(PLAIN, credit_bytes=1 << 50)
     network = Network(leaf_nodes=2, uplink_bps=50 * 10**9) if far else None
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]

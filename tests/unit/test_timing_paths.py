@@ -57,7 +57,7 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
 
 @given(POSTS, st.one_of(st.none(), SPINES, CIRCUITS), st.sampled_from([40 * 10**9, 500 * 10**9]))
 def test_nodes_with_a_bus_do_as_the_slow_model(posts, knobs, bus_bps) -> None:
-    """What comes off a bus late must not be overtaken at an uplink by what was not known yet."""
+    """At an uplink, a quantum that leaves its bus late must not be overtaken by a later one."""
     network = None if knobs is None else Network(**knobs)
     profile = replace(PLAIN, bus_bps=bus_bps)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
@@ -125,7 +125,7 @@ def test_rails_keep_a_nics_traffic_apart() -> None:
 
 
 def test_an_optical_spine_costs_its_duty_cycle() -> None:
-    """Of a cycle a circuit is up one slot less its reconfiguration: a long flow gets that share."""
+    """A circuit is up for one slot of a cycle, less its reconfiguration; a long flow gets that."""
     network = Network(
         leaf_nodes=1,
         leaves=4,

@@ -79,7 +79,7 @@ def test_fifo_grouped_is_a_loop_for_each_server(items, free) -> None:
 
 @given(ITEMS, TIMES, st.dictionaries(st.integers(0, 6), TIMES))
 def test_round_robin_is_the_active_list(items, later, ended) -> None:
-    """Where it differs, a queue pair gets more or less than its turn of the wire."""
+    """If they differ, a queue pair gets more or less than its share of the wire."""
     free = max([0, *ended.values()]) + later
     ready, service, flow = columns(items)
 
@@ -146,7 +146,7 @@ def test_agenda_hands_out_each_row_once_in_order(bunches, looks) -> None:
 
 
 def test_ledger_finds_rows_that_stand_together_and_those_that_do_not() -> None:
-    """What lies between the rows of a NIC is another's, and stays as it is."""
+    """Rows between those of a NIC belong to another NIC, and must not change."""
     ledger = Ledger()
     ledger.open_rows(9)
 

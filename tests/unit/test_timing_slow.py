@@ -25,7 +25,7 @@ def landings(slow: dict[int, float], posts: list[tuple[int, int]]) -> list[int]:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_slow_end_stretches_the_wire_time_and_nothing_else(which) -> None:
-    """Which end is slow cannot be seen from a lone write; latency and CPU do not change."""
+    """A lone write does not show which end is slow; latency and CPU do not change."""
     (sound,), (slow,) = landings({}, [(0, 1)]), landings({which: 3.0}, [(0, 1)])
 
     assert 2 * WIRE_PS == pytest.approx(slow - sound, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Which GPU gets which NICs and cores: machines that nobody here has, and drawn ones."""
+"""The NICs and cores of each GPU: captured machines, and drawn ones."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_a_gpu_whose_driver_makes_no_dmabufs_is_reached_by_peermem(monkeypatch, 
 
 
 def test_an_engine_for_a_device_says_where_it_is_and_runs_there(monkeypatch):
-    """Who asks why a NIC or a core was taken finds it in explain()."""
+    """explain() must say why a NIC or a core was taken."""
     here = min(
         cpus_in(
             (LiveFiles().read("/proc/self/status") or "").split("Cpus_allowed_list:")[1].split()[0]

@@ -15,7 +15,7 @@ PAGE = Path(tep.__file__).parents[1] / "docs" / "concepts" / "trust.md"
 
 
 def test_the_limits_on_the_page_are_those_of_the_code():
-    """Who sizes a machine by the page would run out of memory."""
+    """A machine sized by the page would run out of memory."""
     rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
     limits = {
         "unfinished notes": (

@@ -1,4 +1,4 @@
-"""How deep a NIC's queues are, what happens when one fails, and that none can overflow."""
+"""The depths of a NIC's queues, the failure of one, and that none can overflow."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_queue_that_fails_takes_its_nic_down(stub, kind, sleeping):
 
 
 def test_an_overrun_ends_what_is_open_and_hangs_nobody(stub):
-    """As it would happen: completions are dropped, the event says so, the rest is silence."""
+    """An overrun drops completions with one event, and the device is silent afterwards."""
     pair, before = Pair(stub, sq_depth=16), stub.count("overruns")
     stub.set(Knob.ON_OVERRUN, 1)
     stub.set(Knob.SINK, 1)  # rows are completed whether or not somebody has room for it

@@ -1,4 +1,4 @@
-"""What two NICs can do beyond the standard: agreed on as they connect, or left out by both."""
+"""Extensions of two NICs beyond the standard: agreed on as they connect, or left out by both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verbs NIC does for failover: sources, fences, control messages, deaths."""
+"""The part of a verbs NIC in failover: sources, fences, control messages, deaths."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Nodes:
         self.nics[at].unfence(self.nics[source].address)
 
     def statuses(self, name, ctx):
-        """How the rows of one batch ended."""
+        """Return the statuses of one batch's rows."""
         found = Counter()
         for entry in self.seen[name]:
             if entry[0] == Kind.WRITE and entry[5] == ctx:
@@ -183,7 +183,7 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
 def test_rows_of_a_pair_wait_for_what_they_need_once_its_fences_are_lifted(
     stub, nodes, both, noticed, lossy
 ):
-    """The word of the engines may be quicker than that of the NICs, or slower."""
+    """The engines' messages may be quicker than the NICs', or slower."""
     nodes.connect("a", "b")
     nodes.nics["b"].post_recvs(100, 8)
     to_b = nodes.nics["a"].connect(nodes.nics["b"].address)
@@ -211,7 +211,7 @@ def test_rows_of_a_pair_wait_for_what_they_need_once_its_fences_are_lifted(
 
 
 def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
-    """What was on its way has to be counted before anything of a new connection is."""
+    """Rows in flight must be counted before any row of a new connection."""
     nodes.connect("a", "b")
     here, there = nodes.nics["b"], nodes.nics["a"].address
     peer = here.connect(there)

@@ -32,7 +32,7 @@ class Reader(Pair):
         return self.a.post_read(batch, 0, n)
 
     def ended_rows(self):
-        """How many reads have ended, by status."""
+        """Count the reads that have ended, by status."""
         found = {}
         for _, status, count, *_ in self.ended("a", Kind.READ):
             found[Status(status)] = found.get(Status(status), 0) + count
@@ -56,7 +56,7 @@ def test_a_batch_of_reads_is_one_chain(stub):
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EINVAL])
 @pytest.mark.parametrize("taken", [0, 1, 37])
 def test_a_chain_that_is_taken_in_part_ends_each_row_once(stub, taken, code):
-    """What the provider left out is posted again, or failed by its number if it never can be."""
+    """Rows that the provider left out are posted again, or failed by number if that cannot be."""
     pair = Reader(stub)
     stub.set(Knob.FAIL_AFTER, taken)
     stub.set(Knob.FAIL_POST, code)

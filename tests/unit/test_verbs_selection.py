@@ -1,4 +1,4 @@
-"""Which NICs are taken when none are named: captured machines, and the stub with such devices."""
+"""The NICs taken when none are named: captured machines, and the stub with such devices."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_storage_in_a_subnet_of_its_own_is_left_out_and_rails_are_not():
 
 
 def test_slower_ones_and_what_cannot_be_used_are_left_out_with_the_reason():
-    """Who asks why a NIC is not used must get an answer."""
+    """Every NIC that is not used needs a reason for the user."""
     choice = choose([nic(0), nic(1, 100), nic(2, usable=False), nic(3, 400, ib=False)], [])
 
     assert [0] == names(choice)

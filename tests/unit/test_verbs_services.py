@@ -101,7 +101,7 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
 
 
 def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
-    """What was submitted before ends as it would have; what the engine knew of the peer goes.
+    """Earlier transfers end as if nothing had happened; the state of the peer is dropped.
 
     Both ways share a connection: met anew, the first rows fail, and open the paths that the removal
     has fenced off.

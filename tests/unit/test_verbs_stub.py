@@ -218,7 +218,7 @@ def fan(stub, rig, peers):
 
 
 def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
-    """What is kept from the one before goes to the wrong place, or too far."""
+    """State kept from the scatter before would send rows to the wrong place, or too far."""
     rig, post = fan
     qps = [conn.qp for conn in rig.a.connections]
     sizes = np.arange(10, dtype=np.uint64)
@@ -448,7 +448,7 @@ def test_receives_are_put_back_as_they_are_used(stub, rig):
 
 
 def test_close_gives_everything_back(stub):
-    """What a closed engine leaves behind adds up in a process that lives for months."""
+    """Leaks of closed engines add up in a process that lives for months."""
     before = stub.live()
     for _ in range(3):
         rig = Rig(stub)

@@ -22,7 +22,7 @@ ENDS = st.none() | st.integers(-2 * N, 2 * N)
 @settings(max_examples=effort(60, 15), derandomize=True)
 @given(ENDS, ENDS, ENDS, ENDS, st.integers(0, N))
 def test_views_are_numpys(a, b, c, d, nbytes) -> None:
-    """Who slices as in numpy and gets other bytes overwrites what is not his."""
+    """A slice that selects other bytes than numpy's would overwrite foreign memory."""
     with pair(nbytes=N) as p:
         sources, targets = p.src.data[a:b], p.dst.data[c:d]
         mr, desc = p.mr[a:b], p.desc[c:d]
@@ -131,7 +131,7 @@ def test_axis0_is_numpys(shape, dtype, k, start, stop) -> None:
 
 
 def test_blocks_are_written_to_blocks() -> None:
-    """What the axis is for: the blocks of one cache to those of another."""
+    """The purpose of the axis: write the blocks of one cache to the blocks of another."""
     with pair() as p:
         ours = np.arange(6 * 32, dtype=np.uint16).reshape(6, 4, 8)
         theirs = np.zeros_like(ours)

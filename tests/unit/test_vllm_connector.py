@@ -86,7 +86,7 @@ def test_functions_that_are_called_exist():
 
 
 def test_vllm_is_imported_by_the_connector_alone():
-    """Who has no vLLM must be able to import, to test and to read the rest."""
+    """Without vLLM, all other modules must be importable and testable."""
     code = (
         "import sys, pkgutil, importlib, tep.integrations.vllm as room\n"
         "for one in pkgutil.iter_modules(room.__path__):\n"

@@ -113,7 +113,7 @@ def test_reasons_of_refusals_are_bounded():
 
 
 def test_keys_of_other_requests_cannot_be_guessed():
-    """Who knows a key may have its blocks: another user's prompt."""
+    """A guessed key would give another user's prompt."""
     both = [Scheduler([16], token=token) for token in "ab"]
     keys = {scheduler._new_key() for scheduler in both for _ in range(100)}
 

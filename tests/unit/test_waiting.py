@@ -22,7 +22,7 @@ from tep.base.waiting import (
 
 
 class Alarm(Exception):
-    """What a test's signal handler raises."""
+    """The exception of a test's signal handler."""
 
 
 @pytest.fixture

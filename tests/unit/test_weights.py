@@ -66,7 +66,7 @@ def world_of(ranks=2, wants=(None, None), **options):
 
 
 def check(weights, version, rows=6):
-    """What was given out is what was sent."""
+    """Check that the loaded weights equal the sent ones."""
     expected = weights_of(version, rows)
     assert list(expected) == [weight.param.name for weight in weights]
     for weight in weights:
@@ -243,7 +243,7 @@ def test_how_parameters_travel():
 
 
 def test_nothing_of_the_frameworks_is_imported():
-    """Who has no vLLM, verl or torch must be able to import, to test and to read the rest."""
+    """Without vLLM, verl and torch, all other modules must be importable and testable."""
     code = (
         "import sys, pkgutil, importlib, tep.integrations.weights as room\n"
         "for one in pkgutil.iter_modules(room.__path__):\n"
@@ -257,7 +257,7 @@ def test_nothing_of_the_frameworks_is_imported():
 
 
 def test_members_meet_and_send_over_threads():
-    """What frameworks call blocks; the hub, two training ranks and a rollout rank meet by TCP."""
+    """The blocking interface for frameworks; hub, two training ranks and a rollout meet by TCP."""
     fabric = Fabric(timeout_s=60.0)
     zero, one, rollout = (Member(f"weights-{k}", fabric) for k in range(3))
     try:

@@ -179,7 +179,7 @@ class Model:
 
 
 class Client:
-    """What vLLM's worker does with its engine when the trainer calls."""
+    """A stand-in for vLLM's worker, which uses its engine when the trainer calls."""
 
     def __init__(self, engine):
         self.engine, self.active, self.lose = engine, False, False

@@ -151,7 +151,7 @@ def test_bursts_of_several_nics_are_counted_before_what_came_after_them() -> Non
 
 
 def test_burst_larger_than_one_poll_is_not_cut() -> None:
-    """What did not fit the buffer comes with the next turn, which step() must ask for."""
+    """Completions beyond the buffer come with the next step, which step() must ask for."""
     own = scripted(options=EngineOptions(poll_rows=8))
     got = own.engine.expect_imm_count(1, 100)
     for _ in range(100):
@@ -268,7 +268,7 @@ def test_close_settles_everything_once_in_every_stage() -> None:
 
 
 def test_closing_with_all_rows_posted_reports_the_flush() -> None:
-    """Whether they landed is unknown; saying done, or cancelled, would be a guess."""
+    """It is unknown whether they landed; "done" or "cancelled" would be a guess."""
     own = scripted()
     sent = write(own)
     own.turn()

@@ -157,7 +157,7 @@ def latency_of(machines: Machines, source: int, target: int) -> int:
 
 
 def held(profile: Profile, size: int, first: bool) -> int:
-    """How long a NIC takes for one quantum."""
+    """Return the time that a NIC takes for one quantum."""
     work = _ps(size, profile.dma_bps) + (profile.op_ps if first else 0)
     return max(work, _ps(size, profile.wire_bps))
 
@@ -169,7 +169,7 @@ Posted = tuple[int, int, list[int], list[int]]
 def ready_rows(
     machines: Machines, posts: Iterable[Posted]
 ) -> dict[int, list[tuple[int, int, int, int]]]:
-    """What each source has posted: when the row is ready to leave, target, bytes, number."""
+    """Return the rows of each source: time at which it is ready, target, bytes, number."""
     cpu: dict[int, int] = {}
     rows: dict[int, list[tuple[int, int, int, int]]] = {}
     number = 0
