@@ -44,7 +44,7 @@ class BackendSpec:
 
 
 class BackendModule(Protocol):
-    """What a backend's module offers."""
+    """The two functions of a backend's module."""
 
     def open_domains(self, **options: object) -> Opened:
         """Open the NICs of one device.
@@ -148,8 +148,8 @@ def open_device(backend: str, device: str | None, options: dict[str, object]) ->
     """
     if device is None:
         return open_backend(backend, **options)
-    placing = importlib.import_module("tep.backends.placing")  # it imports backends
-    opened = placing.open_at(backend, check_text("device", device), options)
+    auto = importlib.import_module("tep.backends.auto")  # it imports this room
+    opened = auto.open_at(backend, check_text("device", device), options)
     assert isinstance(opened, Opened)
     return opened
 

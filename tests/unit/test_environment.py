@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tep
-from tep.backends import open_backend, placing
+from tep.backends import auto, open_backend
 from tep.backends.verbs import facts, open_domains
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.environment import HCA, read_list, read_number, said
@@ -119,9 +119,9 @@ def test_a_machines_topology_knows_the_list(monkeypatch, text, nics):
         asked.update(options)
         return open_backend("loopback")
 
-    monkeypatch.setattr(placing, "open_backend", open_loopback)
-    monkeypatch.setattr(placing, "LiveFiles", built.capture)
-    found = placing.open_at("verbs", "cuda:0", {})
+    monkeypatch.setattr(auto, "open_backend", open_loopback)
+    monkeypatch.setattr(auto, "LiveFiles", built.capture)
+    found = auto.open_at("verbs", "cuda:0", {})
     for domain in found.domains:
         domain.close()
 

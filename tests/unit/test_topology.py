@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tep
 from tep import BackendUnavailable, TransferEngine, UsageError
-from tep.backends import open_backend, placing
+from tep.backends import auto, open_backend
 from tep.backends.base import Opened
 from tep.cli import main
 from tep.host.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
@@ -262,9 +262,9 @@ def test_open_for_a_device_takes_its_nics_cores_and_memory(monkeypatch):
         asked[backend] = options
         return open_backend("loopback", nics=2)
 
-    monkeypatch.setattr(placing, "open_backend", opened)
-    monkeypatch.setattr(placing, "LiveFiles", lambda: dgx_h100().capture())
-    found = placing.open_at("verbs", "cuda:1", {"name": "x"})
+    monkeypatch.setattr(auto, "open_backend", opened)
+    monkeypatch.setattr(auto, "LiveFiles", lambda: dgx_h100().capture())
+    found = auto.open_at("verbs", "cuda:1", {"name": "x"})
 
     assert ["mlx5_3"] == asked["verbs"]["nics"]
     assert callable(asked["verbs"]["dmabuf_export"])
@@ -272,14 +272,14 @@ def test_open_for_a_device_takes_its_nics_cores_and_memory(monkeypatch):
     assert "NICs loopback" in found.about or "cuda:1: NICs" in found.about
     assert "copies by tep.cuda.Staged" in found.about
     with pytest.raises(BackendUnavailable, match="wants EFA NICs"):
-        placing.open_at("libfabric", "cuda:0", {"provider": "efa"})
-    monkeypatch.setattr(placing, "LiveFiles", lambda: p5en().capture())
-    placing.open_at("libfabric", "cuda:0", {"provider": "efa"})
+        auto.open_at("libfabric", "cuda:0", {"provider": "efa"})
+    monkeypatch.setattr(auto, "LiveFiles", lambda: p5en().capture())
+    auto.open_at("libfabric", "cuda:0", {"provider": "efa"})
     assert ["rdmap81s0", "rdmap82s0"] == asked["libfabric"]["nics"]
     assert asked["libfabric"]["cuda"] is True
-    placing.open_at("libfabric", "cuda:0", {"provider": "efa", "nics": ["rdmap99s0"]})
+    auto.open_at("libfabric", "cuda:0", {"provider": "efa", "nics": ["rdmap99s0"]})
     assert ["rdmap99s0"] == asked["libfabric"]["nics"]
-    placing.open_at("efa", "cuda:0", {})
+    auto.open_at("efa", "cuda:0", {})
     assert ["rdmap81s0", "rdmap82s0"] == asked["efa"]["nics"]
     assert {"nics", "dmabuf"} == set(asked["efa"])
     assert callable(asked["efa"]["dmabuf"])
@@ -301,9 +301,9 @@ def test_a_gpu_whose_driver_makes_no_dmabufs_is_reached_by_peermem(monkeypatch, 
         built.within("/sys/module/nvidia_peermem", "refcnt")
     cuda = SimpleNamespace(attribute=lambda device, name: {"DMA_BUF_SUPPORTED": dmabufs}[name])
     monkeypatch.setattr("tep.cuda.driver.driver", lambda: cuda)
-    monkeypatch.setattr(placing, "open_backend", opened)
-    monkeypatch.setattr(placing, "LiveFiles", built.capture)
-    for domain in placing.open_at("verbs", "cuda:1", {}).domains:
+    monkeypatch.setattr(auto, "open_backend", opened)
+    monkeypatch.setattr(auto, "LiveFiles", built.capture)
+    for domain in auto.open_at("verbs", "cuda:1", {}).domains:
         domain.close()
 
     assert (not peermem or bool(dmabufs)) == ("dmabuf_export" in asked)
@@ -323,7 +323,7 @@ def test_an_engine_for_a_device_says_where_it_is_and_runs_there(monkeypatch):
             opened.domains, opened.epoch, opened.name, None, (here,), f"device {device}: why"
         )
 
-    monkeypatch.setattr(placing, "open_at", at)
+    monkeypatch.setattr(auto, "open_at", at)
     with TransferEngine.open("local", device="cuda:0") as engine:
         said = f"  device cuda:0: why; worker on CPUs {here}"
         assert said in engine.explain().splitlines()
