@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from tep.backends import forks
 from tep.backends.base import (
     Access,
     Completions,
@@ -35,10 +34,9 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.checks import check_memory
+from tep.backends.columns import HostRegion
+from tep.backends.common import check_memory, closed, meaning, orphan_at_fork
 from tep.backends.handing import ReceivePool, Unread, hand_out
-from tep.backends.hostcopy import HostRegion
-from tep.backends.texts import closed, meaning
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
 from tep.memory.source import Memory
@@ -535,7 +533,7 @@ class Hub:
         self._by_address: weakref.WeakValueDictionary[bytes, Port] = weakref.WeakValueDictionary()
         self._latest: weakref.WeakValueDictionary[tuple[str, int], Port]
         self._latest = weakref.WeakValueDictionary()
-        forks.hold(self)
+        orphan_at_fork(self)
 
     def next_epoch(self) -> int:
         """Number the next incarnation: larger than all before it on this hub."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Access, Completions, DomainCaps, DomainKey, Kind, Status
-from tep.backends.checks import check_memory
+from tep.backends.common import check_memory
 from tep.base.errors import ClosedError, FabricError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_MS, PS_PER_NS, PS_PER_S, GiB, KiB

@@ -33,8 +33,8 @@ from tep.backends.base import (
     WriteBatch,
     put_completion,
 )
-from tep.backends.checks import check_memory
 from tep.backends.columns import part
+from tep.backends.common import check_memory
 from tep.base.errors import BadDescriptor, ClosedError
 from tep.memory.source import Memory
 from tep.sim.congestion import PacedQueue, is_paced

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import DomainCaps
-from tep.backends.hostcopy import HostRegion
+from tep.backends.columns import HostRegion
 from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv

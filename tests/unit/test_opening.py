@@ -9,9 +9,9 @@ import inspect
 import pytest
 
 import tep
-from tep.backends import BACKENDS, opening
+from tep.backends import BACKENDS, common
 from tep.backends.auto import choose
-from tep.backends.opening import identity
+from tep.backends.common import identity
 from tep.backends.verbs.settings import Settings
 
 
@@ -59,11 +59,11 @@ def test_a_name_that_messages_cannot_carry_is_refused(name) -> None:
 @pytest.fixture
 def lives(monkeypatch, tmp_path):
     """Begin another life at a time in ns; returns its epoch."""
-    monkeypatch.setattr(opening, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(common, "own_folder", lambda: tmp_path)
 
     def live(now_ns: int) -> int:
-        monkeypatch.setattr(opening, "_last_epoch", 0)  # as in a new process
-        monkeypatch.setattr(opening.time, "time_ns", lambda: now_ns)
+        monkeypatch.setattr(common, "_last_epoch", 0)  # as in a new process
+        monkeypatch.setattr(common.time, "time_ns", lambda: now_ns)
         return identity("local", "peer", None)[1]
 
     return live
@@ -92,7 +92,7 @@ def test_without_a_folder_epochs_are_the_time(lives, tmp_path, monkeypatch, capl
     def refuse() -> None:
         raise tep.UsageError("somebody else's")
 
-    monkeypatch.setattr(opening, "own_folder", refuse)
+    monkeypatch.setattr(common, "own_folder", refuse)
     with caplog.at_level("INFO", "tep"):
         assert [7, 8, 5] == [lives(7), identity("local", "x", None)[1], lives(5)]
     assert "somebody else's" in caplog.text

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
+from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.efa.device import Nic, Sizes, efa_devices
 from tep.backends.efa.domain import EfaDomain, choose_way
 from tep.backends.ffi.efa import Efa, load
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.frames import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES
-from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from tep.backends import forks
+from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi.efa import (
     CALLS,
     AhAttrDv,
@@ -245,7 +245,7 @@ class Nic:
         self.events = 0
         self.armed = False
         self.ask_wake: Callable[[], None] = self.req_notify
-        forks.hold(self)
+        orphan_at_fork(self)
         try:
             self._open(sizes)
         except BaseException:
@@ -472,7 +472,7 @@ class Nic:
 
     def close(self) -> None:
         """Close everything, in order. Idempotent."""
-        forks.release(self)
+        keep_at_fork(self)
         if self.closed:
             return
         self.closed = True

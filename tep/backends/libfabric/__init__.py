@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
+from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import libc
 from tep.backends.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
@@ -37,7 +38,6 @@ from tep.backends.libfabric.rules import (
     same_host_way,
 )
 from tep.backends.libfabric.tcp import TcpDomain
-from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 

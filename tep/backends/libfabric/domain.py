@@ -25,7 +25,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.checks import check_memory
+from tep.backends.common import check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
 from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
@@ -40,7 +40,6 @@ from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import STATUSES, Rules, check_device
 from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
 from tep.backends.sleeper import Sleeper
-from tep.backends.texts import closed, meaning, says
 from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]

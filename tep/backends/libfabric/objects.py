@@ -16,7 +16,7 @@ import weakref
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
 from typing import Any, Final, NamedTuple
 
-from tep.backends import forks
+from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libfabric_structs import (
     fi_av_attr,
@@ -199,7 +199,7 @@ class Nic:
         self.wait_fd: int | None = None
         self.closed = False
         self.failure = ""
-        forks.hold(self)
+        orphan_at_fork(self)
         try:
             self._open_all(cq_entries, wait_fd, event_queue=event_queue)
         except BaseException:
@@ -386,7 +386,7 @@ class Nic:
 
     def close(self) -> None:
         """Close regions, endpoints, address vector, queues, domain, fabric. Idempotent."""
-        forks.release(self)
+        keep_at_fork(self)
         self.closed = True
         for region in list(self._regions):
             region.close()

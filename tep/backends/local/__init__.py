@@ -38,7 +38,6 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends import forks
 from tep.backends.base import (
     COMPLETION,
     COMPLETION_BYTES,
@@ -54,11 +53,19 @@ from tep.backends.base import (
     WriteBatch,
     put_completion,
 )
-from tep.backends.checks import check_memory
+from tep.backends.columns import HostRegion
+from tep.backends.common import (
+    all_or_none,
+    check_memory,
+    closed,
+    identity,
+    meaning,
+    orphan_at_fork,
+    says,
+)
 from tep.backends.fences import new_fence
 from tep.backends.ffi.libc import libc
 from tep.backends.handing import ReceivePool, hand_out
-from tep.backends.hostcopy import HostRegion
 from tep.backends.local.channel import (
     CONTROL_BYTES_MAX,
     Address,
@@ -72,8 +79,6 @@ from tep.backends.local.copying import can_reach
 from tep.backends.local.memory import EVENTS, MESSAGE_BYTES_MAX, NONSENSE, LaneReader, alloc_shared
 from tep.backends.local.port import ASLEEP, Inbound, Port
 from tep.backends.local.sender import Sender
-from tep.backends.opening import all_or_none, identity
-from tep.backends.texts import closed, meaning, says
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.memory.source import Memory
 
@@ -127,7 +132,7 @@ class LocalDomain:
         self._pool = ReceivePool()
         halves = self._sender, self._port, self._watches, self._bell
         self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
-        forks.hold(self)
+        orphan_at_fork(self)
 
     # --- memory and peers
 

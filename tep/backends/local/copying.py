@@ -27,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.columns import part, spread
+from tep.backends.columns import HostRegion, Offsets, copy_rows, part, spread
 from tep.backends.ffi.libc import libc
-from tep.backends.hostcopy import HostRegion, Offsets, copy_rows
 
 __all__ = [
     "ROWS_MAX",

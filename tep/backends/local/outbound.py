@@ -19,9 +19,8 @@ from enum import Enum, auto
 from typing import Final
 
 from tep.backends.base import Batch, Status
-from tep.backends.columns import part
+from tep.backends.columns import HostRegion, part
 from tep.backends.fences import STRONG
-from tep.backends.hostcopy import HostRegion
 from tep.backends.local.channel import (
     SHORT,
     Address,

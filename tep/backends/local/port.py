@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tep.backends.base import Status
-from tep.backends.hostcopy import HostRegion
+from tep.backends.columns import HostRegion
 from tep.backends.local.channel import (
     SHORT,
     Address,

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tep.backends.base import Opened
+from tep.backends.common import identity
 from tep.backends.ffi.ibverbs import Library, load
-from tep.backends.opening import identity
 from tep.backends.verbs.device import ROWS, Device, peer_bytes
 from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.settings import NO_HINTS, Hints, Settings

@@ -19,7 +19,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends import forks
 from tep.backends.base import (
     Access,
     Batch,
@@ -31,12 +30,11 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.checks import check_memory
+from tep.backends.common import check_memory, closed, orphan_at_fork, says
 from tep.backends.ffi.ibverbs_structs import ENUMS, Mr
 from tep.backends.ffi.libc import Timer
 from tep.backends.handing import hand_out
 from tep.backends.ibevents import Events
-from tep.backends.texts import closed, says
 from tep.backends.verbs.conns import Conn, Queues
 from tep.backends.verbs.device import Device, peer_bytes, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of
@@ -144,7 +142,7 @@ class VerbsDomain:
         self._writer, self._up = self._peers.writer, self._peers.writer.up
         self._poller = Poller(device, self._cq, imms, self._peers, self._ready, self._queues_failed)
         self._poll_cq, self._wc_ptr = device.data.poll_cq, self._poller.wc_ptr
-        forks.hold(self)
+        orphan_at_fork(self)
 
     def _make_queues(self, qkey: int, undo: contextlib.ExitStack) -> ImmReceives:
         """Make what all peers share, in order; it is freed in reverse."""
