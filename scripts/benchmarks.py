@@ -1,7 +1,7 @@
 """Measure by the project's own commands, and write docs/benchmarks.md and its pages.
 
-No figure is typed: each table comes from a file of docs/data, which this program writes from the
-output of a command. The command itself describes its measurement.
+No figure is typed: each table comes from a file of docs/data, which this program writes from what a
+command printed. What a benchmark measures is said by the command itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _compared(one: Mapping[str, Any]) -> str:
 
 
 def _published(data: Any) -> list[Row]:
-    """Make the table of `tep reproduce`."""
+    """Of `tep reproduce`."""
     fixed = {"table", "unit", "published", "simulated", "error", "left_out", "class", "of"}
     rows: list[Row] = []
     for one in data["points"]:
@@ -82,7 +82,7 @@ def _published(data: Any) -> list[Row]:
 
 
 def _left_out(one: Mapping[str, Any]) -> str:
-    """Write the error of a point that is left out."""
+    """How far off a point is without it."""
     if one["left_out"] is None:
         return "nothing left" if one["class"] == "fitted" else ""
     if one["unit"] == "%":
@@ -91,7 +91,7 @@ def _left_out(one: Mapping[str, Any]) -> str:
 
 
 def _scale(data: Any) -> list[Row]:
-    """Make the table of `tep bench scale`."""
+    """Return the runs of bench_scale."""
     return [
         {
             "what": one["what"],
@@ -107,7 +107,7 @@ def _scale(data: Any) -> list[Row]:
 
 
 def _peers(data: Any) -> list[Row]:
-    """Make the table of `tep bench peers`."""
+    """Return the rows of bench_peers."""
     rows: list[Row] = []
     for one in data["rows"]:
         row: Row = {"who": one["who"], "version": one["about"], "what": one["what"]}
@@ -124,7 +124,7 @@ def _peers(data: Any) -> list[Row]:
 
 
 def _peers_short(data: Any) -> list[Row]:
-    """Make the short table of `tep bench peers`: one row an engine, as ratios to tep."""
+    """Return one row for each engine of bench_peers, as ratios to tep."""
     rows: dict[str, Row] = {}
     for one in data["rows"]:
         if one["median"] is None:
@@ -139,14 +139,14 @@ def _peers_short(data: Any) -> list[Row]:
 
 
 def _engine_short(data: Any) -> list[Row]:
-    """Make the short table of `tep bench engine`: the cost over two NICs."""
+    """Return the costs of two NICs."""
     figures = [one for one in data["figures"] if "2 NICs" in one["what"] and one["aim"] is not None]
     names = ("what", "median", "best", "aim")
     return [{name: row[name] for name in names} for row in _figures({"figures": figures})]
 
 
 def _published_short(data: Any) -> list[Row]:
-    """Make the short table of `tep reproduce`: the errors of each table's points."""
+    """Return how far off the points of each table of `tep reproduce` are."""
     errors: dict[tuple[str, str, str], list[float]] = {}
     for one in data["points"]:
         key = (one["table"], one["class"], "points" if one["unit"] == "%" else "%")
@@ -169,7 +169,7 @@ def _published_short(data: Any) -> list[Row]:
 
 
 def _table(data: Any) -> list[Row]:
-    """Make the table of a program that prints one row, or rows."""
+    """Of programs that print one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
     if isinstance(rows, Mapping):
         rows = [{"what": key, **value} for key, value in rows.items()]
@@ -189,7 +189,7 @@ def _shown(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """Write a number with three significant digits, or all in front of the point."""
+    """Three digits that count, or all in front of the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -198,11 +198,11 @@ class Bench:
     """One thing to measure.
 
     Attributes:
-        title: title of its section.
-        command: words, run at the top of the checkout; "{json}" stands for a file that it writes;
-            without it, its output is taken.
+        title: of its section.
+        command: words, run at the top of the checkout; "{json}" stands for a file that it writes,
+            else what it prints is taken.
         rows: makes a table of its JSON.
-        about: remarks for its reader.
+        about: what to know when reading it.
         short: makes the table of the first page; None = it is not there.
     """
 
@@ -244,20 +244,20 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "libfabric": Bench(
         "Over libfabric",
-        _bench("tep bench libfabric"),
+        _bench("python -m tests.bench.bench_libfabric"),
         _figures,
         "Beside a C loop on the same provider, in turns; whoever has no turn is stopped.",
     ),
     "efa": Bench(
         "Over EFA, on a fake device",
-        ("scripts/fake_efa", "tep", "bench", "efa", "--json"),
+        ("scripts/fake_efa", "python", "-m", "tests.bench.bench_efa", "--json"),
         _figures,
         "The device is simulated, so these are costs of the host and say nothing of a NIC. "
         "Its work drives everything else out of the caches: rows cost more than beside a NIC.",
     ),
     "peers": Bench(
         "Beside other engines, between processes of one host",
-        _bench("tep bench peers"),
+        _bench("python -m tests.bench.bench_peers"),
         _peers,
         "Wall time from submit until the receiver knows, in turns, each engine in an environment "
         "of its own; least and most are over rounds. The ratio is to tep in the same round, above "
@@ -285,7 +285,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "scale": Bench(
         "Large simulations",
-        _bench("tep bench scale"),
+        _bench("python -m tests.bench.bench_scale"),
         _scale,
         "CPU, memory and events of each run in a process of its own. `loop` is one round of a "
         "fixed Python loop, measured just before the run: on a busy machine it grows as CPU does.",
@@ -365,7 +365,7 @@ are not repeated by the next run."""
 
 
 def pages() -> dict[str, str]:
-    """Make the pages from the files of docs/data, by path under docs; the overview comes first."""
+    """The pages that the files of docs/data make, by path under docs: first the one of all."""
     whole = {"benchmarks.md": f"# Benchmarks\n\n{_HEAD}\n"}
     links, missing = ["", "## All tables", ""], []
     for name, bench in BENCHES.items():
@@ -391,7 +391,7 @@ def pages() -> dict[str, str]:
 
 
 def _markdown(rows: Sequence[Row]) -> list[str]:
-    """Make a Markdown table, without empty columns."""
+    """A table; columns in which nothing stands are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [name for name in names if any(row.get(name) not in {"", None} for row in rows)]
     cells = [[str(row.get(name, "")).replace("|", "/") for name in columns] for row in rows]
@@ -400,7 +400,7 @@ def _markdown(rows: Sequence[Row]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the named benchmarks, and write or check the pages."""
+    """Measure what is named, and write or check the pages."""
     parser = argparse.ArgumentParser(prog="scripts/benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help="what to measure anew; all: everything")
     parser.add_argument("--list", action="store_true", help="name each with its command")

@@ -39,7 +39,7 @@ def test_an_hour_in_which_single_nics_die_loses_nothing() -> None:
 def test_a_thousand_engines_stay_cheap() -> None:
     """A simulated minute of 1,000 engines has to fit in 120 s; this is a bit of it.
 
-    The bound is loose, for machines that do other things as well: `tep bench scale`
+    The bound is loose, for machines that do other things as well: tests/bench/bench_scale.py
     measures.
     """
     plant = Plant(prefillers=125, decoders=125)

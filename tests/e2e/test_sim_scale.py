@@ -1,6 +1,6 @@
 """What large simulations cost, by counts that no load of a machine moves: events, passes, calls.
 
-`tep bench scale` prints seconds and memory of the full sizes.
+`python -m tests.bench.bench_scale` prints seconds and memory of the full sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tep.apps.rl import study
 from tep.apps.rl.models import load_model
 from tep.apps.rl.predict import StageTimes, predict
 from tep.base.errors import UsageError
-from tep.bench.scale import alltoall, counted, moe_step, select
+from tests.bench.bench_scale import alltoall, counted, moe_step, select
 
 
 def kvcache(seconds: int) -> str:
@@ -58,10 +58,9 @@ def test_no_more_events_than_when_this_was_written(work, size, events, passes, c
 
 def test_the_command_measures_a_run_and_names_what_it_does_not_know() -> None:
     """A table of scale that nobody can make any more proves nothing."""
-    words = ["bench", "scale", "--json", "--only", "of 64 RANKS"]
-    program = f"import sys; from tep.cli import main; sys.exit(main({words}))"
+    words = ["-m", "tests.bench.bench_scale", "--json", "--only", "of 64 RANKS"]
     found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=300
     )
     (run,) = json.loads(found.stdout)["runs"]
 

@@ -169,5 +169,4 @@ def test_the_table_names_all_listeners() -> None:
         "tep/rendezvous/door.py",
         "tep/backends/local/port.py",
         "tep/observe/sight.py",
-        "tep/bench/peers.py",  # in a folder of its own, while a benchmark runs
     } == listening

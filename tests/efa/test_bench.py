@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # a compiler, processes
 
 _PROGRAM = """
 import dataclasses, json, sys
-from tep.bench.efa import column_figures
+from tests.bench.bench_efa import column_figures
 sys.stdout.write(json.dumps([dataclasses.asdict(one) for one in column_figures(1)]))
 """
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from tep.bench import libfabric as bench
+from tests.bench import bench_libfabric as bench
 
 
 class Runs:

@@ -1,4 +1,4 @@
-"""tep bench peers: who takes part, who is named as absent, and what ratios mean."""
+"""tests/bench/bench_peers.py: who takes part, who is named as absent, and what ratios mean."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tep.base.errors import UsageError
-from tep.bench import peers
+from tests.bench import bench_peers as peers
 
 
 def test_environments_are_found_by_name_and_by_folder(tmp_path) -> None:

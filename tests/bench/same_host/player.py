@@ -2,7 +2,7 @@
 
     python player.py CONTESTANT FOLDER RANK [OPTION=VALUE ...]
 
-Started by tep/bench/peers.py, which listens at FOLDER/control; rank 0 sends, rank 1 receives, and
+Started by ../bench_peers.py, which listens at FOLDER/control; rank 0 sends, rank 1 receives, and
 "-" is the rank that mpiexec gave. It needs numpy and what the contestant needs. The clock starts
 when the sender submits and stops when the receiver knows; both processes read one monotonic clock.
 """

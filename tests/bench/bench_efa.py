@@ -20,20 +20,25 @@ includes polls that find nothing.
 
 The cost of reading the clock is taken out as well, as in the other benchmarks.
 
+Needs an EFA device, or a fake one: `scripts/fake_efa python -m tests.bench.bench_efa`. The fake
+device takes batches of 64 entries; `--set max_batch=0` lets it take any.
+
 Submit to doorbell: from the call of submit_paged_writes() or submit_single_write() to the return of
 the post that rang the last doorbell, plan and columns of the engine included.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import itertools
 import os
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -43,8 +48,10 @@ import tep
 from tep.backends.base import WriteBatch
 from tep.base.errors import BackendUnavailable
 from tep.bench import Figure
+from tep.cli.bench import show_figures
 from tep.core.handles import Handle
 from tep.drivers.threads import Machine
+from tests.bench.bench_libfabric import EFA_FIGURES, efa_figures
 
 __all__ = ["COLUMN_FIGURES", "column_figures"]
 
@@ -381,7 +388,7 @@ def _calls_ns(rounds: int) -> float:
     driver = os.environ.get("TEP_FAKE_EFA_DRIVER")
     if driver is None:
         return 0.0
-    with subprocess.Popen(  # noqa: S603  # the program that came with the fake device, no shell
+    with subprocess.Popen(  # the program that came with the fake device, no shell
         [driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
@@ -406,3 +413,22 @@ def _calls_ns(rounds: int) -> float:
         where = (ah, qpn, qkey, rkey, at, lkey, at, _ROW_BYTES)
         found = ask("cost", end, *where, _BURST, _BURST, min(256, _REPEATS * rounds))
     return sum(found) / 1000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="of each figure, 3 or more")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        figures = itertools.chain(column_figures(args.rounds), efa_figures(args.rounds))
+        n, title = COLUMN_FIGURES + EFA_FIGURES, "tests.bench.bench_efa"
+        show_figures(title, figures, n, json=args.json, decimals=2)
+    except LookupError as error:
+        sys.stderr.write(f"the C yardstick cannot be built: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

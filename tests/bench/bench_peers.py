@@ -1,13 +1,14 @@
-"""A comparison of tep with other engines between two processes of one host, in turns.
+"""tep beside other engines between two processes of one host, in turns: writes, and who notices.
 
-Each contestant is two processes that stay open, and are stopped while others run. A round gives
-each of them one transfer of each plan and one ping-pong, so that other work on the machine affects
-all alike. Ratios are taken in each round; the result is their median. The programs for each engine
-are in tests/bench/same_host, which is in a checkout only.
+Each contestant is two processes that stay open, and are stopped while others have their turn. A
+round gives each of them one transfer of each plan and one ping-pong, so that what else the machine
+does meets all alike. Ratios are of one round, and then the median over rounds. The programs that
+are started, and what each engine does, are in tests/bench/same_host.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,16 +20,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import tep
 from tep.base.errors import UsageError
+from tep.cli.bench import machine_of_figures
+from tep.cli.show import emit_json, print_table
 
 __all__ = ["PEERS", "PLANS", "Row", "find_peers", "peer_rows"]
 
-PLAYER: Final = Path(tep.__file__).parents[1] / "tests" / "bench" / "same_host" / "player.py"
+PLAYER: Final = Path(__file__).parent / "same_host" / "player.py"
 
 PEERS: Final[Mapping[str, str]] = {
     "nixl": "nixl_cu12._api",
@@ -36,7 +38,7 @@ PEERS: Final[Mapping[str, str]] = {
     "ucxx": "ucxx",
     "mpi": "mpi4py.MPI",
 }
-"""Engines that can be compared -> the module that their environment must have."""
+"""Engines that can be compared -> what must be importable in their environment."""
 
 PLANS: Final[Mapping[str, tuple[str, int]]] = {
     "weights": ("RL, 256 MiB", 256 << 20),
@@ -44,7 +46,7 @@ PLANS: Final[Mapping[str, tuple[str, int]]] = {
     "small pages": ("KvCache, 16,384 x 4 KiB", 64 << 20),
     "tokens": ("MoE, 1,024 x 7 KiB", 7 << 20),
 }
-"""Plans of player.py -> title, bytes."""
+"""As in player.py -> title, bytes."""
 
 PING: Final = "8 B, half a round trip"
 
@@ -69,11 +71,11 @@ class Row:
         who: the contestant.
         about: its version.
         what: the plan.
-        unit: unit of median, least and most.
-        median, least, most: the results; None: it did not take part, see `absent`.
-        ratio: ratio to tep in the same round, above 1 if better than tep; median, least, most.
-        cpu_ms: CPU of both processes, median; for the ping-pong, of half a round trip.
-        absent: the reason why there is no figure.
+        unit: of median, least and most.
+        median, least, most: what was measured; None: it did not take part, see `absent`.
+        ratio: to tep in the same round, above 1 where it is better than tep; median, least, most.
+        cpu_ms: of both processes, median; of the ping-pong, of a half trip.
+        absent: why there is no figure.
     """
 
     who: str
@@ -102,7 +104,7 @@ class _Entry:
     values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def ask(self, what: str, argument: object) -> list[dict[str, Any]] | None:
-        """Send both processes a request; return their answers, or None if one has failed."""
+        """Have both processes do something; their answers, or None if one has failed."""
         if self.error:
             return None
         self._signal(signal.SIGCONT)
@@ -117,7 +119,7 @@ class _Entry:
         return found
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """Read one answer of each process."""
+        """One answer of each process."""
         found: list[dict[str, Any]] = []
         for answers, _ in self.controls:
             try:
@@ -133,7 +135,7 @@ class _Entry:
         return found
 
     def _signal(self, number: int) -> None:
-        """Stop or continue both processes: some spin for ever, and would disturb the others."""
+        """Stopped between its turns: the threads of some spin for ever, in everybody's way."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -172,7 +174,7 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
         try:
             for command in commands:
                 entry.processes.append(
-                    subprocess.Popen(  # noqa: S603  # the player, in an environment that was named
+                    subprocess.Popen(  # the player, in an environment that was named
                         command, stdin=quiet, stdout=quiet, stderr=quiet, env=env
                     )
                 )
@@ -181,7 +183,7 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
                 met = sorted(_meet(listener, ends) for _ in range(2))
         except TimeoutError:
             entry.error = f"its two processes did not come within {_START_S:g} s"
-        except (OSError, ValueError) as error:  # no mpiexec; or it died before it introduced itself
+        except (OSError, ValueError) as error:  # no mpiexec; or it died before it said who it is
             entry.error = f"it could not be started: {error}"
     if entry.error:
         entry.close()
@@ -198,9 +200,9 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
 def _meet(
     listener: socket.socket, ends: Sequence[socket.socket]
 ) -> tuple[int, int, tuple[TextIO, TextIO]]:
-    """Read rank and process id of a process that has connected; return them with both streams.
+    """Rank, process id, and the two directions of a process that has connected.
 
-    The process gets its end of the socket between the two processes.
+    It is given its end of the socket between the two processes.
     """
     connection, _ = listener.accept()
     with connection:  # the files keep it open until they are closed
@@ -213,11 +215,11 @@ def _meet(
 
 
 def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[str, str]:
-    """Find the Python of each of PEERS.
+    """Where each of PEERS has its Python.
 
     Args:
         named: "nixl=PYTHON", Python of an environment that has it.
-        folder: folder of environments: FOLDER/nixl/bin/python; `named` takes precedence.
+        folder: of environments: FOLDER/nixl/bin/python; those that are named go first.
 
     Returns:
         Name -> Python; peers without an environment are not in it.
@@ -243,7 +245,7 @@ def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[st
 
 
 def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
-    """Measure, and make the rows; a peer that is absent, or fails, gets a row with the reason.
+    """Play, and make the rows; a peer that is absent, or fails, has one that says why.
 
     Raises:
         LookupError: this is no checkout.
@@ -276,10 +278,10 @@ def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
 
 
 def _why_absent(name: str, module: str, python: str | None) -> str:
-    """Return the reason why a peer cannot take part; "" if it can."""
+    """Why a peer cannot take part; "" if it can."""
     if python is None:
         return f"no environment: --peer {name}=PYTHON, or --envs FOLDER with {name}/bin/python"
-    done = subprocess.run(  # noqa: S603  # as above
+    done = subprocess.run(  # as above
         [python, "-c", f"import numpy, {module}"],
         capture_output=True, text=True, timeout=_START_S, check=False,
     )  # fmt: skip
@@ -289,7 +291,7 @@ def _why_absent(name: str, module: str, python: str | None) -> str:
 
 
 def _play(entries: Sequence[_Entry], rounds: int) -> None:
-    """Run all rounds, interleaved; each round begins with another contestant."""
+    """Rounds of everything, interleaved; each round begins with another contestant."""
     for k in range(rounds + 1):  # the first one warms up
         order = [*entries[k % len(entries) :], *entries[: k % len(entries)]]
         for plan, (_, nbytes) in PLANS.items():
@@ -308,7 +310,7 @@ def _play(entries: Sequence[_Entry], rounds: int) -> None:
 
 
 def _rows(entry: _Entry, ours: _Entry) -> list[Row]:
-    """Make the rows of a contestant, with the reason for missing results."""
+    """What a contestant did; and why it did no more."""
     rows = []
     for what, found in entry.values.items():
         values = [value for value, _ in found]
@@ -331,3 +333,44 @@ def _rows(entry: _Entry, ours: _Entry) -> list[Row]:
     if entry.error:
         rows.append(Row(who=entry.label, about=entry.about, absent=entry.error))
     return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
+    envs = os.environ.get("TEP_PEER_ENVS")
+    parser.add_argument("--envs", type=Path, default=envs, help="of peers: ENVS/nixl/bin/python")
+    parser.add_argument("--rounds", type=int, default=9, help="3 or more")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        found = peer_rows(find_peers(args.peer, args.envs and Path(args.envs)), args.rounds)
+    except (LookupError, UsageError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    title = "tests.bench.bench_peers"
+    if args.json:
+        rows = [asdict(row) for row in found]
+        machine = machine_of_figures()
+        emit_json({"command": title, "machine": machine, "rounds": args.rounds, "rows": rows})
+        return 0
+    table = (
+        {
+            "who": row.who,
+            "what": row.what,
+            "median": None if row.median is None else f"{row.median:.2f} {row.unit}",
+            "least": None if row.least is None else f"{row.least:.2f}",
+            "most": None if row.most is None else f"{row.most:.2f}",
+            "to tep": None if row.ratio is None else "{:.2g} ({:.2g} to {:.2g})".format(*row.ratio),
+            "CPU": None if row.cpu_ms is None else f"{row.cpu_ms:.2f} ms",
+            "absent": row.absent or None,
+        }
+        for row in found
+    )
+    columns = ("who", "what", "median", "least", "most", "to tep", "CPU", "absent")
+    print_table(f"{title} ({machine_of_figures()}; wall time)", columns, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

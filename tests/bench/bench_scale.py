@@ -1,11 +1,12 @@
-"""The cost of large simulations: CPU, memory and counts of each run, each in its own process.
+"""What large simulations cost: CPU, memory and counts of each run, each in a process of its own.
 
-Seconds depend on the machine and its other work. Counts do not: the same code makes as many
-events on each machine, so tests check the counts, and `tep bench scale` shows both.
+Seconds hang on the machine and on what else it does. Counts do not: the same code makes as many
+events on each machine, so tests hold the counts, and this shows both.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import resource
@@ -24,6 +25,8 @@ from tep.apps.rl.models import load_model
 from tep.base.api import ScatterDst
 from tep.base.errors import UsageError
 from tep.base.units import KiB
+from tep.cli.bench import machine_of_figures
+from tep.cli.show import emit_json, print_table
 from tep.sim import Cluster, FabricEnv, TimingFabric
 
 __all__ = [
@@ -47,9 +50,9 @@ class Run:
     """One large run.
 
     Attributes:
-        work: makes the run, and returns its result in words.
+        work: does it, and says what came of it.
         aim_s: CPU seconds that it should stay under; None: no aim was set.
-        without: a run without the measured part; its cost is subtracted.
+        without: a run that leaves out what is to be measured; its cost is taken off.
     """
 
     work: Callable[[], str]
@@ -59,18 +62,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The cost of a run.
+    """What a run cost.
 
     Attributes:
-        what: name of the run.
-        cpu_s: CPU of the process, without its imports; the median of its rounds.
-        aim_s: CPU seconds that it should stay under.
-        memory_gib: peak memory of the process.
+        what: which run.
+        cpu_s: of the process, without its imports; the median of its rounds.
+        aim_s: what it should stay under.
+        memory_gib: the most that the process held.
         events: calls that the simulated clock made.
-        passes: computations of the timing fabric; none on the flow fabric.
+        passes: times that the timing fabric computed what was sent; none on the flow fabric.
         loop_ns: CPU nanoseconds of one round of a fixed loop of this Python, measured just before:
             on a machine that is busy or slow it grows as cpu_s does.
-        result: the run's result in words.
+        result: what the run said.
     """
 
     what: str
@@ -84,12 +87,12 @@ class Cost:
 
     @property
     def reached(self) -> bool | None:
-        """True if the aim is reached, or there is none."""
+        """Whether the aim is reached, if there is one."""
         return None if self.aim_s is None else self.cpu_s <= self.aim_s
 
 
 def kvcache(rate: float, duration_s: float) -> str:
-    """Run 1,000 engines on the flow fabric; 32,768 tokens a request."""
+    """1,000 engines on the flow fabric; 32,768 tokens a request."""
     load = Load(rate=rate, duration_s=duration_s)
     report = simulate(Plant(prefillers=125, decoders=125), load)
     assert not report.failed, report.failed
@@ -108,13 +111,13 @@ def rl(trains: int, infers: int) -> str:
 
 
 def moe_step(ep: int, turns: int = 1) -> str:
-    """Run decode steps on ConnectX-7: dispatch, combine, and their barriers."""
+    """Decode steps on ConnectX-7: dispatch, combine, and their barriers."""
     found = predict(Workload(ep=ep, turns=turns, experts=max(256, ep)))
     return f"dispatch {found.dispatch_us:.0f} us, combine {found.combine_us:.0f} us"
 
 
 def alltoall(ranks: int) -> str:
-    """Run one scatter a rank: every rank writes 16 KiB to every other."""
+    """Have every rank write 16 KiB to every other, in one scatter each."""
     with Cluster(ranks, profile="cx7_400", move_bytes=False) as cluster:
         engines = cluster.engines
         regions = [engine.reg_mr((1 << 40, 1 << 30, "cpu")) for engine in engines]
@@ -144,11 +147,11 @@ RUNS: Final[dict[str, Run]] = {
     "all-to-all of 256 ranks": Run(partial(alltoall, 256)),
     "all-to-all of 1,024 ranks": Run(partial(alltoall, 1024)),
 }
-"""The runs, by name. Aims were set for an idle core of the machine this was written on."""
+"""What is measured, by name. Aims were set for an idle core of the machine this was written on."""
 
 
 def counted(work: Callable[[], str]) -> tuple[str, int, int]:
-    """Run; return the result, the simulated clock's calls and the timing fabric's passes."""
+    """Run; what it said, the calls of the simulated clock, the passes of the timing fabric."""
     counts = {"call_at": 0, "_settle": 0}
 
     def count(owner: type, name: str) -> Callable[[], None]:
@@ -171,11 +174,11 @@ def counted(work: Callable[[], str]) -> tuple[str, int, int]:
 
 
 def measure(name: str, run: Run) -> Cost:
-    """Measure a run in this process, with counts, which cost about 1 % of its CPU."""
+    """Measure a run in this process, which counts as well: that costs about 1 % of its CPU."""
     loop_ns = _loop_ns()
     off_s, events_off, passes_off = 0.0, 0, 0
     if run.without is not None:
-        run.without()  # the first run fills the caches of the process
+        run.without()  # once for the caches that live as long as the process
         started_s = time.process_time()
         _, events_off, passes_off = counted(run.without)
         off_s = time.process_time() - started_s
@@ -203,11 +206,11 @@ def _loop_ns() -> float:
 
 
 def scale_costs(names: Sequence[str] = (), rounds: int = 1) -> Iterator[Cost]:
-    """Measure runs, each round in its own process; return each run's round with the median CPU.
+    """Measure runs, each round in a process of its own; the round with the median CPU of each.
 
     Args:
         names: parts of names of RUNS, in any case; none: all runs.
-        rounds: number of rounds; if it is even, the dearer middle round is taken.
+        rounds: an odd number has a round in the middle; of an even one the dearer is taken.
 
     Raises:
         UsageError: no run has such a name, or a run failed.
@@ -218,7 +221,7 @@ def scale_costs(names: Sequence[str] = (), rounds: int = 1) -> Iterator[Cost]:
 
 
 def select(names: Sequence[str]) -> list[str]:
-    """Return the runs whose name contains one of these parts; without parts, all.
+    """The runs whose name holds one of these parts; none given: all.
 
     Raises:
         UsageError: a part is in no name.
@@ -231,8 +234,8 @@ def select(names: Sequence[str]) -> list[str]:
 
 
 def _in_a_process(name: str) -> Cost:
-    command = [sys.executable, "-m", "tep.bench.scale", name]
-    done = subprocess.run(  # noqa: S603  # this module
+    command = [sys.executable, "-m", "tests.bench.bench_scale", "--one", name]
+    done = subprocess.run(  # this module
         command, capture_output=True, text=True, timeout=_LIMIT_S, check=False
     )
     if done.returncode:
@@ -240,5 +243,50 @@ def _in_a_process(name: str) -> Cost:
     return Cost(**json.loads(done.stdout))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; loop is one round of a fixed Python loop: on a busy machine it grows as CPU does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], help="runs whose name holds this")
+    parser.add_argument("--rounds", type=int, default=1, help="of each; the one with median CPU")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", choices=RUNS, help="measure this run in this process, as JSON")
+    args = parser.parse_args(argv)
+    if args.one:
+        sys.stdout.write(json.dumps(asdict(measure(args.one, RUNS[args.one]))))
+        return 0
+    title = "tests.bench.bench_scale"
+    try:
+        found = list(scale_costs(args.only, args.rounds))
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if args.json:
+        rows = [asdict(cost) | {"reached": cost.reached} for cost in found]
+        emit_json({"command": title, "machine": machine_of_figures(), "runs": rows})
+        return 0
+    table = (
+        {
+            "what": cost.what,
+            "CPU": f"{cost.cpu_s:.2f} s",
+            "aim": _scale_aim(cost),
+            "memory": f"{cost.memory_gib:.2f} GiB",
+            "events": f"{cost.events:,}",
+            "passes": f"{cost.passes:,}",
+            "loop": f"{cost.loop_ns:.0f} ns",
+            "result": cost.result,
+        }
+        for cost in found
+    )
+    columns = ("what", "CPU", "aim", "memory", "events", "passes", "loop", "result")
+    print_table(f"{title} ({machine_of_figures()})", columns, table)
+    return 0
+
+
+def _scale_aim(cost: Cost) -> str | None:
+    if cost.aim_s is None:
+        return None
+    return f"< {cost.aim_s:g} {'reached' if cost.reached else 'MISSED'}"
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(measure(sys.argv[1], RUNS[sys.argv[1]]))))
+    sys.exit(main())
