@@ -137,7 +137,7 @@ def _show(found: Prediction, *, json: bool) -> None:
 
 
 def _compare(workload: Workload, *, json: bool) -> None:
-    from tep.apps.moe.alternatives import ways
+    from tep.apps.moe.predict import ways
 
     runs, rows = ways(workload), []
     with progress("ways to do it", len(runs), quiet=json) as bar:

@@ -17,9 +17,9 @@ import numpy as np
 import tep
 from tep import rendezvous
 from tep.apps import moe
-from tep.apps.moe.numerics import from_f32
-from tep.apps.moe.reference import dense_layer
-from tep.apps.moe.shm import SharedMemory
+from tep.apps.moe.group import SharedMemory
+from tep.apps.moe.payload import from_f32
+from tep.apps.moe.trial import dense_layer
 
 HIDDEN, INNER, TOPK, LOCAL, TOKENS = 512, 64, 3, 2, 24
 

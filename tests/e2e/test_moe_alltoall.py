@@ -12,8 +12,7 @@ import pytest
 
 import tep
 from tep.apps import moe
-from tep.apps.moe.alternatives import compare
-from tep.apps.moe.predict import Workload, predict
+from tep.apps.moe.predict import Workload, compare, predict
 from tep.apps.moe.trial import Mismatch, Trial, apply_experts, dense, run_ranks, run_trial
 from tep.sim import Cluster
 

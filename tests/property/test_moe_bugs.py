@@ -16,9 +16,8 @@ from tep.apps.moe import payload as payload_room
 from tep.apps.moe import proxy as proxy_room
 from tep.apps.moe.alltoall import AllToAll
 from tep.apps.moe.config import Format
-from tep.apps.moe.numerics import weighted_sum
-from tep.apps.moe.nvlink import NvlinkPort
-from tep.apps.moe.payload import Payload
+from tep.apps.moe.group import NvlinkPort
+from tep.apps.moe.payload import Payload, weighted_sum
 from tep.apps.moe.proxy import Proxy
 from tep.apps.moe.routing import Routes
 from tep.apps.moe.trial import Trial, run_trial

@@ -6,11 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.apps.moe.config import MoeConfig
-from tep.apps.moe.layout import Layout
+from tep.apps.moe.config import Layout, MoeConfig
 from tep.apps.moe.payload import Payload
-from tep.apps.moe.peers import Peers
 from tep.apps.moe.routing import Routes, private_limits, sort_copies
+from tep.apps.moe.turn import Peers
 
 # Each example walks through every copy of every rank.
 SOME = settings(max_examples=max(10, settings().max_examples // 4))

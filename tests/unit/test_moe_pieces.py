@@ -11,16 +11,12 @@ import pytest
 
 import tep
 from tep.apps import moe
-from tep.apps.moe.group import Board
-from tep.apps.moe.guard import Guard
+from tep.apps.moe.group import Board, Move, SharedMemory
 from tep.apps.moe.kernels import HostKernels, load_gpu, numbers_of
-from tep.apps.moe.link import Move
-from tep.apps.moe.moves import cut, parts_of
-from tep.apps.moe.numerics import as_rows, from_f32, like, to_f32, weighted_sum
+from tep.apps.moe.payload import as_rows, from_f32, like, to_f32, weighted_sum
+from tep.apps.moe.recovery import Guard
 from tep.apps.moe.routing import sort_copies
-from tep.apps.moe.shm import SharedMemory
-from tep.apps.moe.turn import imm_of, partial_flag
-from tep.apps.moe.words import Word
+from tep.apps.moe.turn import Word, cut, imm_of, partial_flag, parts_of
 from tests.support.tensors import TORCHES, get_torch
 
 SMALL = {"num_experts": 8, "topk": 2, "hidden": 16, "max_tokens": 4, "world": 4}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tep.apps.moe import MoeConfig
-from tep.apps.moe.layout import Layout
+from tep.apps.moe.config import Layout
 from tep.apps.moe.payload import Payload
 from tep.apps.moe.recovery import Recovery
 from tep.apps.moe.routing import sort_copies

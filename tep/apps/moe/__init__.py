@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tep.apps.moe.alltoall import AllToAll
     from tep.apps.moe.config import Format, MoeConfig
-    from tep.apps.moe.group import Group, local_groups
+    from tep.apps.moe.group import Group, Nvlink, NvlinkTimes, local_groups
     from tep.apps.moe.kernels import Gpu, load_gpu
-    from tep.apps.moe.nvlink import Nvlink, NvlinkTimes
     from tep.apps.moe.payload import Received
 
 __all__ = [
@@ -35,8 +34,8 @@ _ROOMS = {
     "Gpu": "kernels",
     "Group": "group",
     "MoeConfig": "config",
-    "Nvlink": "nvlink",
-    "NvlinkTimes": "nvlink",
+    "Nvlink": "group",
+    "NvlinkTimes": "group",
     "Received": "payload",
     "load_gpu": "kernels",
     "local_groups": "group",

@@ -16,18 +16,26 @@ import numpy.typing as npt
 
 import tep
 from tep.apps.moe.config import MoeConfig
-from tep.apps.moe.group import Group
-from tep.apps.moe.guard import TROUBLE, Guard
+from tep.apps.moe.group import Group, Move
 from tep.apps.moe.kernels import HostKernels, Kernels, spend
-from tep.apps.moe.link import Move
-from tep.apps.moe.moves import living_places, near_rest, near_results, near_tokens
 from tep.apps.moe.nodesum import NodeSums
 from tep.apps.moe.payload import Payload, Received
-from tep.apps.moe.peers import Peers, pack_hello, unpack_hellos
 from tep.apps.moe.proxy import Proxy
-from tep.apps.moe.recovery import Recovery, Verdict, Vote
+from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Verdict, Vote
 from tep.apps.moe.routing import sort_copies
-from tep.apps.moe.turn import PULL, PUSHED, Turn, imm_of
+from tep.apps.moe.turn import (
+    PULL,
+    PUSHED,
+    Peers,
+    Turn,
+    imm_of,
+    living_places,
+    near_rest,
+    near_results,
+    near_tokens,
+    pack_hello,
+    unpack_hellos,
+)
 
 __all__ = ["AllToAll"]
 

@@ -1,18 +1,32 @@
-"""What one all-to-all is: shapes, formats and options, and the sizes that follow from them.
+"""One all-to-all: shapes, formats and options, the sizes that follow from them, and the arena.
 
 Values and arithmetic only; no memory, no engine. The bounds stated here are what buffers are sized
-by, and tests/property/test_moe_bounds.py proves that they hold and are reached.
+by, and tests/property/test_moe_bounds.py proves that they hold and are reached. All ranks have the
+same layout, so that an offset computed here is valid at every peer. In order: own copies to send,
+private areas by group, the shared area (these three in slots of one size, so that one gather reads
+all), results to send, results received, routes received, own routes, votes, and, where a node adds
+up what it sends back, partial sums and sums.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from tep import UsageError
 
-__all__ = ["HEADER_BYTES", "Format", "MoeConfig", "OnDead"]
+__all__ = [
+    "HEADER_BYTES",
+    "PARTIAL_HEAD_BYTES",
+    "ROUTE_HEAD_BYTES",
+    "VOTE_BYTES",
+    "Format",
+    "Layout",
+    "MoeConfig",
+    "OnDead",
+]
+
 
 HEADER_BYTES: Final = 16
 """Behind each token on the wire: turn, token, expert (u32 each) and weight (f32).
@@ -257,3 +271,86 @@ class MoeConfig:
 
 def _up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+# ---------------------------------------------------------------------- layout
+
+
+ROUTE_HEAD_BYTES: Final = 16
+PARTIAL_HEAD_BYTES: Final = 16  # of a block: how many rows follow; of a row: its token
+VOTE_BYTES: Final = 192  # four u64 and a bitmap of 1,024 ranks, rounded up
+_AREA_ALIGN: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Byte offsets in the arena.
+
+    Attributes:
+        stride, result_stride: bytes of a copy, and of a result.
+        send, private, shared: copies.
+        results_out, results_in: results.
+        routes_in, routes_out: a row of `route_bytes` for each group, and the own one.
+        partials_out, partials_in: blocks of partial sums, by rank of the node; in: and by node.
+        nodes_out, nodes_in: sums by node, max_tokens rows each.
+        votes: a row of VOTE_BYTES for each rank and parity, and the own one behind them.
+        nbytes: of the arena.
+    """
+
+    stride: int
+    result_stride: int
+    route_bytes: int
+    send: int
+    private: int
+    shared: int
+    results_out: int
+    results_in: int
+    routes_in: int
+    routes_out: int
+    votes: int
+    partials_out: int
+    partials_in: int
+    nodes_out: int
+    nodes_in: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, config: MoeConfig) -> Self:
+        """Lay a configuration out."""
+        stride, result = config.dispatch_stride, config.combine_stride
+        route = ROUTE_HEAD_BYTES + 4 * config.num_experts
+        private = config.sent_copies_max * stride
+        shared = private + config.groups * config.private_tokens * stride
+        results_out = _area(shared + config.shared_copies_max * stride)
+        results_in = _area(results_out + config.received_copies_max * result)
+        routes_in = _area(results_in + config.sent_copies_max * result)
+        routes_out = routes_in + config.groups * route
+        votes = _area(routes_out + route)
+        partials_out = _area(votes + (2 * config.world + 1) * VOTE_BYTES)
+        nodes, summed = config.world // config.node_size, config.sums == "node"
+        block = PARTIAL_HEAD_BYTES + config.max_tokens * (result + PARTIAL_HEAD_BYTES)
+        partials_in = _area(partials_out + summed * config.node_size * block)
+        nodes_out = _area(partials_in + summed * config.world * block)
+        nodes_in = _area(nodes_out + summed * nodes * config.max_tokens * result)
+        return cls(
+            stride=stride,
+            result_stride=result,
+            route_bytes=route,
+            send=0,
+            private=private,
+            shared=shared,
+            results_out=results_out,
+            results_in=results_in,
+            routes_in=routes_in,
+            routes_out=routes_out,
+            votes=votes,
+            partials_out=partials_out,
+            partials_in=partials_in,
+            nodes_out=nodes_out,
+            nodes_in=nodes_in,
+            nbytes=_area(nodes_in + summed * nodes * config.max_tokens * result),
+        )
+
+
+def _area(value: int) -> int:
+    return _up(value, _AREA_ALIGN)

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 import tep
+from tep.apps.moe.config import PARTIAL_HEAD_BYTES
+from tep.apps.moe.group import Move, NodeLink
 from tep.apps.moe.kernels import spend
-from tep.apps.moe.layout import PARTIAL_HEAD_BYTES
-from tep.apps.moe.link import Move, NodeLink
-from tep.apps.moe.numerics import F32, Bytes, from_f32, like, to_f32, weighted_sum
+from tep.apps.moe.payload import F32, Bytes, from_f32, like, to_f32, weighted_sum
 from tep.apps.moe.routing import NOWHERE, Batch, Ints
-from tep.apps.moe.turn import COMBINE, Turn, imm_of, partial_flag
-from tep.apps.moe.words import Word
+from tep.apps.moe.turn import COMBINE, Turn, Word, imm_of, partial_flag
 
 if TYPE_CHECKING:
     from tep.apps.moe.proxy import Proxy

@@ -16,14 +16,23 @@ import numpy as np
 import tep
 from tep.apps.moe.config import MoeConfig
 from tep.apps.moe.group import Board
-from tep.apps.moe.guard import Guard
 from tep.apps.moe.kernels import Kernels, spend
-from tep.apps.moe.moves import cut, parts_of
 from tep.apps.moe.payload import Payload
-from tep.apps.moe.peers import Peers
+from tep.apps.moe.recovery import Guard
 from tep.apps.moe.routing import Ints, Routes, private_limits
-from tep.apps.moe.turn import COMBINE, COMBINED, DISPATCH, DISPATCHED, ROUTE, Turn, imm_of
-from tep.apps.moe.words import Word
+from tep.apps.moe.turn import (
+    COMBINE,
+    COMBINED,
+    DISPATCH,
+    DISPATCHED,
+    ROUTE,
+    Peers,
+    Turn,
+    Word,
+    cut,
+    imm_of,
+    parts_of,
+)
 
 __all__ = ["Proxy"]
 

@@ -17,9 +17,8 @@ import numpy as np
 import tep
 from tep import sim
 from tep.apps.kvcache.ttft import PUBLISHED
-from tep.apps.moe.alternatives import per_token
 from tep.apps.moe.kernels import load_gpu
-from tep.apps.moe.predict import Prediction, Workload, predict
+from tep.apps.moe.predict import Prediction, Workload, per_token, predict
 from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
 from tep.base.units import PS_PER_US
