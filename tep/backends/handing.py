@@ -1,4 +1,4 @@
-"""What a NIC hands to its engine beside rows: entries that wait, messages, control messages.
+"""The things that a NIC hands to its engine: entries that wait, messages, control messages.
 
 How they travel is the backend's.
 """

@@ -1,4 +1,4 @@
-"""What libibverbs tells of without being polled: completions that were asked for, device events."""
+"""The events that libibverbs reports without being polled: completions, and the device's own."""
 
 from __future__ import annotations
 

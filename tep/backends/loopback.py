@@ -518,7 +518,7 @@ class Port:
 
 
 class Hub:
-    """Where ports find each other by address: the cables of one process.
+    """The cables of one process: ports find each other here by address.
 
     It holds them weakly: a port lives as long as its engine, or a peer that has met it.
 
@@ -665,5 +665,5 @@ def open_domains(
 
 
 def probe() -> str:
-    """Say what is here: nothing is needed."""
+    """Say that it is here: nothing is needed."""
     return "memory to memory in this process; always here"

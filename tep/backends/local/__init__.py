@@ -110,11 +110,11 @@ class LocalDomain:
         self.caps = caps
         self.address = address.to_bytes()
         self._open = True
-        self._watches, self._bell = _new_watches()
+        self._watches = Watches()
         self._fence = new_fence()
         self._sources: dict[int, HostRegion] = {}
         self._sinks: dict[int, HostRegion] = {}
-        shared = self._watches, self._bell, self._fence
+        shared = self._watches, self._fence
         self._sender = Sender(
             self.address, caps, self._sources, self._sinks, *shared, copy_threads=copy_threads
         )
@@ -130,7 +130,7 @@ class LocalDomain:
         self._lkey = 0
         self._waker: Callable[[], None] = _wake_nobody
         self._pool = ReceivePool()
-        halves = self._sender, self._port, self._watches, self._bell
+        halves = self._sender, self._port, self._watches
         self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
         orphan_at_fork(self)
 
@@ -402,7 +402,6 @@ class LocalDomain:
         self._sources.clear()
         self._sinks.clear()
         self._watches.close()
-        os.close(self._bell)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -422,24 +421,6 @@ _STATUS_TEXT: Final = meaning(
 )
 
 
-def _new_watches() -> tuple[Watches, int]:
-    """An epoll set with a bell in it."""
-    with contextlib.ExitStack() as undo:
-        try:
-            watches = Watches()
-            undo.callback(watches.close)
-            bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, bell)
-            watches.add_bell(bell)
-        except OSError as error:
-            what = "an eventfd, a timer and an epoll set"
-            raise BackendUnavailable(
-                "the local backend cannot start", ((what, why(error.errno or 0)),)
-            ) from error
-        undo.pop_all()
-    return watches, bell
-
-
 def _ring(bell: int) -> None:
     with contextlib.suppress(OSError):  # rung 2**64 times: it is ringing still
         os.eventfd_write(bell, 1)
@@ -449,12 +430,11 @@ def _wake_nobody() -> None:
     pass
 
 
-def _let_go(nic: str, sender: Sender, port: Port, watches: Watches, bell: int) -> None:
+def _let_go(nic: str, sender: Sender, port: Port, watches: Watches) -> None:
     """The net under close(); what is given here holds no reference to the NIC."""
     sender.abandon()
     port.abandon()
     watches.close()
-    os.close(bell)
     warnings.warn(f"{nic} was dropped without close()", ResourceWarning, stacklevel=2)
 
 

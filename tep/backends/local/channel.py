@@ -385,19 +385,37 @@ def process_start(pid: int | str = "self") -> int:
 
 
 class Watches:
-    """The descriptors of one NIC, in one epoll set, and who is told of their events."""
+    """The descriptors of one NIC, in one epoll set, and whom their events are passed to.
+
+    Attributes:
+        epoll: the set.
+        bell: an eventfd by which peers wake the NIC. Nobody reads it: each ring is one edge, and
+            taken back by look().
+
+    Raises:
+        BackendUnavailable: no descriptor is left.
+    """
 
     def __init__(self) -> None:
-        self._timer = Timer()
-        try:
-            self.epoll = select.epoll()
-        except OSError:
-            self._timer.close()
-            raise
-        self._poll = self.epoll.poll
         self._told: dict[int, Callable[[], None]] = {}
         self._wake_s = math.inf
-        self.add(self._timer.fd, self._woken)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._timer = Timer()
+                undo.callback(self._timer.close)
+                self.epoll = select.epoll()
+                undo.callback(self.epoll.close)
+                self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                undo.callback(os.close, self.bell)
+                self.epoll.register(self.bell, select.EPOLLIN | select.EPOLLET)
+                self.add(self._timer.fd, self._woken)
+            except OSError as error:
+                what = "an eventfd, a timer and an epoll set"
+                raise BackendUnavailable(
+                    "the local backend cannot start", ((what, why(error.errno or 0)),)
+                ) from error
+            undo.pop_all()
+        self._poll = self.epoll.poll
 
     def add(self, fd: int, told: Callable[[], None], events: int = select.EPOLLIN) -> None:
         """Watch a descriptor."""
@@ -436,13 +454,10 @@ class Watches:
         self._timer.clear()
 
     def close(self) -> None:
-        """Close the set, not what it watches."""
+        """Close the set and the bell, not what it watches besides."""
         self.epoll.close()
         self._timer.close()
-
-    def add_bell(self, fd: int) -> None:
-        """Watch an eventfd that nobody reads: each ring is one edge, and taken back by look()."""
-        self.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+        os.close(self.bell)
 
     def drop(self, fd: int) -> None:
         """Watch it no more; before it is closed."""

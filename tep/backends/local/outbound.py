@@ -134,7 +134,6 @@ class Outbound:
         sender: bytes,
         name: str,
         watches: Watches,
-        bell: int,
         fence: Callable[[], None],
         patience_s: float,
         lost: Callable[[Outbound], None],
@@ -154,7 +153,6 @@ class Outbound:
         self.unrung = 0
         self._name, self._sender = name, sender
         self._watches = watches
-        self._bell = bell
         self._fence = fence
         self._patience_s = patience_s
         self._lost = lost
@@ -204,7 +202,7 @@ class Outbound:
             raise
         self._channel = Channel(sock)
         hello = Hello(self.address.token, self._name, self._sender)
-        self._channel.say(hello, self.lane.fd, self._bell)
+        self._channel.say(hello, self.lane.fd, self._watches.bell)
 
     def _call_again(self, reason: str) -> None:
         """It did not work this time: hang up, and try again soon, or give up what is in line."""

@@ -147,14 +147,12 @@ class Port:
         self,
         address: Address,
         watches: Watches,
-        bell: int,
         fence: Callable[[], None],
         control: Callable[[bytes, bytes], None],
     ) -> None:
         self._control = control
         self._address = address
         self._watches = watches
-        self._bell = bell
         self._fence = fence
         proof = os.urandom(16)
         with contextlib.ExitStack() as undo:
@@ -165,7 +163,7 @@ class Port:
                 undo.callback(self._map.close)
                 self._witness = Witness(proof)
                 undo.callback(self._witness.close)
-                self._spare = os.dup(bell)
+                self._spare = os.dup(watches.bell)
                 undo.callback(os.close, self._spare)
                 self._listener = socket.socket(
                     socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
@@ -327,7 +325,7 @@ class Port:
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()
         try:
-            self._spare = os.dup(self._bell)
+            self._spare = os.dup(self._watches.bell)
         except OSError:  # another thread was quicker
             self._spare = -1
 
@@ -388,7 +386,7 @@ class Port:
         inbound.pidfd = self._watches.add_process(channel.peer_pid, lambda: self._lose(inbound))
         for arena in self._shared:  # before the answer: rows may come as soon as that is read
             self._share(inbound, arena)
-        channel.say(Welcome(slot, self._witness.address), self._fd, self._bell)
+        channel.say(Welcome(slot, self._witness.address), self._fd, self._watches.bell)
         self._hear(inbound)
 
     def _hear(self, inbound: Inbound) -> None:

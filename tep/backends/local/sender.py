@@ -128,7 +128,6 @@ class Sender:
         sources: Mapping[int, HostRegion],
         sinks: Mapping[int, HostRegion],
         watches: Watches,
-        bell: int,
         fence: Callable[[], None],
         copy_threads: int = 1,
     ) -> None:
@@ -146,7 +145,6 @@ class Sender:
         self._depth = caps.sq_depth
         self._sources = sources
         self._watches = watches
-        self._bell = bell
         self._fence = fence
         self._outs: list[Outbound] = []
         self._ids: dict[bytes, int] = {}
@@ -173,7 +171,7 @@ class Sender:
         return found
 
     def _new(self, address: Address) -> Outbound:
-        caps, shared = self._caps, (self._watches, self._bell, self._fence)
+        caps, shared = self._caps, (self._watches, self._fence)
         patience_s = caps.peer_timeout_s
         return Outbound(address, self._me, caps.nic, *shared, patience_s, self.lost.append)
 
