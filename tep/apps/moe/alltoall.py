@@ -396,7 +396,7 @@ class AllToAll:
 
     @property
     def barrier_s(self) -> float:
-        """How long the last barrier took, seconds; it is in no latency, but may delay the next."""
+        """Duration of the last barrier, seconds; it is in no latency, but may delay the next."""
         return max(self._proxy.barrier_s.values(), default=0.0)
 
     # ------------------------------------------------------------------ inside

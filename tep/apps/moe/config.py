@@ -39,11 +39,11 @@ _ALIGN: Final = 16  # fabric-lib rounds activations and scales up to 16 bytes ea
 _RANKS_MAX: Final = 1024
 
 OnDead = Literal["error", "mask"]
-"""What a dead rank means to its peers: a DeadRank error, or going on without its experts."""
+"""The consequence of a dead rank for its peers: a DeadRank error, or no experts of it."""
 
 
 class Format(Enum):
-    """How an activation is held: (name, bytes)."""
+    """The format of an activation: (name, bytes)."""
 
     FP8 = ("fp8", 1)
     BF16 = ("bf16", 2)

@@ -82,7 +82,7 @@ class Group:
 
 @dataclass(slots=True)
 class Board:
-    """What the ranks of one process share.
+    """The exchange of hellos among the ranks of one process.
 
     Attributes:
         batches: (turn, DP group) -> its copies; where no bytes are moved, this is how the model of
@@ -153,7 +153,7 @@ class Move(NamedTuple):
 
 
 class Settles(Protocol):
-    """What the proxy can wait for: a handle of the engine, or a future."""
+    """A thing that the proxy can wait for: a handle of the engine, or a future."""
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object: ...
 
@@ -169,7 +169,7 @@ class NodeLink(Protocol):
         """Allocate the arena where peers of the node reach it; None where no bytes are moved."""
 
     def hello(self) -> bytes:
-        """What peers of the node need to reach it."""
+        """The bytes that peers of the node need to reach it."""
 
     def connect(
         self, engine: TransferEngine, hellos: Mapping[int, bytes], descs: Mapping[int, MrDesc]
@@ -201,7 +201,7 @@ _PIECES: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvlinkTimes:
-    """How fast.
+    """The rates and latencies of a simulated NVLink.
 
     Attributes:
         bytes_s: payload bytes a second of a port, each way; 0 = no time passes.
@@ -253,7 +253,7 @@ class Nvlink:
         return end - now + self.times.latency_s
 
     def lateness_s(self) -> float:
-        """How much later than usual something is seen."""
+        """The extra delay after which something is seen."""
         return 0.0 if self._dice is None else self._dice.random() * _LATE_S
 
     def pieces(self, jobs: list[tuple[Bytes, Bytes]]) -> list[tuple[Bytes, Bytes]]:

@@ -1,4 +1,4 @@
-"""How long the kernels and the host proxy of a GPU take, as a model; numbers come from a file.
+"""A model of the durations of a GPU's kernels and host proxy; numbers come from a file.
 
 `HostKernels` is no GPU: numpy does the work, in its own time, and nothing is added. What the
 numbers of `Gpu` are, where they come from, and where they are wrong stands in profiles/README.md.

@@ -91,7 +91,7 @@ class NodeSums:
             before = node
 
     def _partial(self, turn: Turn, source: int, results: Bytes | None) -> _Partial:
-        """What this rank's experts give for one source's tokens."""
+        """The weighted results of this rank's experts for one source's tokens."""
         payload, arrivals = self._payload, turn.arrivals
         assert arrivals is not None
         if results is None or turn.received is None:
@@ -241,7 +241,7 @@ class NodeSums:
         return like(from_f32(total, fmt), turn.sample, fmt)
 
     def rows_in(self, turn: Turn) -> int:
-        """How many rows the final sum reads."""
+        """The number of rows that the final sum reads."""
         found = self._nodes_of(turn.batch)
         mine = turn.batch.experts // (self._payload.config.local_experts * self._size)
         far = sum(len(tokens) for node, tokens in enumerate(found) if node != self._node)

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What a dispatch brought to this rank: rows by expert, each expert's padded with zeros.
+    """The rows that a dispatch brought to this rank, by expert, each expert's padded with zeros.
 
     Attributes:
         x: [rows, hidden], in the sender's type; None where no bytes are moved.

@@ -61,7 +61,7 @@ Indices = Callable[[int, int], Ints]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is predicted; the defaults are the published decode step.
+    """The layer to predict; the defaults are the published decode step.
 
     Attributes:
         ep: ranks.
@@ -99,7 +99,7 @@ class Workload:
 
     @property
     def all_turns(self) -> int:
-        """How many turns are run."""
+        """The number of turns to run."""
         return self.turns if self.turns is not None else 1 - (-_SAMPLES // self.ep)
 
     @classmethod
@@ -133,7 +133,7 @@ class Prediction:
 
 @dataclass(slots=True)
 class _Seen:
-    """What ranks report: marks of each half and turn, seconds; barriers."""
+    """The reports of the ranks: marks of each half and turn, seconds; barriers."""
 
     marks: dict[str, list[dict[str, float]]] = field(
         default_factory=lambda: {"dispatch": [], "combine": []}
@@ -225,7 +225,7 @@ def predict(
 
 
 def _shape(workload: Workload) -> dict[str, Any]:
-    """What AllToAll is told of a workload."""
+    """The arguments of AllToAll for a workload."""
     return {
         "num_experts": workload.experts,
         "topk": workload.topk,
@@ -357,7 +357,7 @@ def compare(workload: Workload) -> list[Row]:
 
 
 def ways(workload: Workload) -> list[Callable[[], Row]]:
-    """What `compare` runs, one call a row."""
+    """The runs of `compare`, one call a row."""
     variants = {
         "host proxy, as the reference": workload,
         "  first burst by bytes": replace(workload, private_scatter="bytes"),

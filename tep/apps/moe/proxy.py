@@ -158,7 +158,7 @@ class Proxy:
 
     @property
     def peers(self) -> Peers:
-        """Whom it works with."""
+        """The ranks that it works with."""
         assert self._peers is not None, "start() comes first"
         return self._peers
 
@@ -182,7 +182,7 @@ class Proxy:
         turn.sent_tokens.append(sent)
 
     def private(self, peer: int, copies: int) -> tuple[int, int]:
-        """How many of the copies for a peer fit this group's private area there, and its offset."""
+        """Number of copies that fit this group's private area at a peer, and the area's offset."""
         group = self.peers.group
         first = int(self._limits[:group, peer].sum())
         there = self.layout.private + first * self.layout.stride
@@ -268,7 +268,7 @@ class Proxy:
         return counts
 
     def tokens_of(self, turn: Turn, source: int, rank: int) -> Ints:
-        """Where no bytes are moved: tokens of a source that chose an expert of a rank."""
+        """Tokens of a source that chose an expert of a rank; for runs that move no bytes."""
         assert self._board is not None
         batch = self._board.batches[turn.number, source]
         first = rank * self.config.local_experts

@@ -38,7 +38,7 @@ _TRIES_MAX: Final = 32
 
 
 class Verdict(NamedTuple):
-    """What the survivors agreed on.
+    """The agreement of the survivors.
 
     Attributes:
         dead: ranks that died just now.
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What one survivor says.
+    """The word of one survivor.
 
     Attributes:
         step, turn: the highest it began.
@@ -180,8 +180,8 @@ class Recovery:
         """Write to each rank by write(rank, number of the try); return those that none gets to.
 
         A write that fails is written again, once for each NIC that may be the one that is dead: the
-        engine takes another then. Each try has an immediate of its own, since that of a failed one
-        is burnt.
+        engine takes another then. Each try has an immediate of its own, since a failed one's is
+        burnt.
         """
         missing = set(ranks)
         for attempt in range(self._tries(ranks)):
@@ -234,12 +234,12 @@ class Recovery:
         return found
 
     def _tries(self, ranks: list[int]) -> int:
-        """How often a write to one of these ranks is tried."""
+        """The number of tries for a write to one of these ranks."""
         nics = max([len(self._descs[p].rkeys) for p in ranks], default=0)
         return min(1 + nics, _TRIES_MAX)
 
     async def _voted(self, source: int) -> bool:
-        """Wait for the vote of a rank; where its write failed, for that of its next try."""
+        """Wait for the vote of a rank, through the tries of its write."""
         for attempt in range(self._tries([self._rank])):
             vote = self._engine.expect_imm_count(self._vote_imm(source, attempt), 1)
             try:
@@ -264,7 +264,7 @@ class Recovery:
 
 
 TROUBLE = (FabricError, WaitTimeout, ClosedError)
-"""What a turn may end in where a rank, a NIC or the wire is to blame."""
+"""Errors of a turn that a rank, a NIC or the wire is to blame for."""
 
 
 class Guard:

@@ -1,4 +1,4 @@
-"""From routes to places: who sends how many token copies to whom, and where each one lands. Pure.
+"""Computes places from routes: the token copies between each two ranks, and where each lands. Pure.
 
 A *copy* is one (token, expert) pair. A group's copies are ordered by expert, then token, so that
 those for one rank, and for one expert, stand together: a block. Rule 1: every place is a function
@@ -109,7 +109,7 @@ class Arrivals(NamedTuple):
 
 
 def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
-    """How many private slots each group has at each rank; i64[G, world].
+    """Number of private slots of each group at each rank; i64[G, world].
 
     Args:
         config: of the all-to-all.
@@ -175,7 +175,7 @@ class Routes:
         self.shared_at: Ints = np.cumsum(self.rest, axis=0) - self.rest
 
     def result_starts(self, rank: int) -> Ints:
-        """Where each group's block starts in a rank's combine source; i64[G]."""
+        """Start of each group's block in a rank's combine source; i64[G]."""
         mine = self.copies[:, rank]
         return np.cumsum(mine) - mine
 

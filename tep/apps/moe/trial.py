@@ -51,7 +51,7 @@ _SHAPES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What one DP group brings to one turn."""
+    """The tokens that one DP group brings to one turn."""
 
     x: Bytes
     scales: F32 | None
@@ -127,7 +127,7 @@ class Trial:
         }
 
     def tokens(self, group: int, turn: int) -> Tokens:
-        """What a group brings to a turn: drawn from the seed, 0 to max_tokens tokens."""
+        """Draw a group's tokens for a turn from the seed: 0 to max_tokens of them."""
         rng = np.random.default_rng([self.seed, group, turn])
         experts = self.world * self.local_experts
         n = int(rng.integers(0, self.max_tokens + 1))
@@ -171,7 +171,7 @@ class Trial:
 
 
 def expert(trial: Trial, number: int, x: Bytes, scales: F32 | None) -> Bytes:
-    """What an expert does to its rows: bytes or floats to f32, times its own factor, scaled."""
+    """Apply an expert to its rows: bytes or floats to f32, times its own factor, scaled."""
     if trial.dispatch_format is Format.FP8:
         values = x.astype(np.float32) - np.float32(128)
     else:

@@ -124,7 +124,7 @@ _HELLO: Final = struct.Struct("<III")  # checksum of the configuration, bytes of
 
 
 def pack_hello(config: MoeConfig, desc: MrDesc, link: bytes) -> bytes:
-    """What a rank tells the others at the start: configuration, arena, node's link."""
+    """Pack a rank's message to the others at the start: configuration, arena, node's link."""
     raw, mark = desc.to_bytes(), zlib.crc32(repr(config).encode())
     return _HELLO.pack(mark, len(raw), len(link)) + raw + link
 
@@ -153,7 +153,7 @@ def unpack_hellos(
 
 
 class Peers:
-    """Who is who for one rank, among those that live.
+    """The ranks that live, as one of them sees them.
 
     Attributes:
         rank, group: of this rank.
@@ -257,7 +257,7 @@ def near_tokens(
 
 
 def near_rest(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
-    """What is pulled out of the send buffers of ranks of the node, behind their first burst."""
+    """The bytes pulled from send buffers of ranks of the node, behind their first burst."""
     moves, rank = [], peers.rank
     for group, p in peers.near_sources.items():
         rest = int(routes.rest[group, rank])
@@ -282,7 +282,7 @@ def near_results(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
 
 
 def living_places(batch: Batch, config: MoeConfig, alive: npt.NDArray[np.bool_]) -> Ints:
-    """Where each choice's result is; choices of ranks that died since have none."""
+    """The place of each choice's result; choices of ranks that died since have none."""
     if alive.all():
         return batch.place
     lost = ~alive[batch.experts // config.local_experts]

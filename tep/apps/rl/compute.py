@@ -120,7 +120,7 @@ def _slices(box: Box, origin: Box) -> tuple[slice, ...]:
 
 
 def needed_outs(task: Task, rows: Rows) -> list[Out]:
-    """The outputs of which a sender writes at least a byte."""
+    """The outputs to which a sender contributes at least a byte."""
     starts = rows["src"]
     stops = starts + rows["nbytes"]
 
@@ -321,7 +321,7 @@ T = TypeVar("T")
 
 
 class Compute(Protocol):
-    """Where a stage's arithmetic runs."""
+    """A place for a stage's arithmetic."""
 
     async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
         """Run a function that works on so many bytes; return its result."""

@@ -36,7 +36,7 @@ Train = TypeVar("Train", bound=TrainingPort)
 Rollout = TypeVar("Rollout", bound=RolloutPort)
 
 _FAULTS: Final = (TepError, OSError, TimeoutError)
-"""What a peer that is gone, or a fabric, may answer with."""
+"""The errors of a peer that is gone, or of a fabric."""
 
 
 class Controller(Generic[Train, Rollout]):
@@ -251,7 +251,7 @@ class Controller(Generic[Train, Rollout]):
         }
 
     def _counts(self) -> dict[str, int]:
-        """How many immediates each rollout worker will count for the weights."""
+        """Number of immediates that each rollout worker will count for the weights."""
         assert self.schedule is not None
         rows, found = self.schedule.rows, {}
         nics = np.array([meta.nics for meta in self._train_metas])[rows["sender"]]

@@ -65,7 +65,7 @@ _REQUEST_BYTES: Final = 1 << 20  # of the weights that one request of the load l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all processes of a job must agree on; a JSON file.
+    """The facts that all processes of a job must agree on; a JSON file.
 
     Attributes:
         model: published name or path of a config.json.
@@ -136,7 +136,7 @@ class RolloutService(RolloutWorker):
         return hashlib.sha256(self.region.data).hexdigest()
 
     async def load_report(self) -> LoadReport:
-        """What was served since the last report."""
+        """Report what was served since the last report."""
         answers = {version: list(found) for version, found in self._answers.items()}
         report = LoadReport(self._served, self._refused, answers)
         self._served, self._refused, self._answers = 0, 0, {}

@@ -67,7 +67,7 @@ BLOCK: Final = 128
 
 
 class Scaling(NamedTuple):
-    """What shares one scale in a quantised matrix.
+    """The elements of a quantised matrix that share one scale.
 
     Attributes:
         rows: of a block.
@@ -88,7 +88,7 @@ SCALINGS: Final[dict[str, Scaling]] = {
 """By dtype. fp8_ue8m0 is DeepSeek-V3.1's `scale_fmt` "ue8m0", read from its config.json, quoted."""
 
 ALIGN_BYTES: Final = 16
-"""Where tensors may begin in an arena or a staging area: what vector loads and TMA ask for."""
+"""Alignment of tensors in an arena or a staging area: vector loads and TMA ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class SourceShard(NamedTuple):
 
 
 class TargetShard(NamedTuple):
-    """What one rollout worker holds of one fused parameter.
+    """One rollout worker's part of one fused parameter.
 
     Attributes:
         name: of the fused parameter, e.g. "model.layers.0.self_attn.qkv_proj.weight".
@@ -154,7 +154,7 @@ class MeshGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainMeta:
-    """What one training rank tells the controller.
+    """One training rank's account of itself to the controller.
 
     Attributes:
         rank: its number, 0 to n-1.
@@ -173,7 +173,7 @@ class TrainMeta:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMeta:
-    """What one rollout worker tells the controller.
+    """One rollout worker's account of itself to the controller.
 
     Attributes:
         name: its identity over restarts.
@@ -217,7 +217,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share, or None."""
+    """The box that two boxes of one tensor share, or None."""
     found = []
     for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
         start, stop = max(a_start, b_start), min(a_stop, b_stop)
@@ -266,7 +266,7 @@ def scale_bytes(parts: Sequence[SourceShard], dtype: DType) -> int:
 
 
 class Placed(NamedTuple):
-    """How one dimension of a device mesh holds a tensor.
+    """The placement of a tensor along one dimension of a device mesh.
 
     Attributes:
         size: ranks of the dimension.

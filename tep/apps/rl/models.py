@@ -51,7 +51,7 @@ __all__ = [
 
 
 Split = Literal["rows", "columns", "none"]
-"""How tensor parallelism cuts a parameter: by output rows, by input columns, or not at all."""
+"""The cut of a parameter by tensor parallelism: output rows, input columns, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +406,7 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainLayout:
-    """How a model in training is sharded; the number of ranks is the product.
+    """The sharding of a model in training; the number of ranks is the product.
 
     Experts are split over `ep`, and each part over fsdp x tp along its first axis with enough
     entries. Other tensors are cut by `tp` (rows or columns) and then over fsdp x ep along axis 0.
@@ -443,7 +443,7 @@ class TrainLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferLayout:
-    """How the inference engine shards a model; the number of workers is ep x replicas.
+    """The sharding of a model in the inference engine; the number of workers is ep x replicas.
 
     Attributes:
         ep: workers of one replica; experts are split over them.
@@ -486,7 +486,7 @@ def cut(extent: int, pieces: int, index: int, unit: int = 1) -> tuple[int, int]:
 
 
 def train_metas(model: Model, layout: TrainLayout, nics: int = 1) -> tuple[TrainMeta, ...]:
-    """What every training rank holds, and the mesh groups: experts first, then all else."""
+    """Compute what every training rank holds, and the mesh groups: experts first, then all else."""
     groups = tuple(_mesh_groups(model, layout))
     splits = {source: fused.split for fused in model.fused for source in fused.sources}
     shards: list[list[SourceShard]] = [[] for _ in range(layout.world)]
@@ -573,7 +573,7 @@ def _dense_boxes(
 def rollout_metas(
     model: Model, layout: InferLayout, nics: int = 1, prefix: str = "rollout"
 ) -> tuple[RolloutMeta, ...]:
-    """What every inference worker holds; worker k is named f"{prefix}{k}"."""
+    """Compute what every inference worker holds; worker k is named f"{prefix}{k}"."""
     held = [target_shards(model, layout, index) for index in range(layout.ep)]
     return tuple(
         RolloutMeta(f"{prefix}{k}", nics, *held[k % layout.ep]) for k in range(layout.world)
@@ -583,7 +583,7 @@ def rollout_metas(
 def target_shards(
     model: Model, layout: InferLayout, index: int
 ) -> tuple[tuple[TargetShard, ...], int]:
-    """What worker `index` of a replica holds, laid out one after another, and bytes in all.
+    """Lay out what worker `index` of a replica holds, one after another; return its bytes too.
 
     Block scales stand right behind their weights, so that both are one write.
     """

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What one training rank did in one update.
+    """One training rank's part in one update.
 
     Attributes:
         rank: which.
@@ -65,7 +65,7 @@ class TrainReport:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Where a rollout worker stands.
+    """The state of a rollout worker.
 
     Attributes:
         serving: version it may serve; None while its weights are mixed or were never written.
@@ -82,7 +82,7 @@ class RolloutState:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a rollout worker served.
+    """The requests that a rollout worker served.
 
     Attributes:
         served: requests answered.
@@ -99,7 +99,7 @@ class TrainingPort(Protocol):
     """A training rank as the controller drives it."""
 
     async def param_meta(self) -> TrainMeta:
-        """What it holds."""
+        """Say what it holds."""
 
     async def set_routing(self, schedule: bytes) -> bytes:
         """Take a schedule; return the MrDesc of its staging, with keys that nobody has yet."""
@@ -118,7 +118,7 @@ class RolloutPort(Protocol):
     """A rollout worker as the controller sees it; it is passive in between."""
 
     async def param_meta(self) -> RolloutMeta:
-        """What it holds."""
+        """Say what it holds."""
 
     async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
         """End what runs, stop serving, and count; return the Regions of its weights."""
@@ -130,12 +130,12 @@ class RolloutPort(Protocol):
         """Give up on the update, unless all of it is here; refuse whatever is still in flight."""
 
     async def state(self) -> RolloutState:
-        """Where it stands."""
+        """Say where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """How an update ended for one peer.
+    """The end of an update for one peer.
 
     Attributes:
         name: "rank 3" or the rollout worker's name.
@@ -150,7 +150,7 @@ class PeerResult:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """How an update ended.
+    """The end of an update.
 
     Attributes:
         version: of the weights.
@@ -173,7 +173,7 @@ class UpdateReport:
     rerouted: bool = False
 
     def outcome(self, name: str) -> str:
-        """How it ended for one peer, "" if that took no part."""
+        """The outcome for one peer, "" if that took no part."""
         return next((peer.outcome for peer in self.peers if peer.name == name), "")
 
     def table(self) -> str:
@@ -229,7 +229,7 @@ ROUTING: Final = Routing(scatter_by="bytes")
 
 
 class Kind(IntEnum):
-    """What an immediate says."""
+    """The meaning of an immediate."""
 
     READY = 1
     """A sub-mesh member has room for a task's shards."""
@@ -261,5 +261,5 @@ def cut_rows(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def count_rows(sizes: Iterable[int], nlocal: int, nremote: int) -> int:
-    """How many immediates rows of these sizes make at their target, under ROUTING."""
+    """Number of immediates that rows of these sizes make at their target, under ROUTING."""
     return sum(count_imms(Scatter(nbytes, ROUTING), nlocal, nremote) for nbytes in sizes)

@@ -1,4 +1,4 @@
-"""How long an update takes at full scale: published compute, simulated network, no bytes moved.
+"""Predicts an update at full scale: published compute, simulated network, no bytes moved.
 
 All ranks of a sub-mesh gather together, so they compute in step; one coroutine plays the thread of
 all of them. Every write is a real request to a real engine on the timing fabric, and every barrier
@@ -43,7 +43,7 @@ __all__ = [
 
 
 QUANTUM_BYTES: Final = 4 * MiB
-"""What a NIC sends of one flow before it turns to the next. The profiles' 64 KiB would be ninety
+"""The bytes that a NIC sends of one flow before the next. The profiles' 64 KiB would be ninety
 million turns for six terabytes; rows here are megabytes, so the share of each flow is the same."""
 
 GPUS_PER_NODE: Final = 8
@@ -77,7 +77,7 @@ class MeshSpan(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """How busy one kind of link is.
+    """The load of one kind of link.
 
     Attributes:
         name: which, in words.
@@ -92,7 +92,7 @@ class Busy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulation says.
+    """The result of a simulation.
 
     Attributes:
         total_ms: until the last rollout worker has counted everything.
@@ -124,7 +124,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What to make faster, in a sentence."""
+        """The part to make faster, in a sentence."""
         link = self.links[0]
         if self.compute_ms > link.fraction * self.total_ms:
             stage = max(self.stages, key=lambda name: self.stages[name])
@@ -200,10 +200,10 @@ def predict(
 def _links(
     fleet: Fleet, schedule: Schedule, slow: SlowNic | None, total_ms: float
 ) -> tuple[Busy, ...]:
-    """What the busiest device of each kind carried, all traffic counted, and the slow NIC."""
+    """The load of the busiest device of each kind, all traffic counted, and of the slow NIC."""
 
     def line(node: str) -> float:
-        """What the NICs of a node carry together, bytes a millisecond."""
+        """The rate of all NICs of a node together, bytes a millisecond."""
         machine = fleet.machine_of(node)
         return machine.wire_bps * machine.nics / 8e3
 
@@ -414,7 +414,7 @@ class _Run:
     # ------------------------------------------------------------------ the others
 
     def _expectations(self) -> list[Expectation]:
-        """What each rollout worker waits for: its rows, and the word that all are through."""
+        """The expectations of each rollout worker: its rows, and the word that all are through."""
         fleet, rows = self._fleet, self._schedule.rows
         found: list[Expectation] = []
         for k, engine in enumerate(fleet.rollouts):
@@ -523,7 +523,7 @@ class Fleet:
 
 
 Attribution = Literal["roofline", "bytes", "calls"]
-"""How a published total is shared out to tasks.
+"""The rule by which a published total is shared out to tasks.
 
 roofline: bytes at the quoted rate of the hardware, LINE_BYTES_PER_S, and what is then left of it by
 tensors. bytes, calls: all of it by bytes, or by tensors. What was measured is not published, so
@@ -536,7 +536,7 @@ LINE_BYTES_PER_S: Final[Mapping[str, float]] = {
     "unshard": 450e9,
     "quantise": 3.35e12 / 1.5,
 }
-"""What bytes of a stage take at the least: PCIe gen 5 x16 one way; NVLink 4 one way, for each
+"""Shortest time of a stage's bytes: PCIe gen 5 x16 one way; NVLink 4 one way, for each
 gathered byte; HBM3 of an H100, for two bytes read and one written of each two gathered. Source:
 vendor pages, quoted. Fusing has none: where it is not a copy it takes no bytes at all."""
 

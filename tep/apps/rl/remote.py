@@ -51,7 +51,7 @@ _SERVICE: Final = "worker"
 
 
 class Hello(NamedTuple):
-    """Who a worker is."""
+    """The identity of a worker."""
 
     role: str
     name: str
@@ -244,7 +244,7 @@ class Caller:
 
 
 class Listener:
-    """Where workers connect to; use it as an async context manager.
+    """The listener that workers connect to; an async context manager.
 
     Args:
         token: a secret that the workers know; it is never sent.

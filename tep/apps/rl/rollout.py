@@ -139,7 +139,7 @@ class RolloutWorker:
 
     @property
     def regions(self) -> Regions:
-        """Where the weights are, for the training ranks."""
+        """The regions of the weights, for the training ranks."""
         return Regions(tuple(self._memory), tuple(mr.desc for mr in self._mrs))
 
     async def param_meta(self) -> RolloutMeta:

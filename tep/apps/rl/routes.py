@@ -51,7 +51,7 @@ class GatherPiece(NamedTuple):
     holders: tuple[int, ...]
 
     def sender_to(self, rank: int) -> int | None:
-        """Who sends this piece to a member of the sub-mesh; None if it has it already."""
+        """The rank that sends this piece to a member of the sub-mesh; None if it has it already."""
         if rank in self.holders:
             return None
         return self.holders[rank % len(self.holders)]
@@ -65,8 +65,8 @@ class Gather(NamedTuple):
         dtype: of the tensor.
         box: what is there once all pieces are; they tile it.
         pieces: by box.
-        offset: byte in the task's staging of the whole tensor in C order; that of the first piece
-            where the pieces, one behind the other, are the whole already.
+        offset: byte in the task's staging of the whole tensor in C order; the first piece's offset
+            if the pieces, one behind the other, are the whole already.
     """
 
     name: str
@@ -89,7 +89,7 @@ class OutPart(NamedTuple):
 
 
 class Out(NamedTuple):
-    """What a task makes: parts joined, quantised, packed.
+    """One output of a task: parts joined, quantised, packed.
 
     Attributes:
         target: name of the fused parameter.
@@ -139,7 +139,7 @@ class Task(NamedTuple):
     after: tuple[int, ...]
 
     def staging_of(self, rank: int) -> int:
-        """Where the task's staging begins at a member."""
+        """The byte at which the task's staging begins at a member."""
         return self.staging[self.members.index(rank)]
 
     def after_of(self, rank: int) -> int:
@@ -149,7 +149,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who writes what where, in which order. Made once; recomputed when membership changes.
+    """The routing table: all writes, in order. Made once; recomputed when membership changes.
 
     Attributes:
         ranks: number of training ranks.
@@ -174,7 +174,7 @@ class Schedule:
         object.__setattr__(self, "_starts", key)
 
     def rows_of(self, task: int, sender: int) -> Rows:
-        """What one rank writes in one task."""
+        """The rows that one rank writes in one task."""
         key = task * self.ranks + sender
         first, last = np.searchsorted(self._starts, (key, key + 1))
         return self.rows[first:last]
@@ -257,7 +257,7 @@ class _Wire(msgspec.Struct, array_like=True):
 
 
 def _wrong(wire: _Wire, rows: Rows) -> str:
-    """What of a schedule's numbers cannot be; "" = nothing."""
+    """Say which of a schedule's numbers cannot be; "" = none."""
     if not 0 <= wire.ranks <= _RANKS_MAX:
         return f"ranks={wire.ranks} is outside 0 .. {_RANKS_MAX}"
     if not len(rows):

@@ -192,7 +192,7 @@ def _disjoint(boxes: Sequence[Box]) -> bool:
 
 @dataclass(slots=True)
 class _Content:
-    """What some receivers hold alike: parts, and where at each of them."""
+    """Parts that some receivers hold alike, and where at each of them."""
 
     dtype: DType
     parts: tuple[SourceShard, ...]

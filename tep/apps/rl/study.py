@@ -261,7 +261,7 @@ _Change = Callable[[Deployment], Deployment]
 
 
 def _changes(base: Deployment) -> dict[str, _Change]:
-    """What can be asked: name -> the deployment with one thing changed."""
+    """The changes that can be asked: name -> the deployment with one thing changed."""
     halved = tuple(0.5 if rank == 0 else 1.0 for rank in range(base.train.world))
     # Every row is shared by all NICs of a device: one slow NIC of two makes the device as slow.
     return {
@@ -282,7 +282,7 @@ def _changes(base: Deployment) -> dict[str, _Change]:
 
 
 def change_names(base: Deployment) -> tuple[str, ...]:
-    """What `what_ifs` can change, by name."""
+    """Names of the changes that `what_ifs` knows."""
     return tuple(_changes(base))
 
 

@@ -197,7 +197,7 @@ async def _whole(work: Attempt) -> TrainReport:
 
 
 Shards = Mapping[tuple[str, Box], npt.NDArray[Any]]
-"""What a rank holds: an array for each tensor name and box."""
+"""The weights of a rank: an array for each tensor name and box."""
 
 _STAGES: Final = ("load", "gather", "make")
 _BARRIERS: Final = 32  # rounds of one barrier at the most: 2**32 ranks
@@ -205,7 +205,7 @@ _BARRIERS: Final = 32  # rounds of one barrier at the most: 2**32 ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What one training rank brings to an update.
+    """One training rank's means for an update.
 
     Attributes:
         rank: its number.

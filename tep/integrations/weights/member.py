@@ -47,7 +47,7 @@ _END_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """How a process reaches the others.
+    """The way in which a process reaches the others.
 
     Attributes:
         backend: a name of `tep info`.
@@ -65,7 +65,7 @@ class Fabric:
 
 
 class Meeting(NamedTuple):
-    """Where the hub is, and a secret that whoever takes part has to know."""
+    """The place of the hub, and a secret that whoever takes part has to know."""
 
     host: str
     port: int

@@ -49,7 +49,7 @@ def wire_form(param: Param) -> tuple[DType, tuple[int, ...]]:
 
 
 def piece_of(name: str, tensor: Any, rank: int, world: int) -> tuple[Param, Box, Array]:
-    """What one of `world` training ranks sends of a parameter: its box, and a view of the values.
+    """Cut the share that one of `world` training ranks sends: its box, and a view of the values.
 
     Of a DTensor that is its shard. Any other tensor is taken for a whole one, which every rank has:
     each sends an equal share of it. The box is in the shape of wire_form().

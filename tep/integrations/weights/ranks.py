@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one training rank has of a version.
+    """One training rank's part of a version.
 
     Attributes:
         params: all that it was given, in order.
@@ -180,7 +180,7 @@ class WeightSender(TrainingWorker):
 
 
 class Want(NamedTuple):
-    """What a rollout rank wants of a parameter.
+    """A rollout rank's wish for a parameter.
 
     Attributes:
         dtype: to convert to, or to quantise to.
@@ -405,7 +405,7 @@ _SCALES: Final[dict[DType, tuple[str, str]]] = {
     "fp8_channel": ("_scale", "float32"),
     "fp8_ue8m0": ("_scale_inv", "float8_e8m0fnu"),
 }
-"""What is put behind the name of a quantised weight, and the dtype of the scales. Source: names in
+"""The suffix of a quantised weight's name, and the dtype of the scales. Source: names in
 DeepSeek-V3's checkpoint (blocks) and of compressed-tensors (channels), quoted."""
 
 

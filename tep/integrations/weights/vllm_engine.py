@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass
 class TepInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's
-    """What the trainer tells a worker: where the hub is, and over which backend weights come."""
+    """The trainer's word to a worker: where the hub is, and over which backend weights come."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class TepUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM's
 
 @dataclass
 class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
-    """How a training rank takes part.
+    """The terms on which a training rank takes part.
 
     Attributes:
         world: training ranks; with more than one, host, port and token are the same on all.

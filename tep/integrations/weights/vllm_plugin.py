@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes: makes the name "tep" known, and imports no engine."""
+"""The room that vLLM loads in each of its processes: makes the name "tep" known, no engine."""
 
 from __future__ import annotations
 
