@@ -32,7 +32,6 @@ from tep.backends.base import (
 from tep.backends.columns import part
 from tep.backends.efa.device import Nic
 from tep.backends.efa.ways import (
-    HAS_IMM,
     KINDS,
     OP_READ,
     OP_WRITE,
@@ -266,7 +265,6 @@ _REFILL_SHARE: Final = 4  # of the receives, one or two parts may be unposted: m
 _LOCAL: Final = 1 << 62
 _READ_MAX: Final = 2048
 _SENT: Final = 1 << 1  # of a completion's flags
-_IMM_FLAG: Final = HAS_IMM >> 1
 _WRITE_FLAG: Final = 2 << 4
 
 _WRITE: Final = int(Kind.WRITE)

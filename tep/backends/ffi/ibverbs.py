@@ -30,15 +30,7 @@ _SONAME: Final = "libibverbs.so.1"
 _VARIABLE: Final = "TEP_LIBIBVERBS"
 _CURE: Final = "install rdma-core 33 or later (Debian: apt install libibverbs1 ibverbs-providers)"
 
-_P, _INT, _UINT, _U8, _U32, _U64 = (
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint,
-    ctypes.c_uint8,
-    ctypes.c_uint32,
-    ctypes.c_uint64,
-)
-_SIZE = ctypes.c_size_t
+_P, _INT = ctypes.c_void_p, ctypes.c_int
 
 PROTOTYPES: Final = prototypes("""
 int ibv_fork_init(void);
@@ -89,7 +81,6 @@ int ibv_get_async_event(struct ibv_context *context,
                     struct ibv_async_event *event);
 void ibv_ack_async_event(struct ibv_async_event *event);
 const char *ibv_wc_status_str(enum ibv_wc_status status);
-const char *ibv_event_type_str(enum ibv_event_type event);
 """)
 
 OPTIONAL: Final = prototypes("""
@@ -194,10 +185,6 @@ class Library:
     def status_str(self, status: int) -> str:
         """Name a completion's status as the library does."""
         return bytes(self._lib.ibv_wc_status_str(status)).decode()
-
-    def event_str(self, event_type: int) -> str:
-        """Name an asynchronous event as the library does."""
-        return bytes(self._lib.ibv_event_type_str(event_type)).decode()
 
     def devices(self) -> list[tuple[str, str]]:
         """List the RDMA devices: (name, folder in sysfs); empty where the kernel has no RDMA."""

@@ -76,21 +76,22 @@ A device has to say it (InfiniBand specification 1.4, section 11.6.3.4, "last WQ
 but Soft-RoCE of Linux 6.1 does not (measured); what that was taking in as it failed is through
 within microseconds (guessed)."""
 
-_UD: Final = ENUMS["IBV_QPT_UD"]
-_INIT, _RTR = ENUMS["IBV_QPS_INIT"], ENUMS["IBV_QPS_RTR"]
-_RTS, _ERR = ENUMS["IBV_QPS_RTS"], ENUMS["IBV_QPS_ERR"]
+
+def _step(state: str, fields: str = "") -> tuple[int, int]:
+    """A state of queue pairs, and the mask of what is set on the way to it."""
+    mask = sum(ENUMS[f"IBV_QP_{name}"] for name in ("STATE", *fields.split()))
+    return ENUMS[f"IBV_QPS_{state}"], mask
 
 
-def _mask(names: str) -> int:
-    return sum(ENUMS[f"IBV_QP_{name}"] for name in names.split())
-
-
-_STATE: Final = _mask("STATE")
-_INIT_RC: Final = _mask("STATE PKEY_INDEX PORT ACCESS_FLAGS")
-_INIT_UD: Final = _mask("STATE PKEY_INDEX PORT QKEY")
-_RTR_RC: Final = _mask("STATE AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER")
-_RTS_RC: Final = _mask("STATE TIMEOUT RETRY_CNT RNR_RETRY SQ_PSN MAX_QP_RD_ATOMIC")
-_RTS_UD: Final = _mask("STATE SQ_PSN")
+_STEPS: Final = {
+    "RESET->INIT": _step("INIT", "PKEY_INDEX PORT ACCESS_FLAGS"),
+    "INIT->RTR": _step("RTR", "AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER"),
+    "RTR->RTS": _step("RTS", "TIMEOUT RETRY_CNT RNR_RETRY SQ_PSN MAX_QP_RD_ATOMIC"),
+    "->ERR": _step("ERR"),
+    "UD RESET->INIT": _step("INIT", "PKEY_INDEX PORT QKEY"),
+    "UD INIT->RTR": _step("RTR"),
+    "UD RTR->RTS": _step("RTS", "SQ_PSN"),
+}
 _ACCESS: Final = (
     ENUMS["IBV_ACCESS_LOCAL_WRITE"]
     | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
@@ -186,9 +187,7 @@ class Conn:
             for qp in self._made:
                 self._modify(
                     qp,
-                    _INIT_RC,
                     "RESET->INIT",
-                    qp_state=_INIT,
                     pkey_index=device.pkey_index,
                     port_num=settings.port,
                     qp_access_flags=_ACCESS,
@@ -207,11 +206,11 @@ class Conn:
         self._made.append(qp)
         return qp
 
-    def _modify(self, qp: int, mask: int, what: str, **fields: object) -> None:
-        attr = QpAttr(**fields)
-        self._device.lib.ok(
-            "ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=qp_number(qp)
-        )
+    def _modify(self, qp: int, what: str, **fields: object) -> None:
+        state, mask = _STEPS[what]
+        attr = QpAttr(qp_state=state, **fields)
+        number = qp_number(qp)
+        self._device.lib.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=number)
 
     def _query_ece(self) -> Ece:
         """Ask the device about the queue pairs, which are all alike."""
@@ -249,9 +248,7 @@ class Conn:
         for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
             self._modify(
                 qp,
-                _RTR_RC,
                 "INIT->RTR",
-                qp_state=_RTR,
                 ah_attr=route,
                 path_mtu=min(device.port.active_mtu, hello.mtu),
                 dest_qp_num=number,
@@ -270,9 +267,7 @@ class Conn:
             if qp == self.msg_qp or qp in self.qps:
                 self._modify(
                     qp,
-                    _RTS_RC,
                     "RTR->RTS",
-                    qp_state=_RTS,
                     timeout=settings.timeout,
                     retry_cnt=settings.retry_cnt,
                     rnr_retry=settings.rnr_retry,
@@ -289,7 +284,7 @@ class Conn:
         self._receiving = set(self._made)
         for qp in self._made:
             try:
-                self._modify(qp, _STATE, "->ERR", qp_state=_ERR)
+                self._modify(qp, "->ERR")
             except FabricError:
                 self._stuck = True  # the deadline ends it
         if self._sending:
@@ -378,15 +373,12 @@ class Sources:
 def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     """Make a queue pair for datagrams, ready to send and receive."""
     lib = device.lib
-    attr = QpInitAttr(send_cq=cq, recv_cq=cq, qp_type=_UD)
+    attr = QpInitAttr(send_cq=cq, recv_cq=cq, qp_type=ENUMS["IBV_QPT_UD"])
     attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
-    for what, mask, state in (
-        ("UD RESET->INIT", _INIT_UD, _INIT),
-        ("UD INIT->RTR", _STATE, _RTR),
-        ("UD RTR->RTS", _RTS_UD, _RTS),
-    ):
+    for what in ("UD RESET->INIT", "UD INIT->RTR", "UD RTR->RTS"):
+        state, mask = _STEPS[what]
         step = QpAttr(
             qp_state=state, pkey_index=device.pkey_index, port_num=device.settings.port, qkey=qkey
         )
