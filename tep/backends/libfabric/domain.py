@@ -30,7 +30,7 @@ from tep.backends.ffi import libfabric as fi
 from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, engine_of
-from tep.backends.libfabric.completions import Mailbox, Queue
+from tep.backends.libfabric.completions import Mailbox, Queue, Sleeper
 from tep.backends.libfabric.frames import Inbox, Outgoing
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
 from tep.backends.libfabric.peer import Peer, State
@@ -39,7 +39,6 @@ from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import STATUSES, Rules, check_device
 from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
-from tep.backends.sleeper import Sleeper
 from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
