@@ -246,7 +246,7 @@ BENCHES: Final[dict[str, Bench]] = {
         "Over libfabric",
         _bench("python -m tests.bench.bench_libfabric"),
         _figures,
-        "Beside a C loop on the same provider, in turns; whoever has no turn is stopped.",
+        "Beside a C loop on the same provider, in turns; the others are stopped meanwhile.",
     ),
     "efa": Bench(
         "Over EFA, on a fake device",

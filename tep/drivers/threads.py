@@ -340,7 +340,7 @@ class ThreadDriver:
         return f"ThreadDriver({self._name!r}, {state}, CPUs {cpus}, spins {self._spin_s:g} s)"
 
     def start(self, machine: Machine) -> None:
-        assert self._thread is None, "a driver turns one machine"
+        assert self._thread is None, "a driver steps one machine"
         self._is_timed = isinstance(machine, Timed)  # asked once, since it is slow
         # Weak, here and in the worker while it sleeps: an engine without references is collected.
         # Its NICs are referenced: the end of a collected machine still needs them.

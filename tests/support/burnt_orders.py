@@ -31,23 +31,23 @@ WAITS_MAX = 60
 
 
 class Play:
-    """Transfers of node a to node b, and what b expects, in one order.
+    """Transfers of node a to node b, and b's expectations, in one order.
 
     Args:
-        chooser: of the order.
-        nics: of both engines.
-        doomed: the NICs of which one dies, numbered over both engines; empty: none.
-        rows: of each transfer.
-        cancels: how many transfers are cancelled, at any moment.
-        cuts: how often the path between two NICs is cut, until nothing else can happen.
-        pinned: whether all goes over the first NIC of a.
-        failover: whether the sender makes lost rows good.
-        reuse: whether the immediate is used again in the end; only where no row fails, since such
-            a row may still be on its way.
-        knobs: losses, copies, flush and depth, as `Fabric` has them.
+        chooser: chooses the order.
+        nics: numbers of NICs of both engines.
+        doomed: one of these NICs dies, numbered over both engines; empty: none.
+        rows: rows of each transfer.
+        cancels: number of transfers that are cancelled, at any moment.
+        cuts: number of cuts of the path between two NICs, each until nothing else can happen.
+        pinned: True: all goes over the first NIC of a.
+        failover: True: the sender retries lost rows.
+        reuse: True: the immediate is used again in the end; only if no row fails, since such
+            a row may still be in flight.
+        knobs: losses, copies, flush and depth, see `Fabric`.
 
     Attributes:
-        ends: how the transfers ended, and the expectations.
+        ends: the results of the transfers and of the expectations.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Two engines on a calm fabric, one of which tells of the other. Not a test."""
+"""Two engines on a calm fabric; one reports on the other. Not a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file descriptors this process has open. Not a test."""
+"""The open file descriptors of this process. Not a test."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def open_descriptors() -> int:
 
 
 def opened_since(before: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """What is open now and was not in `before`, which an earlier `descriptors()` found."""
+    """Return the descriptors that are open now and were not in an earlier `descriptors()`."""
     return descriptors() - before

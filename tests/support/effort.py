@@ -1,4 +1,4 @@
-"""How much of a search a run affords: few cases under `scripts/test --fast`, else all."""
+"""The size of searches in this run: few cases under `scripts/test --fast`, else all."""
 
 from __future__ import annotations
 

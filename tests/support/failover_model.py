@@ -1,10 +1,10 @@
 """A model of sums, fences and burnt immediates, small enough to be checked whole. Not a test.
 
 One path of NICs, one immediate, a few transfers over it, and a second path on which everything
-arrives. What the engine does is `Failover`, `Fencing` and `Notices`, in a few lines each; what may
-happen is all that C17, C24, C26 and C27 allow. `check` visits every state that can be reached.
+arrives. The engine is `Failover`, `Fencing` and `Notices`, in a few lines each; the fabric may do
+all that C17, C24, C26 and C27 allow. `check` visits every state that can be reached.
 
-It proves, for so many transfers, rows, cuts and lost or doubled messages as are given:
+It proves, for the given numbers of transfers, rows, cuts and lost or doubled messages:
  1. When no transfer is open, as many immediates are here as the done ones have rows, and those of
     failed ones that landed; and none comes later. So no count is short, and none is reached twice.
  2. The receiver's sum never contradicts the sender's, where no row has failed for good.
@@ -39,7 +39,7 @@ class Contradiction(AssertionError):
 
 
 class Row(NamedTuple):
-    """One row on the path: of which transfer, what its sender knows, and what is true."""
+    """One row on the path: its transfer, its sender's knowledge, and the truth."""
 
     of: int
     known: str

@@ -31,7 +31,7 @@ IMM = 7
 FREED = 0xEE
 WAITS_MAX = 40
 FRESH = 16
-"""From the immediates of one round to those of the next one, if something failed."""
+"""The distance between the immediates of two rounds, if something failed."""
 
 _BESIDE = re.compile("are of failed requests|another request|failed on that path before")
 """A transfer fails so because another one under its immediate has."""
@@ -43,23 +43,23 @@ class Play:
     """Transfers of node a to node b, in one order.
 
     Args:
-        chooser: of the order.
+        chooser: chooses the order.
         kind: one of KINDS.
-        rows: of each transfer.
-        nics: of both engines.
-        doomed: the NICs of which one dies, numbered over both engines; empty: none.
+        rows: rows of each transfer.
+        nics: numbers of NICs of both engines.
+        doomed: one of these NICs dies, numbered over both engines; empty: none.
         rounds: transfers, one after the other, under one immediate as long as none fails.
         sharing: transfers of each round, which are in flight together.
-        cancels: how many are cancelled, at any moment.
-        cuts: how often the path between two NICs is cut, one at a time.
-        heal: whether cuts end when nothing else can happen, and paths are taken into use again
-            before the next round.
-        restarts: how often the sender crashes; it goes on with the next round.
-        knobs: losses, copies and flush, as `Fabric` has them.
+        cancels: number of transfers that are cancelled, at any moment.
+        cuts: number of cuts of the path between two NICs, one at a time.
+        heal: True: cuts end when nothing else can happen, and paths are reopened before the
+            next round.
+        restarts: number of crashes of the sender; it goes on with the next round.
+        knobs: losses, copies and flush, see `Fabric`.
 
     Attributes:
         made_good: rows that were posted on a path that died.
-        ends: how the transfers ended.
+        ends: the results of the transfers.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Play:
             self.wrong.append("done before its bytes came")
 
     def _has(self, number: int, page: slice = slice(None)) -> bool:
-        """Whether the bytes of a transfer are there, or its reader has been released."""
+        """Return True if the bytes of a transfer are there, or its reader has been released."""
         found = set(self.targets[number][page].tolist())
         return self.kind == "barrier" or found <= {number + 1, FREED}
 
@@ -256,7 +256,7 @@ class Play:
         b.close()
 
     def _beside(self, number: int) -> list[str]:
-        """How the other transfers under its immediate ended."""
+        """Return the results of the other transfers under its immediate."""
         ends = zip(self.ends, self.imms, strict=True)
         alike = [end for end, imm in ends if imm == self.imms[number]]
         alike.remove(self.ends[number])

@@ -62,11 +62,11 @@ def build() -> Path:
 
 
 def environment(settings: Mapping[str, int] | None = None, major: int = 13) -> dict[str, str]:
-    """What a program needs to see the GPUs by one cuda-python, on top of os.environ.
+    """Return the variables that make a program see the GPUs by one cuda-python, with os.environ.
 
     Args:
-        settings: of tests/cuda_fake/driver.c.
-        major: of cuda-python, 12 or 13.
+        settings: settings of tests/cuda_fake/driver.c.
+        major: major version of cuda-python, 12 or 13.
     """
     found = {
         "TEP_FAKE_CUDA": " ".join(f"{name}={value}" for name, value in (settings or {}).items()),
@@ -106,7 +106,7 @@ class Fake:
             assert self._lib.fake_cuda_set(name.encode(), value) == 0, name
 
     def has(self, call: str) -> bool:
-        """Whether this driver has a call."""
+        """Return True if this driver has a call."""
         return bool(self._lib.fake_cuda_has(call.encode()))
 
     def calls(self, *names: str) -> list[Call]:
@@ -123,7 +123,7 @@ class Fake:
         return found
 
     def peek(self, ptr: int, nbytes: int) -> bytes:
-        """What memory holds at this moment, whatever is still to be copied there."""
+        """Return the present bytes of memory, without pending copies."""
         out = ctypes.create_string_buffer(nbytes)
         assert self._lib.fake_cuda_peek(ptr, out, nbytes), hex(ptr)
         return out.raw
@@ -139,7 +139,7 @@ class Fake:
             assert time.monotonic() < until, (self.word(ptr), value)
 
     def ranges(self) -> int:
-        """How many allocations, mappings and registrations the driver knows."""
+        """Count the allocations, mappings and registrations that the driver knows."""
         return int(self._lib.fake_cuda_ranges())
 
 

@@ -95,7 +95,7 @@ class Fabric:
         return self._libraries / "driver"
 
     def environment(self, host: int = 0) -> dict[str, str]:
-        """What a program needs to see the NICs of one host, on top of os.environ."""
+        """Return the variables that make a program see the NICs of one host, with os.environ."""
         return {
             "TEP_FAKE_EFA": str(self.folder),
             "TEP_FAKE_EFA_HOST": str(host),
@@ -112,11 +112,11 @@ class Fabric:
         self._control("fault", line)
 
     def clear(self, *kind: str) -> None:
-        """Forget all faults, or those of one kind."""
+        """Forget all faults, or all of one kind."""
         self._control("clear", *kind)
 
     def counters(self) -> dict[tuple[int, int], Counter[str]]:
-        """What reached the devices so far, by (host, NIC)."""
+        """Return the devices' counters so far, by (host, NIC)."""
         found = {}
         for line in self._control("counters").splitlines():
             name, *pairs = line.split()
@@ -154,7 +154,7 @@ class Fabric:
 def fabric(
     settings: Mapping[str, int] | None = None, faults: Sequence[str] = ()
 ) -> Iterator[Fabric]:
-    """A new run, removed at the end; settings are those of tests/efa_fake/fabric.h.
+    """Make a new run, removed at the end; tests/efa_fake/fabric.h has the settings.
 
     Raises:
         NoCompiler: it cannot be built here.
@@ -177,7 +177,7 @@ def fabric(
 
 
 def _sysfs(top: Path, nics: int) -> None:
-    """What the provider reads: the driver's name, the PCI address, the ABI's version."""
+    """Write the files that the provider reads: driver's name, PCI address, version of the ABI."""
     (top / "class/infiniband_verbs").mkdir(parents=True)
     (top / "class/infiniband_verbs/abi_version").write_text("1\n")
     (top / "drivers/efa").mkdir(parents=True)

@@ -64,7 +64,7 @@ class Rank:
 
 
 class FakeRay:
-    """What `need("ray", ...)` gives."""
+    """The module that `need("ray", ...)` returns."""
 
     def __init__(self, *script) -> None:
         self.script, self.refs, self.objects, self.numbers = deque(script), {}, {}, count()

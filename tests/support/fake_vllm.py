@@ -68,7 +68,7 @@ def content(prompt: list[int], block: int, layer: int) -> np.ndarray:
 
 
 def copy_of(value):
-    """As it comes out of vLLM's channel between processes."""
+    """Copy an object like vLLM's channel between processes."""
     return pickle.loads(pickle.dumps(value))  # noqa: S301  # our own bytes
 
 
@@ -237,7 +237,7 @@ class Instance:
         return whole
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
-        """Which requests compute which tokens: (request, first, count)."""
+        """Schedule requests and their tokens: (request, first, count)."""
         for request in [one for one in self.running if self.dice.random() < 0.02]:
             self.running.remove(request)
             self.waiting.insert(0, request)
@@ -330,7 +330,7 @@ class Instance:
         )
 
     def _update(self, chunks, report: Report) -> None:
-        """As vLLM: failures first, then the connector, then the blocks."""
+        """Process a step's results like vLLM: failures, then the connector, then the blocks."""
         loading = [r for r in self.waiting if r.status is Status.WAITING_FOR_REMOTE_KVS]
         errors = []
         for request in loading:

@@ -1,6 +1,6 @@
-"""What a machine may lack: a test that needs it is skipped, and says what is missing. Not a test.
+"""The optional tools of a machine: without one its tests are skipped, with a reason. Not a test.
 
-Only news of the machine ends in a skip; whatever else goes wrong on the way is an error.
+Only a missing tool ends in a skip; any other fault is an error.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Rank:
 
 
 def content(request: str, name: str, nblocks: int, heads: range) -> np.ndarray:
-    """What a request's blocks hold: [block, head, token, element], by a formula."""
+    """Compute the contents of a request's blocks: [block, head, token, element], by a formula."""
     one = name.endswith(MLA)
     shape = (nblocks, 1 if one else HEADS, 2 if one else TOKENS, RUN)
     dice = np.random.default_rng(list(f"{request} {name}".encode()))
@@ -109,7 +109,7 @@ def content(request: str, name: str, nblocks: int, heads: range) -> np.ndarray:
 
 @dataclass
 class Run:
-    """What happened, and what was wrong with it."""
+    """The events of a run, and its faults."""
 
     violations: list[str] = field(default_factory=list)
     done: int = 0

@@ -1,4 +1,4 @@
-"""What a driver turns and what it waits for, without an engine: fakes. Not a test."""
+"""Fakes of a driver's machine and handles, without an engine. Not a test."""
 
 from __future__ import annotations
 

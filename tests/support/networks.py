@@ -34,7 +34,7 @@ class Host(NamedTuple):
         return ["nsenter", "-t", str(self.pid), "-n", *command]
 
     def sent_bytes(self) -> int:
-        """What has left this host through the cable."""
+        """Count the bytes that have left this host through the cable."""
         for line in _run(self.inside("cat", "/proc/net/dev")).splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == _CABLE:

@@ -149,7 +149,7 @@ class Nic:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing arrives here any more."""
+        """True if nothing arrives here any more."""
         return self.dead or self.gone
 
     def register(self, memory, access) -> DomainKey:
@@ -242,22 +242,22 @@ class Still(InlineDriver):
 
 
 class Fabric:
-    """Two engines, what is on its way between them, and who chooses.
+    """Two engines, the rows and messages in flight between them, and the chooser of the order.
 
     Args:
-        chooser: who.
-        nics: of each engine.
-        doomed: the NICs of which one dies, numbered over both engines; empty: none does.
-        losses: control messages that may get lost, though their sender is told that they arrived.
-        copies: control messages that may come twice, the second time at any later moment.
-        flush: whether an error may end all other rows of its path as FLUSHED.
+        chooser: chooses the next event.
+        nics: numbers of NICs of each engine.
+        doomed: one of these NICs dies, numbered over both engines; empty: none does.
+        losses: number of control messages that may get lost although they complete well.
+        copies: number of control messages that may come twice, the second time at any moment.
+        flush: True: an error may end all other rows of its path as FLUSHED.
         depth: rows that a NIC takes.
 
     Attributes:
         now_s: the time of both engines; a slow machine must not make them ask a second time.
         cuts: pairs of NICs between which nothing gets through.
-        more: what else may happen, by the test's will.
-        state: what `more` and the test's end depend on beside the engines, memory and the fabric.
+        more: further events, chosen by the test.
+        state: the test's own state, which decides about `more` and about its end.
     """
 
     def __init__(

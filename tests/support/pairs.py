@@ -40,7 +40,7 @@ class Buffer:
         self.data[:] = content
 
     def guards_hold(self) -> bool:
-        """Whether nobody wrote outside."""
+        """Return True if nothing was written outside."""
         edges = np.concatenate([self._whole[:GUARD], self._whole[-GUARD:]])
         return bool((edges == 0xA5).all())
 
@@ -98,7 +98,7 @@ class Pair:
             self.a.driver.turn()
 
     def untouched_but(self, ranges: list[tuple[int, int]]) -> bool:
-        """Whether all of the target outside (start, stop) ranges, and the guards, are as made."""
+        """Return True if the target outside (start, stop) ranges, and the guards, are unchanged."""
         blank = np.ones(len(self.dst.data), np.bool_)
         for start, stop in ranges:
             blank[start:stop] = False

@@ -31,7 +31,7 @@ class PlantedBugs(dict[str, Plant]):
 
 
 def shows(play: Callable[[int], object], seed: int) -> bool:
-    """Whether the run of a seed shows the bug: an oracle raises, or the product breaks."""
+    """Return True if the run of a seed shows the bug: an oracle raises, or the product breaks."""
     try:
         play(seed)
     except Exception as error:  # noqa: BLE001  # a hang or an error of the product shows it too

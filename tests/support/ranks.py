@@ -58,7 +58,7 @@ def start_ranks(
 
 
 def outcomes(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120.0) -> list[Ended]:
-    """How each ended; none is left behind, whatever happens."""
+    """Wait for all ranks and return their results; leave none behind, whatever happens."""
     try:
         said = [rank.communicate(timeout=timeout_s) for rank in ranks]
     finally:

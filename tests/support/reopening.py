@@ -24,17 +24,17 @@ FREED = 0xEE
 
 
 class Play:
-    """Transfers over paths of which some are cut for a while.
+    """Transfers over paths, some of them cut for a while.
 
     Args:
-        chooser: of the order.
-        nics: of both engines.
-        rows: of each transfer.
-        rounds: how many transfers each sender makes, one after the other; one more follows when no
+        chooser: chooses the order.
+        nics: numbers of NICs of both engines.
+        rows: rows of each transfer.
+        rounds: number of transfers of each sender, one after the other; one more follows when no
             path is cut any more.
-        both: whether the second engine writes to the first as well.
-        cuts: how often a path is cut; each time another may be, two at once at the most.
-        copies: how often a message comes a second time, at any later moment.
+        both: True: the second engine writes to the first as well.
+        cuts: number of cuts of a path; each time another may be cut, two at once at the most.
+        copies: number of messages that come a second time, at any later moment.
 
     Attributes:
         made_good: rows that a path took with it.
@@ -101,7 +101,7 @@ class Play:
         return [link for engine in self.engines for link in engine._peers.links.values()]
 
     def _more(self) -> list[Callable[[], None]]:
-        """What may happen beside the fabric's own events."""
+        """Return the events that may happen beside the fabric's own."""
         fabric, links = self.fabric, self._links()
         found: list[Callable[[], None]] = []
         out = any(not flight.ended for flight in fabric.flights)

@@ -163,7 +163,7 @@ class ScriptNic:
         return taken
 
     def _room(self, batch: WriteBatch | ReadBatch, nrows: int) -> int:
-        """How many of so many rows it takes."""
+        """Return how many of the offered rows it takes."""
         refused = isinstance(batch.peer, int) and batch.peer in self.refuse_peers
         return 0 if refused else min(self.room, nrows)
 

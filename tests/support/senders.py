@@ -30,7 +30,7 @@ class World:
         self.mrs = {e.name: e.reg_mr(np.ones(PAGE * PAGES, np.uint8))[0] for e in (self.a, self.b)}
 
     def write(self, engine: TransferEngine, imm: object = 7, **kw: object) -> tep.Transfer:
-        """All pages, of which a NIC takes a few at a time."""
+        """Write all pages; a NIC takes a few at a time."""
         mr = self.mrs[engine.name]
         pages = Pages(range(PAGES))
         return engine.submit_paged_writes(PAGE, (mr, pages), (self.desc, pages), imm, **kw)

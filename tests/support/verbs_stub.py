@@ -26,7 +26,7 @@ _SOURCE: Final = Path(__file__).parents[1] / "verbs_stub" / "stub.c"
 
 
 class Knob:
-    """What stub_set turns, by number; as in stub.c."""
+    """The settings of stub_set, by number; same as in stub.c."""
 
     SINK = 0  # take and complete writes, deliver nothing
     NO_COPY = 1  # deliver immediates, but no bytes
@@ -95,7 +95,7 @@ class Stub:
         self.lib.stub_ece(number, options)
 
     def ece_in_use(self, qpn: int) -> int:
-        """Of a queue pair, what it does beyond the standard."""
+        """Return the extensions that a queue pair uses beyond the standard."""
         return int(self.lib.stub_qp_ece(qpn))
 
     def count(self, name: str) -> int:

@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Run:
-    """What happened, and what was wrong with it."""
+    """The events of a run, and its faults."""
 
     violations: list[str] = field(default_factory=list)
     loaded: int = 0

@@ -46,13 +46,13 @@ _KERNEL_ARGUMENTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to run the guest.
+    """Options of a run of the guest.
 
     Attributes:
         nics: software NICs, rxe0 to rxe<nics - 1>, 1 to 32.
-        mtu: of their network; 4200 holds the largest packet of RDMA.
-        memory: of the guest, as qemu reads it.
-        timeout_s: for boot and command together, seconds.
+        mtu: MTU of their network; 4200 holds the largest packet of RDMA.
+        memory: memory of the guest, in qemu's form.
+        timeout_s: time limit for boot and command together, seconds.
         interactive: give the command this terminal.
     """
 
@@ -65,14 +65,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
-        status: of the command; 124 = out of time, 125 = the guest ended without one.
-        output: what the command printed.
-        console: what the guest's kernel and init printed.
+        status: status of the command; 124 = out of time, 125 = the guest ended without one.
+        output: output of the command.
+        console: output of the guest's kernel and init.
         elapsed_s: wall time.
-        kept: where output and console were kept, if it went wrong.
+        kept: folder with output and console, if the run failed.
     """
 
     status: int

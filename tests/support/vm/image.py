@@ -1,4 +1,4 @@
-"""What the guest starts with: an initramfs of busybox, modules and a short init, and its job.
+"""The boot image of the guest: an initramfs of busybox, modules and a short init, and its job.
 
 The guest's root is this machine's, read-only over 9p, under an overlay in its memory: it can write
 everywhere and changes nothing. One folder is shared for writing: the job, its output, its status.

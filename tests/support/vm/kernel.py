@@ -28,12 +28,12 @@ PACKAGES: Final = {
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
 }
-"""Which Debian package brings which tool."""
+"""The Debian package of each tool."""
 
 FILES: Final = {
     "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",  # and with it libibverbs1
 }
-"""Which Debian package brings which file that the guest needs."""
+"""The Debian package of each file that the guest needs."""
 
 MODULES: Final = (
     # The way to this machine's files.

@@ -16,7 +16,7 @@ _PATIENCE_S = 10.0
 
 
 def port_band(qpn: int, remote_qpn: int, bands: int) -> int:
-    """Which of the delays the packets of a pair of Soft-RoCE's queue pairs get.
+    """Return the delay class for the packets of a pair of Soft-RoCE's queue pairs.
 
     Source: rdma_calc_flow_label and rdma_flow_label_to_udp_sport in <rdma/ib_verbs.h> of Linux 6.1;
     quoted, and seen in the counters of the classes.
@@ -63,11 +63,11 @@ def _plug(nic: int, what: str) -> None:
 
 @contextmanager
 def delay_by_queue_pair(interfaces: Sequence[str], delays_ms: Sequence[int]) -> Iterator[None]:
-    """Give the packets of each queue pair one of the delays, of which there are 2, 4, 8 or 16.
+    """Give the packets of each queue pair one of the 2, 4, 8 or 16 delays.
 
     Soft-RoCE derives a packet's UDP source port from the numbers of its two queue pairs, and u32
     sorts by four bits of that port, see port_band(). So order holds within a queue pair and is lost
-    between them: what a fabric without message order shows, if each write may take any queue pair.
+    between them, like on a fabric without message order, if each write may take any queue pair.
     """
     bands = len(delays_ms)
     assert bands in {2, 4, 8, 16}, delays_ms
