@@ -1,7 +1,7 @@
 """Measure by the project's own commands, and write docs/benchmarks.md and its pages.
 
-No figure is typed: each table comes from a file of docs/data, which this program writes from what a
-command printed. What a benchmark measures is said by the command itself.
+No figure is typed: each table comes from a file of docs/data, which this program writes from the
+output of a command. The command itself describes its measurement.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _compared(one: Mapping[str, Any]) -> str:
 
 
 def _published(data: Any) -> list[Row]:
-    """Of `tep reproduce`."""
+    """Make the table of `tep reproduce`."""
     fixed = {"table", "unit", "published", "simulated", "error", "left_out", "class", "of"}
     rows: list[Row] = []
     for one in data["points"]:
@@ -82,7 +82,7 @@ def _published(data: Any) -> list[Row]:
 
 
 def _left_out(one: Mapping[str, Any]) -> str:
-    """How far off a point is without it."""
+    """Write the error of a point that is left out."""
     if one["left_out"] is None:
         return "nothing left" if one["class"] == "fitted" else ""
     if one["unit"] == "%":
@@ -169,7 +169,7 @@ def _published_short(data: Any) -> list[Row]:
 
 
 def _table(data: Any) -> list[Row]:
-    """Of programs that print one row, or rows."""
+    """Make the table of a program that prints one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
     if isinstance(rows, Mapping):
         rows = [{"what": key, **value} for key, value in rows.items()]
@@ -189,7 +189,7 @@ def _shown(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, or all in front of the point."""
+    """Write a number with three significant digits, or all in front of the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -198,11 +198,11 @@ class Bench:
     """One thing to measure.
 
     Attributes:
-        title: of its section.
-        command: words, run at the top of the checkout; "{json}" stands for a file that it writes,
-            else what it prints is taken.
+        title: title of its section.
+        command: words, run at the top of the checkout; "{json}" stands for a file that it writes;
+            without it, its output is taken.
         rows: makes a table of its JSON.
-        about: what to know when reading it.
+        about: remarks for its reader.
         short: makes the table of the first page; None = it is not there.
     """
 
@@ -365,7 +365,7 @@ are not repeated by the next run."""
 
 
 def pages() -> dict[str, str]:
-    """The pages that the files of docs/data make, by path under docs: first the one of all."""
+    """Make the pages from the files of docs/data, by path under docs; the overview comes first."""
     whole = {"benchmarks.md": f"# Benchmarks\n\n{_HEAD}\n"}
     links, missing = ["", "## All tables", ""], []
     for name, bench in BENCHES.items():
@@ -391,7 +391,7 @@ def pages() -> dict[str, str]:
 
 
 def _markdown(rows: Sequence[Row]) -> list[str]:
-    """A table; columns in which nothing stands are left out."""
+    """Make a Markdown table, without empty columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [name for name in names if any(row.get(name) not in {"", None} for row in rows)]
     cells = [[str(row.get(name, "")).replace("|", "/") for name in columns] for row in rows]
@@ -400,7 +400,7 @@ def _markdown(rows: Sequence[Row]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what is named, and write or check the pages."""
+    """Run the named benchmarks, and write or check the pages."""
     parser = argparse.ArgumentParser(prog="scripts/benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help="what to measure anew; all: everything")
     parser.add_argument("--list", action="store_true", help="name each with its command")

@@ -1,4 +1,4 @@
-"""`tep bench`: measures, and prints medians beside what they are compared to."""
+"""`tep bench`: measures, and prints medians beside the numbers they are compared to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["app", "machine_of_figures", "show_figures"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure: CPU time, medians, side by side with what they are compared to.",
+    help="Measure: CPU time, medians, side by side with the numbers they are compared to.",
 )
 Rounds = Annotated[
     int, typer.Option("--rounds", min=3, help="Rounds of each figure; the median is shown.")
@@ -26,7 +26,7 @@ Rounds = Annotated[
 
 @app.command("engine")
 def engine(rounds: Rounds = 40, json: Json = False) -> None:
-    """The engine's own CPU time a page, a write and a scatter, over NICs that cost nothing."""
+    """Measure the engine's own CPU time a page, a write and a scatter, over NICs without cost."""
     from tep.bench.engine import engine_figures  # numpy is loaded when something is measured
 
     show_figures("tep bench engine", engine_figures(rounds), 21, json=json)
@@ -34,7 +34,7 @@ def engine(rounds: Rounds = 40, json: Json = False) -> None:
 
 @app.command("sim")
 def sim(rounds: Rounds = 5, json: Json = False) -> None:
-    """The simulator's speed: chaos scenarios a second, a large paged write and an all-to-all on the
+    """Measure the simulator: chaos scenarios a second, a large paged write and an all-to-all on the
     timing fabric.
     """
     from tep.bench.simulator import simulator_figures

@@ -93,7 +93,7 @@ VALUES = {
 
 
 def mirrored(verbs=VERBS_STRUCTS):
-    """The facts of our mirrors; `verbs` are those of libibverbs, as another machine has them."""
+    """Return the facts of our mirrors; `verbs` are libibverbs' facts, as on another machine."""
     found = {}
     for name, mirror in (verbs | EFA_STRUCTS).items():
         for field, _ in mirror._fields_:

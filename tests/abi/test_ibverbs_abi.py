@@ -39,7 +39,7 @@ SUFFIXES = {"verbs_context": "create_qp_ex"}
 
 
 def mirrored(structs=STRUCTS):
-    """What the mirrors say: name -> numbers."""
+    """Return the facts of the mirrors: name -> numbers."""
     found = {}
     for name, mirror in structs.items():
         if name not in {*PREFIXES, *SUFFIXES}:
@@ -107,7 +107,7 @@ def parse(text):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What the compiler says."""
+    """Return the compiler's facts."""
     if shutil.which("gcc") is None or not HEADER.exists():
         pytest.skip("no gcc or no <infiniband/verbs.h>; apt install gcc libibverbs-dev")
     return compiled_facts(tmp_path_factory.mktemp("abi"))

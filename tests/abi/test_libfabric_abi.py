@@ -48,7 +48,7 @@ LIBRARY_ALLOCATED = {"fi_domain_attr", "fi_ops_av", "fi_ops_domain", "fi_ops_fab
 
 
 def ours():
-    """What the mirrors say: name -> size, field -> (offset, size), constant -> value."""
+    """Return the mirrors' facts: name -> size, field -> (offset, size), constant -> value."""
     facts = {f"const {name}": value for name, value in CONSTANTS.items()}
     for struct in MIRRORED:
         name = struct.__name__
@@ -86,7 +86,7 @@ def program(skip):
 
 
 def compiled(folder):
-    """What the compiler says, and what its headers lack."""
+    """Return the compiler's facts, and the names that its headers lack."""
     source, binary = folder / "facts.c", folder / "facts"
     skip = set()
     while True:

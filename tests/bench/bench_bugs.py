@@ -1,4 +1,4 @@
-"""How soon each planted bug is found: seeds until the first finding, from several starts.
+"""Measure how soon each planted bug is found: seeds until the first finding, from several starts.
 
     python -m tests.bench.bench_bugs --starts 5
     python -m tests.bench.bench_bugs --starts 5 --only failover
@@ -6,8 +6,8 @@
 
 Median and worst over the starts; a bug that is not found counts as --most + 1. The bugs are those
 of all gates: engine and fairness, burnt, company, pruning, reads, removals, reopening. With
---escapes the fabric lacks one ability after another, and what is told is how many bugs of the first
-two gates escape then: what that ability is worth.
+--escapes the fabric lacks one ability after another, and the number of bugs of the first two gates
+that escape then is printed: the worth of that ability.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many chaos scenarios a second: drawing, engines, fabric and oracle, on one core.
+"""Measure chaos scenarios a second: drawing, engines, fabric and oracle, on one core.
 
     python tests/bench/bench_chaos.py --batches 9 --runs 200
 

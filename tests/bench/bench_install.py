@@ -1,8 +1,8 @@
-"""What it costs to install and to import tep: size on disk, packages, seconds of CPU; and peers.
+"""Measure the install and import of tep and of peers: size on disk, packages, seconds of CPU.
 
     python tests/bench/bench_install.py [--peer "NAME=PIP ARGUMENTS:MODULE"] [--json]
 
-Each is installed into a fresh virtual environment; what a bare one has is not counted.
+Each is installed into a fresh virtual environment; the contents of a bare one are not counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The whole engine over libfabric against a plain C loop: same provider, same settings, in turns.
 
-What is timed is from submit_paged_writes() to the last counted immediate and the transfer's own
-end. Runs of C and of tep take turns, in several pairs of fresh processes: other work on the machine
-then meets both, and where a process's memory happens to lie changes its figures by a tenth. Who has
-no turn is stopped: its target polls without end, and would take one of two cores. The C program is
-tests/bench/libfabric/yardstick.c, built with cc against the library that tep itself has found.
+The time is from submit_paged_writes() to the last counted immediate and the transfer's own end.
+Runs of C and of tep take turns, in several pairs of fresh processes: other work on the machine then
+affects both, and the place of a process's memory alone changes its figures by a tenth. Processes
+are stopped while the others run: their targets poll without end, and would take a core. The C
+program is tests/bench/libfabric/yardstick.c, built with cc against the library that tep found.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = ["EFA_FIGURES", "FIGURES", "efa_figures", "libfabric_figures", "serve"
 
 SOURCE: Final = Path(__file__).parent / "libfabric" / "yardstick.c"
 FIGURES: Final = 7
-"""How many figures libfabric_figures() yields."""
+"""The number of figures that libfabric_figures() yields."""
 
 EFA_FIGURES: Final = 4
 
-_RUNS: Final = 3  # of each pair of processes
-_PINGS: Final = 500  # of a run; on a crowded machine each may cost two turns of the scheduler
+_RUNS: Final = 3  # runs of each pair of processes
+_PINGS: Final = 500  # pings of a run; on a crowded machine each may take two time slices
 _WAIT_S: Final = 30.0
-_IDLE_S: Final = 180.0  # while the other one of a pair has its turns
+_IDLE_S: Final = 180.0  # while the other one of a pair runs
 _CALL_US: Final = 100.0
-_CALLS: Final = 200  # of a round
+_CALLS: Final = 200  # calls of a round
 
 
 def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
@@ -90,7 +90,7 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
 
 
 def efa_figures(rounds: int = 15) -> Iterator[Figure]:
-    """EFA's two fabrics beside the C loop: CPU time of a write, both ends, device included.
+    """Measure EFA's two fabrics beside the C loop: CPU of a write, both ends, device included.
 
     Raises:
         LookupError: no C compiler, no headers of libfabric, or no yardstick.
@@ -145,16 +145,16 @@ def _build(program: Path) -> Path:
 
 
 class _Runs(Protocol):
-    """One of the two that take turns."""
+    """One of the two contestants that take turns."""
 
     def run(self) -> float:
-        """Microseconds of one run."""
+        """Make one run; return its microseconds."""
 
     def signal(self, number: int) -> None:
-        """Stop its processes other than this one, or let them go on."""
+        """Stop the processes other than this one, or continue them."""
 
     def close(self) -> None:
-        """End it."""
+        """End the processes."""
 
 
 def _take_turn(one: _Runs) -> float:
@@ -175,7 +175,7 @@ def _compare(
     aim: Callable[[float], float] | None,
     gbytes: float | None = None,
 ) -> Figure:
-    """Run both in turns; `gbytes` a run turns times into rates, of which more is better."""
+    """Run both in turns; `gbytes` a run turns times into rates, and more is then better."""
     mine: list[float] = []
     c: list[float] = []
     for _ in range(pairs):
@@ -212,7 +212,7 @@ class _C:
     """The C program; a line on its input makes one run."""
 
     def __init__(self, program: Path, *arguments: object) -> None:
-        complete = int(arguments[1] == "tcp")  # whether rows wait for the target, as tep's do
+        complete = int(arguments[1] == "tcp")  # True: rows wait for the target, like tep's
         self._process = subprocess.Popen(  # what _build() made, no shell
             [str(program), *map(str, arguments), str(complete)],
             stdin=subprocess.PIPE,
@@ -231,7 +231,7 @@ class _C:
         self._process.stdin.flush()
 
     def ended(self) -> bool:
-        """Whether finish() would return at once."""
+        """Return True if finish() would return at once."""
         assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
@@ -253,7 +253,7 @@ def _engine(provider: str, ring: list[Machine] | None = None) -> tep.TransferEng
 
 
 def _memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Page-aligned memory, written to, as the yardstick's is."""
+    """Allocate page-aligned memory and write to it, like the yardstick."""
     memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), np.uint8)
     memory[:] = 1
     return memory
@@ -281,7 +281,7 @@ class _Pair:
         return (time.process_time_ns() - start) / self.rows / 1000
 
     def signal(self, number: int) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
     def close(self) -> None:
         self.a.close()
@@ -335,11 +335,11 @@ class _Two:
     def _ping(self) -> float:
         start = time.perf_counter_ns()
         sent = self.engine.submit_single_write(self.size, (self.mr, 0), (self.desc, 0), imm=1)
-        self.engine._machine.step()  # it leaves before we get ready for the answer
+        self.engine._machine.step()  # sent before we prepare for the answer
         answer = self.engine.expect_imm_count(2, 1)
         answer.wait(_WAIT_S)
         took_us = (time.perf_counter_ns() - start) / 2000
-        sent.wait(_WAIT_S)  # an error here, and not a wait for an answer that nobody sends
+        sent.wait(_WAIT_S)  # raise an error here instead of waiting for an answer that never comes
         return took_us
 
     def signal(self, number: int) -> None:
@@ -352,8 +352,8 @@ class _Two:
 
 
 def serve() -> None:
-    """Be the other process of a pair: count, then answer with one write; ends when it is killed,
-    or when nobody has written for three minutes.
+    """Run the other process of a pair: count, then answer with one write; end when it is killed,
+    or when nothing was written for three minutes.
     """
     job: dict[str, Any] = json.loads(sys.stdin.readline())
     target = tep.MrDesc.from_bytes(bytes.fromhex(job["desc"]))
@@ -366,7 +366,7 @@ def serve() -> None:
         here.expect_imm_count(1, job["count"]).wait(_IDLE_S)
         former, answered = answered, here.submit_single_write(8, (mr, 0), (target, 0), imm=2)
         if not job["threads"]:
-            here._machine.step()  # it leaves before we get ready for the next
+            here._machine.step()  # sent before we prepare for the next one
         if former is not None:
             former.wait(_WAIT_S)
 
@@ -375,7 +375,7 @@ def serve() -> None:
 
 
 def _delays(program: Path, provider: str, rounds: int) -> Iterator[Figure]:
-    """How long a call of the user's own thread takes beside a busy engine, 99th percentile.
+    """Measure a call of the user's own thread beside a busy engine, 99th percentile.
 
     The call drops the interpreter's lock (SHA-256 over a buffer of the right length), as numpy's,
     torch's and file calls do; it needs the lock again to return. Sender, target and this thread
@@ -427,7 +427,7 @@ def _beside_engine(two: _Two, data: bytes) -> list[tuple[float, float]]:
     found = [_timed_us(data) for _ in range(_CALLS)]
     going.clear()
     sent.wait(_WAIT_S)
-    two.run()  # behind what was still on its way
+    two.run()  # after the rows still in flight
     return found
 
 
@@ -446,7 +446,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def _timed_us(data: bytes) -> tuple[float, float]:
-    """Microseconds of one call: in all, and without those in which it was ready to run."""
+    """Measure microseconds of one call: in all, and without those in which it was ready to run."""
     waited = _run_delay_ns()
     start = time.perf_counter_ns()
     hashlib.sha256(data)
@@ -455,7 +455,7 @@ def _timed_us(data: bytes) -> tuple[float, float]:
 
 
 def _run_delay_ns() -> int:
-    """How long this thread has waited for a CPU; proc(5), schedstat, its second number."""
+    """Read the time this thread has waited for a CPU; proc(5), schedstat, its second number."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 

@@ -2,8 +2,8 @@
 
     python tests/bench/bench_newcomer.py [--reuse] [--json]
 
-The programs are those of README.md and docs/howto/protocol.md, as they stand. Each step prints its
-time. CPU time is that of the step's processes: on a busy machine it says more than wall time.
+The programs are taken from README.md and docs/howto/protocol.md, as they stand. Each step prints
+its time. CPU time is the step's processes': on a busy machine it says more than wall time.
 """
 
 from __future__ import annotations

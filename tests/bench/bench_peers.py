@@ -1,9 +1,9 @@
-"""tep beside other engines between two processes of one host, in turns: writes, and who notices.
+"""Compare tep with other engines between two processes of one host, in turns.
 
-Each contestant is two processes that stay open, and are stopped while others have their turn. A
-round gives each of them one transfer of each plan and one ping-pong, so that what else the machine
-does meets all alike. Ratios are of one round, and then the median over rounds. The programs that
-are started, and what each engine does, are in tests/bench/same_host.
+Each contestant is two processes that stay open, and are stopped while others run. A round gives
+each of them one transfer of each plan and one ping-pong, so that other work on the machine affects
+all alike. Ratios are taken in each round; the result is their median. The programs for each engine
+are in tests/bench/same_host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEERS: Final[Mapping[str, str]] = {
     "ucxx": "ucxx",
     "mpi": "mpi4py.MPI",
 }
-"""Engines that can be compared -> what must be importable in their environment."""
+"""Engines that can be compared -> the module that their environment must have."""
 
 PLANS: Final[Mapping[str, tuple[str, int]]] = {
     "weights": ("RL, 256 MiB", 256 << 20),
@@ -46,7 +46,7 @@ PLANS: Final[Mapping[str, tuple[str, int]]] = {
     "small pages": ("KvCache, 16,384 x 4 KiB", 64 << 20),
     "tokens": ("MoE, 1,024 x 7 KiB", 7 << 20),
 }
-"""As in player.py -> title, bytes."""
+"""Plans of player.py -> title, bytes."""
 
 PING: Final = "8 B, half a round trip"
 
@@ -71,11 +71,11 @@ class Row:
         who: the contestant.
         about: its version.
         what: the plan.
-        unit: of median, least and most.
-        median, least, most: what was measured; None: it did not take part, see `absent`.
-        ratio: to tep in the same round, above 1 where it is better than tep; median, least, most.
-        cpu_ms: of both processes, median; of the ping-pong, of a half trip.
-        absent: why there is no figure.
+        unit: unit of median, least and most.
+        median, least, most: the results; None: it did not take part, see `absent`.
+        ratio: ratio to tep in the same round, above 1 if better than tep; median, least, most.
+        cpu_ms: CPU of both processes, median; for the ping-pong, of half a round trip.
+        absent: the reason why there is no figure.
     """
 
     who: str
@@ -104,7 +104,7 @@ class _Entry:
     values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def ask(self, what: str, argument: object) -> list[dict[str, Any]] | None:
-        """Have both processes do something; their answers, or None if one has failed."""
+        """Send both processes a request; return their answers, or None if one has failed."""
         if self.error:
             return None
         self._signal(signal.SIGCONT)
@@ -119,7 +119,7 @@ class _Entry:
         return found
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """One answer of each process."""
+        """Read one answer of each process."""
         found: list[dict[str, Any]] = []
         for answers, _ in self.controls:
             try:
@@ -135,7 +135,7 @@ class _Entry:
         return found
 
     def _signal(self, number: int) -> None:
-        """Stopped between its turns: the threads of some spin for ever, in everybody's way."""
+        """Stop or continue both processes: some spin for ever, and would disturb the others."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -183,7 +183,7 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
                 met = sorted(_meet(listener, ends) for _ in range(2))
         except TimeoutError:
             entry.error = f"its two processes did not come within {_START_S:g} s"
-        except (OSError, ValueError) as error:  # no mpiexec; or it died before it said who it is
+        except (OSError, ValueError) as error:  # no mpiexec; or it died before it introduced itself
             entry.error = f"it could not be started: {error}"
     if entry.error:
         entry.close()
@@ -200,9 +200,9 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
 def _meet(
     listener: socket.socket, ends: Sequence[socket.socket]
 ) -> tuple[int, int, tuple[TextIO, TextIO]]:
-    """Rank, process id, and the two directions of a process that has connected.
+    """Read rank and process id of a process that has connected; return them with both streams.
 
-    It is given its end of the socket between the two processes.
+    The process gets its end of the socket between the two processes.
     """
     connection, _ = listener.accept()
     with connection:  # the files keep it open until they are closed
@@ -215,11 +215,11 @@ def _meet(
 
 
 def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[str, str]:
-    """Where each of PEERS has its Python.
+    """Find the Python of each of PEERS.
 
     Args:
         named: "nixl=PYTHON", Python of an environment that has it.
-        folder: of environments: FOLDER/nixl/bin/python; those that are named go first.
+        folder: folder of environments: FOLDER/nixl/bin/python; `named` takes precedence.
 
     Returns:
         Name -> Python; peers without an environment are not in it.
@@ -245,7 +245,7 @@ def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[st
 
 
 def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
-    """Play, and make the rows; a peer that is absent, or fails, has one that says why.
+    """Measure, and make the rows; a peer that is absent, or fails, gets a row with the reason.
 
     Raises:
         LookupError: this is no checkout.
@@ -278,7 +278,7 @@ def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
 
 
 def _why_absent(name: str, module: str, python: str | None) -> str:
-    """Why a peer cannot take part; "" if it can."""
+    """Return the reason why a peer cannot take part; "" if it can."""
     if python is None:
         return f"no environment: --peer {name}=PYTHON, or --envs FOLDER with {name}/bin/python"
     done = subprocess.run(  # as above
@@ -291,7 +291,7 @@ def _why_absent(name: str, module: str, python: str | None) -> str:
 
 
 def _play(entries: Sequence[_Entry], rounds: int) -> None:
-    """Rounds of everything, interleaved; each round begins with another contestant."""
+    """Run all rounds, interleaved; each round begins with another contestant."""
     for k in range(rounds + 1):  # the first one warms up
         order = [*entries[k % len(entries) :], *entries[: k % len(entries)]]
         for plan, (_, nbytes) in PLANS.items():
@@ -310,7 +310,7 @@ def _play(entries: Sequence[_Entry], rounds: int) -> None:
 
 
 def _rows(entry: _Entry, ours: _Entry) -> list[Row]:
-    """What a contestant did; and why it did no more."""
+    """Make the rows of a contestant, with the reason for missing results."""
     rows = []
     for what, found in entry.values.items():
         values = [value for value, _ in found]

@@ -1,4 +1,4 @@
-"""What a weight update costs this machine: schedule, prediction, quantisation. Run it as a script.
+"""Measure a weight update on this machine: schedule, prediction, quantisation. Run it as a script.
 
 python tests/bench/bench_rl.py [--json]
 """

@@ -1,7 +1,7 @@
-"""What large simulations cost: CPU, memory and counts of each run, each in a process of its own.
+"""Measure large simulations: CPU, memory and counts of each run, each in its own process.
 
-Seconds hang on the machine and on what else it does. Counts do not: the same code makes as many
-events on each machine, so tests hold the counts, and this shows both.
+Seconds depend on the machine and its other work. Counts do not: the same code makes as many
+events on each machine, so tests check the counts, and this shows both.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Run:
     """One large run.
 
     Attributes:
-        work: does it, and says what came of it.
+        work: makes the run, and returns its result in words.
         aim_s: CPU seconds that it should stay under; None: no aim was set.
-        without: a run that leaves out what is to be measured; its cost is taken off.
+        without: a run without the measured part; its cost is subtracted.
     """
 
     work: Callable[[], str]
@@ -62,18 +62,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a run cost.
+    """The cost of a run.
 
     Attributes:
-        what: which run.
-        cpu_s: of the process, without its imports; the median of its rounds.
-        aim_s: what it should stay under.
-        memory_gib: the most that the process held.
+        what: name of the run.
+        cpu_s: CPU of the process, without its imports; the median of its rounds.
+        aim_s: CPU seconds that it should stay under.
+        memory_gib: peak memory of the process.
         events: calls that the simulated clock made.
-        passes: times that the timing fabric computed what was sent; none on the flow fabric.
+        passes: computations of the timing fabric; none on the flow fabric.
         loop_ns: CPU nanoseconds of one round of a fixed loop of this Python, measured just before:
             on a machine that is busy or slow it grows as cpu_s does.
-        result: what the run said.
+        result: the run's result in words.
     """
 
     what: str
@@ -87,12 +87,12 @@ class Cost:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the aim is reached, if there is one."""
+        """True if the aim is reached, or there is none."""
         return None if self.aim_s is None else self.cpu_s <= self.aim_s
 
 
 def kvcache(rate: float, duration_s: float) -> str:
-    """1,000 engines on the flow fabric; 32,768 tokens a request."""
+    """Run 1,000 engines on the flow fabric; 32,768 tokens a request."""
     load = Load(rate=rate, duration_s=duration_s)
     report = simulate(Plant(prefillers=125, decoders=125), load)
     assert not report.failed, report.failed
@@ -111,13 +111,13 @@ def rl(trains: int, infers: int) -> str:
 
 
 def moe_step(ep: int, turns: int = 1) -> str:
-    """Decode steps on ConnectX-7: dispatch, combine, and their barriers."""
+    """Run decode steps on ConnectX-7: dispatch, combine, and their barriers."""
     found = predict(Workload(ep=ep, turns=turns, experts=max(256, ep)))
     return f"dispatch {found.dispatch_us:.0f} us, combine {found.combine_us:.0f} us"
 
 
 def alltoall(ranks: int) -> str:
-    """Have every rank write 16 KiB to every other, in one scatter each."""
+    """Run one scatter a rank: every rank writes 16 KiB to every other."""
     with Cluster(ranks, profile="cx7_400", move_bytes=False) as cluster:
         engines = cluster.engines
         regions = [engine.reg_mr((1 << 40, 1 << 30, "cpu")) for engine in engines]
@@ -147,11 +147,11 @@ RUNS: Final[dict[str, Run]] = {
     "all-to-all of 256 ranks": Run(partial(alltoall, 256)),
     "all-to-all of 1,024 ranks": Run(partial(alltoall, 1024)),
 }
-"""What is measured, by name. Aims were set for an idle core of the machine this was written on."""
+"""The runs, by name. Aims were set for an idle core of the machine this was written on."""
 
 
 def counted(work: Callable[[], str]) -> tuple[str, int, int]:
-    """Run; what it said, the calls of the simulated clock, the passes of the timing fabric."""
+    """Run; return the result, the simulated clock's calls and the timing fabric's passes."""
     counts = {"call_at": 0, "_settle": 0}
 
     def count(owner: type, name: str) -> Callable[[], None]:
@@ -174,11 +174,11 @@ def counted(work: Callable[[], str]) -> tuple[str, int, int]:
 
 
 def measure(name: str, run: Run) -> Cost:
-    """Measure a run in this process, which counts as well: that costs about 1 % of its CPU."""
+    """Measure a run in this process, with counts, which cost about 1 % of its CPU."""
     loop_ns = _loop_ns()
     off_s, events_off, passes_off = 0.0, 0, 0
     if run.without is not None:
-        run.without()  # once for the caches that live as long as the process
+        run.without()  # the first run fills the caches of the process
         started_s = time.process_time()
         _, events_off, passes_off = counted(run.without)
         off_s = time.process_time() - started_s
@@ -206,11 +206,11 @@ def _loop_ns() -> float:
 
 
 def scale_costs(names: Sequence[str] = (), rounds: int = 1) -> Iterator[Cost]:
-    """Measure runs, each round in a process of its own; the round with the median CPU of each.
+    """Measure runs, each round in its own process; return each run's round with the median CPU.
 
     Args:
         names: parts of names of RUNS, in any case; none: all runs.
-        rounds: an odd number has a round in the middle; of an even one the dearer is taken.
+        rounds: number of rounds; if it is even, the dearer middle round is taken.
 
     Raises:
         UsageError: no run has such a name, or a run failed.
@@ -221,7 +221,7 @@ def scale_costs(names: Sequence[str] = (), rounds: int = 1) -> Iterator[Cost]:
 
 
 def select(names: Sequence[str]) -> list[str]:
-    """The runs whose name holds one of these parts; none given: all.
+    """Return the runs whose name contains one of these parts; without parts, all.
 
     Raises:
         UsageError: a part is in no name.

@@ -29,7 +29,7 @@ from tep.engine import TransferEngine
 from tests.support.verbs_stub import Knob, Stub, build
 
 FIGURES: Final = 13
-"""How many figures verbs_stub_figures() yields."""
+"""The number of figures that verbs_stub_figures() yields."""
 
 _PAGE_BYTES: Final = 4096
 _PEERS: Final = 63

@@ -1,4 +1,4 @@
-"""What CONTRACT.md promises to authors of backends: the ten-line file runs, and gaps are strict."""
+"""The promises of CONTRACT.md to authors of backends: the short file runs, and gaps are strict."""
 
 from __future__ import annotations
 

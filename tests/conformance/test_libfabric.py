@@ -134,7 +134,7 @@ class TestEngines(EngineContract):
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_a_process_that_was_held_up_does_not_bury_its_peers(turns, monkeypatch):
-    """What they answered in the meantime waits in the queue; the deadline alone says gone."""
+    """The peers' answers wait in the queue; by the deadline alone the peers would be gone."""
     require("tcp")
     true, late_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: true() + late_s)
@@ -421,7 +421,7 @@ def test_c17_a_row_after_the_end_of_others_is_tried_anew(silent):
 
 
 def test_c17_rows_are_not_tried_anew_before_the_end_of_others_is_known(silent):
-    """Who has not heard of it yet goes on posting, and would wait for each post in turn."""
+    """A sender that does not know of it yet goes on posting, and would wait for each post."""
     _, a, b, clock = silent
     (domain,) = a.domains
     batch = a.batch(b, src=[0] * 40)

@@ -37,7 +37,7 @@ class LocalWorld(OpenWorld):
 
 
 class TestLocal(DomainContract):
-    """As people get it."""
+    """The contract on `local` with default options."""
 
     @pytest.fixture
     def world(self):

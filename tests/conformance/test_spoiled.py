@@ -32,7 +32,7 @@ def test_every_clause_has_a_spoiled_backend():
 
 
 def fails(name: str, spoiled: Spoiled) -> bool:
-    """Whether a test of the contract fails on a spoiled backend, by saying what is wrong."""
+    """Return True if a test of the contract fails on a spoiled backend by an assertion."""
     with spoiled.world() as world:
         try:
             getattr(DomainContract(), name)(world)

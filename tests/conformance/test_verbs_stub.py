@@ -18,7 +18,7 @@ FAST = {"handshake_s": 0.2, "timeout": 8, "retry_cnt": 2, "drain_s": 0.2}
 
 
 class TestOneQueuePair(DomainContract):
-    """As people get it, with timeouts that suit a test."""
+    """The contract with default options, except for timeouts that suit a test."""
 
     @pytest.fixture
     def world(self, stub):

@@ -109,7 +109,7 @@ def test_the_checks_without_kernels_run_where_nvrtc_is_missing():
 
 
 def test_an_error_of_any_kind_ends_one_check_only(fake, monkeypatch, capsys):
-    """What cuda-python itself raises is no error of tep's."""
+    """An exception of cuda-python itself is no error of tep's."""
 
     def broken(self):
         raise KeyError("a mistake in one check")

@@ -63,7 +63,7 @@ def peer_of(address):
 
 
 class Node:
-    """What the lines act on."""
+    """The state of a node that the lines act on."""
 
     def __init__(self):
         self.engine = None
@@ -153,7 +153,7 @@ class Node:
             self.engine.watch_peer(peer_of(address), every_s=every_s, lost_after_s=lost_after_s)
 
     def told(self, peer):
-        """What happened to a peer, in order; its NICs apart."""
+        """Return the events of a peer, in order; its NICs' events apart."""
         return [kind for name, kind in self.events if name == peer and "NIC" not in kind]
 
     def beats(self, name):
@@ -184,7 +184,7 @@ class Node:
         return [message.decode() for message in self.messages]
 
     def wait(self, tag, timeout_s=20.0):
-        """How a handle ended: "done", or the code of its error; or "timeout"."""
+        """Return a handle's end: "done", or the code of its error; or "timeout"."""
         try:
             self.waiting[tag].wait(timeout_s)
         except FabricError as error:
@@ -196,7 +196,7 @@ class Node:
         return "done"
 
     def error(self, tag):
-        """What a handle's error says."""
+        """Return the message of a handle's error."""
         return str(self.waiting[tag].error)
 
     def cancel(self, tag):
@@ -232,7 +232,7 @@ class Node:
         return self.stream_over.is_set()
 
     def end_stream(self, timeout_s=20.0, by_itself=False):
-        """How the last write of the stream ended, and how many were done. `by_itself`: it fails."""
+        """Return the end of the stream's last write, and the number done. `by_itself`: it fails."""
         self.streaming = self.streaming and by_itself
         if not self.stream_over.wait(timeout_s):
             return "timeout", self.rounds_done
@@ -242,7 +242,7 @@ class Node:
         return self.waiting[tag].finished
 
     def check(self, page_bytes, npages, seed):
-        """Whether the pages of a source with this seed are all in their places."""
+        """Return True if the pages of a source with this seed are all in their places."""
         want = noise(page_bytes * npages, seed).reshape(npages, page_bytes)
         have = self.memory[: page_bytes * npages].reshape(npages, page_bytes)
         return bool((have[shuffled(npages, seed)] == want).all())

@@ -72,7 +72,7 @@ def test_info_says_which_libfabric_it_found_and_what_it_passed_over() -> None:
     [("/nowhere/libfabric.so.1", "cannot open shared object file"), ("libc.so.6", "fi_version")],
 )
 def test_info_says_why_a_named_libfabric_will_not_do(library: str, why: str) -> None:
-    """Who names a library must not be given another one in silence, nor left guessing."""
+    """A user who names a library must not silently get another one, nor be left guessing."""
     done = tep("info", "--json", env=os.environ | {"TEP_LIBFABRIC": library})
     [state] = [s for s in json.loads(done.stdout)["backends"] if s["backend"] == "libfabric"]
     [[step, reason]] = state["tried"]

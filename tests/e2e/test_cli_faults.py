@@ -137,7 +137,7 @@ def test_a_terminal_folds_long_text(monkeypatch, capsys) -> None:
 
 
 def test_the_child_of_a_command_ends_without_a_traceback(tmp_path) -> None:
-    """What a worker process meets is told once, in its parent's words and its own."""
+    """An error of a worker process is printed once, in its parent's words and its own."""
     from tep.apps.rl.job import main as worker
 
     assert callable(worker)

@@ -29,7 +29,7 @@ def test_the_examples_run(example) -> None:
 
 
 def test_every_call_of_nixl_is_there() -> None:
-    """Who looks for a call and does not find it does not know whether tep has it."""
+    """A reader who does not find a call there does not know whether tep has it."""
     api = json.loads(API.read_text(encoding="utf-8"))
     calls = [name for name in api["classes"]["nixl_agent"] if not name.startswith("_")]
     assert len(calls) > 30

@@ -1,4 +1,4 @@
-"""What users install: the wheel and the source distribution, tried where nothing else of tep is."""
+"""The wheel and the source distribution, tried in an environment without the checkout."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
 
 @cache
 def help_of(program: str) -> str:
-    """What a script of ours says about its options."""
+    """Return the help of one of our scripts."""
     folder, path = ROOT / "scripts", ROOT / program
     python = folder / f"{path.name}.py"
     command = [sys.executable, str(python), "--help"] if python.exists() else [str(path), "--help"]
@@ -112,7 +112,7 @@ def test_every_command_parses(page: str, line: str) -> None:
 
 
 def test_every_public_name_has_its_place_and_its_words() -> None:
-    """What a page does not list nobody finds."""
+    """Nobody finds a name that no page lists."""
     listed = set(
         re.findall(r"^::: tep\.(\w+)$", "\n".join(p.read_text() for p in PAGES), re.MULTILINE)
     )

@@ -68,7 +68,7 @@ class Two:
         assert self.landed() == self.b.do("count", imm=IMM)
 
     def all_is_well(self):
-        """As if nothing had been: bytes, counts, and nothing that is held for ever."""
+        """Check that all is as without faults: bytes, counts, and nothing that is kept for ever."""
         self.is_as_before()
         self.a.do("forget_region")  # BusyError, were a row still out
 
@@ -147,7 +147,7 @@ READ_FAULTS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reads_that_fail_fail_alone(two, way):
-    """As for writes; and the pages that came are the owner's."""
+    """A failed read must not fail others, like a write; the pages that came are the owner's."""
     pair = two(way)
     pair.desc = pair.b.do("reg", nbytes=8 * PAGES, seed=9, access="READABLE")
 
@@ -239,7 +239,7 @@ def test_a_device_that_disappears_under_the_sender(two, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_device_that_disappears_under_the_target(two, way):
-    """Who waits there hears of it, and who writes there does so in time."""
+    """Waits at the target must end with the error, and writers must get theirs in time."""
     pair = two(way, nics=2)
     pair.run.fault("gone host=1 nic=1")
     assert pair.write() in {"UNREACHABLE", "done"}

@@ -33,7 +33,7 @@ def run():
 
 @pytest.mark.parametrize("provider", [*PROVIDERS, "srd"])
 def test_verify_efa_holds(run, provider):
-    """Who comes to an instance starts with this script: each of its checks has to hold."""
+    """A new user of an instance starts with this script: each of its checks has to hold."""
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/verify_efa.py", provider],
         env=os.environ | run.environment(),

@@ -36,7 +36,7 @@ _FINALIZER = weakref.finalize.__call__.__code__
 
 
 class Alarm(Exception):
-    """What the handler raises."""
+    """The exception of the handler."""
 
 
 class Injector:
@@ -54,10 +54,10 @@ class Injector:
         self._before: dict[FrameType, str] = {}
 
     def run(self, action: Callable[[], object]) -> bool:
-        """Run an action; whether the handler's exception came out of it.
+        """Run an action; return True if the handler's exception came out of it.
 
-        Without the garbage collector: when it runs is chance, and the engines that it would end are
-        those of earlier rounds.
+        Without the garbage collector, which would run at random and end the engines of earlier
+        rounds.
         """
         gc.disable()
         sys.settrace(self._enter)

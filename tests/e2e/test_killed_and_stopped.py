@@ -23,12 +23,12 @@ TIMEOUT_S = 1.0
 
 PAGE, PAGES = 64 * KiB, 32
 STREAM = 1 << 24
-"""The immediate of `a`'s first writes to `b`; later ones have later numbers. Far from those of
-single writes, of which a fast wire makes a thousand a second."""
+"""The immediate of `a`'s first writes to `b`; later ones have later numbers. It is far from the
+numbers of single writes; a fast wire makes a thousand of these a second."""
 
 
 class Three:
-    """The processes, and who has written what to whom."""
+    """The processes, and the record of their writes to each other."""
 
     def __init__(self, provider: str) -> None:
         self.provider = provider
@@ -59,7 +59,7 @@ class Three:
             assert self._begins(), self.a.do("error", tag="stream")
 
     def _begins(self) -> bool:
-        """Whether a stream with an immediate of its own flows; False: it has ended already."""
+        """Return True if a stream with its own immediate flows; False: it has ended already."""
         self.imm = next(self._streams)
         self.a.do("stream", desc=self.desc[self.b], page_bytes=PAGE, npages=PAGES, imm=self.imm)
         wait_until(lambda: self.a.do("rounds") > 1 or self.a.do("stream_ended"), "the stream")
@@ -71,7 +71,7 @@ class Three:
         return transfer(source, target, desc, page_bytes=4 * KiB, npages=16, seed=5, imm=imm)
 
     def write_for(self, seconds: float, source: Child, target: Child) -> None:
-        """Good writes, one after the other, for a while, each of which has to succeed."""
+        """Make good writes, one after the other, for a while; each has to succeed."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < seconds:
             assert ("done", "done") == self.write(source, target)
@@ -128,7 +128,7 @@ def test_a_killed_receiver(three):
 
 
 def test_a_killed_sender(three):
-    """What it wrote is counted, what it owes is missed by name, its target can be taken back."""
+    """Its writes are counted, its missing ones reported by name, its target can be used again."""
     a, b, c = three.all
     three.start_stream()
     imm = three.imm

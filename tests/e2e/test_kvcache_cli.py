@@ -41,7 +41,7 @@ def test_a_violation_is_told_and_ends_in_status_1(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("fabric", ["flow", "timing"])
 def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
-    """Who sizes a cluster needs the waiting times, and has to know what was simulated."""
+    """A user who sizes a cluster needs the waiting times, and must know what was simulated."""
     sizes = ("-p", "1", "-d", "1", "--tp", "1", "--seconds", "1", "--rate", "3")
     (found,) = rows("--fabric", fabric, *sizes, "--tokens", "2048", "--seed", "1")
 

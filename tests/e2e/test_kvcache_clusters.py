@@ -56,7 +56,7 @@ def test_a_thousand_engines_stay_cheap() -> None:
 
 
 def test_a_crash_under_load_costs_time_and_no_request() -> None:
-    """What happens when a prefiller dies: its requests are computed again elsewhere."""
+    """When a prefiller dies, its requests must be computed again elsewhere."""
     plant = Plant(prefillers=3, decoders=2, prefill_tp=1, decode_tp=1)
     load = Load(rate=8, duration_s=3, ntokens=(4096,), max_tokens=1)
 

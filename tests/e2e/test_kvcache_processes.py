@@ -28,7 +28,7 @@ TOKEN = "t"  # noqa: S105  # no secret
 
 
 def options(backend: str) -> dict[str, Any]:
-    """How to open a backend; skips where there is no libfabric."""
+    """Return the options that open a backend; skip without libfabric."""
     if backend != "libfabric":
         return {}
     require("tcp")
@@ -157,8 +157,8 @@ async def connect(
 def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
     proven: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is let in without the secret takes a rank's place; and who is fenced while it still
-    writes has its pages handed to others.
+    """A stranger admitted without the secret would take a rank's place; the pages of a process
+    that is fenced while it still writes would be given to others.
     """
 
     async def main(addr: bytes, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""What tep does with libfabric's own EFA provider, seen at the fake device: both fabrics."""
+"""Transfers over libfabric's own EFA provider, seen at the fake device: both fabrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What libfabric does to a process, met in one of its own: signals, sleep, fork."""
+"""Side effects of libfabric on a process, each test in its own: signals, sleep, fork."""
 
 from __future__ import annotations
 

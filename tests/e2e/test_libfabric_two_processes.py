@@ -176,7 +176,7 @@ def test_messages_between_processes(children):
 
 
 def test_an_early_end_of_the_receiver_fails_no_good_write(children):
-    """Who counted its last immediate closes; the sender's answer must have left before that."""
+    """A receiver closes after its last immediate; its acknowledgement must have left by then."""
     a, b, desc = pair(children, MiB)
     b.do("expect", imm=1, count=256)
     a.do("write", tag="w", desc=desc, page_bytes=4 * KiB, npages=256, seed=5, imm=1)

@@ -69,7 +69,7 @@ class Remote:
         self.process.stdin.flush()
 
     def answer(self):
-        """What the oldest unanswered lines left in `_`."""
+        """Return the value that the oldest unanswered lines left in `_`."""
         fine, value = json.loads(self.process.stdout.readline())
         assert fine, value
         return value
@@ -259,7 +259,7 @@ def test_a_peer_killed_in_the_middle_ends_in_errors(remotes, shared) -> None:
 
 @pytest.mark.slow
 def test_a_killed_sender_leaves_its_receiver_well(remotes) -> None:
-    """What it had written is counted; its memory and descriptors are let go; others still come."""
+    """Its writes are counted; its memory and descriptors are released; other senders still work."""
     with engine() as mine:
         target = np.zeros(4096, np.uint8)
         handle, desc = mine.reg_mr(target)
@@ -334,10 +334,10 @@ def test_a_restarted_peer_is_another(remotes) -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_may_not_be_touched_takes_shared_memory_only(remotes) -> None:
-    """Where the kernel refuses, the message says what to do, and no byte has changed.
+    """If the kernel refuses, the message says what to do, and no byte has changed.
 
-    Yama's scope 1 and a process that may not be dumped are refused alike; root, whom nobody
-    refuses, becomes somebody else for this.
+    Yama's scope 1 and a process that may not be dumped are refused alike; root, which is never
+    refused, becomes another user for this.
     """
     humble = """
 import ctypes
@@ -396,7 +396,7 @@ def test_another_user_who_has_the_descriptor_writes_nothing(remotes) -> None:
 
 @pytest.mark.slow
 def test_nothing_of_it_has_a_name_that_could_be_left_behind(remotes) -> None:
-    """What stands in /dev/shm outlives a killed process, and fills the machine's memory."""
+    """A file in /dev/shm outlives a killed process, and fills the machine's memory."""
     remote = remotes()
     desc = remote.target(4096, shared=True)
     with engine() as mine:

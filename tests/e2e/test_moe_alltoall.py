@@ -53,7 +53,7 @@ def test_the_example_of_the_documentation() -> None:
 
 
 def test_the_example_of_the_page() -> None:
-    """What the room's README shows is what people paste."""
+    """Users paste the example of the package's README."""
     page = files("tep.apps.moe").joinpath("README.md").read_text(encoding="utf-8")
     names: dict = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
@@ -263,7 +263,7 @@ def test_by_bytes_the_first_burst_uses_all_nics_of_the_receiver() -> None:
 
 @pytest.mark.long
 def test_adaptive_areas_help_uneven_ranks() -> None:
-    """Where some ranks bring many tokens and some few, equal areas are too small and too large."""
+    """If some ranks bring many tokens and some few, equal areas are too small and too large."""
     workload = Workload(ep=32, nic="efa", private_tokens=20, turns=2)
 
     def uneven(rank: int, turn: int) -> np.ndarray:

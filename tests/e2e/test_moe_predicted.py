@@ -123,7 +123,7 @@ def test_the_command_prints_what_is_predicted() -> None:
 
 
 def test_the_command_compares_and_checks() -> None:
-    """How the other ways do, and whether any of it is right, is what a researcher asks first."""
+    """A researcher asks first how other schemes do, and whether the results are right."""
     small = ["moe", "--ep", "4", "--gpus", "2", "--turns", "1", "--compare", "--json"]
     rows = json.loads(CliRunner().invoke(app, small).stdout)
     checked = CliRunner().invoke(app, ["moe", "--check", "3", "--seed", "5", "--json"])

@@ -48,7 +48,7 @@ def _libfabric() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["tcp"])
 def test_outputs_equal_the_dense_layer(provider) -> None:
-    """What holds on a simulated clock may break on threads, sockets and real completion queues."""
+    """Code that works on a simulated clock may break on threads, sockets and real queues."""
     said = far(provider)
 
     assert [f"ok rank={rank}" for rank in range(WORLD)] == [text.split(" rows")[0] for text in said]

@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 def cpu_s() -> float:
-    """What processes that have ended took of the CPU; wall time says more of the machine."""
+    """Return the CPU time of ended processes; wall time would depend on the machine's load."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

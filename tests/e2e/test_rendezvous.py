@@ -22,7 +22,7 @@ def tcp():
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [-1, 0, 2])
 def test_three_processes_write_in_a_ring_and_miss_who_is_killed(victim) -> None:
-    """What an application does first; and a killed rank is named, at once, to the others."""
+    """The first steps of an application must work; a killed rank is named to the others at once."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener:
         port, fd = listener.getsockname()[1], listener.fileno()

@@ -22,7 +22,7 @@ def config(tmp_path):
 
 
 def test_a_plan_says_time_stages_and_bottleneck(config, tmp_path):
-    """What a user asks before buying a cluster; and what is written can be read again."""
+    """A user asks this before buying a cluster; and the written table can be read again."""
     table, trace = tmp_path / "routes", tmp_path / "trace.json"
     args = ["plan", "--model", config, "--train", "8", "--infer", "4", "--compare", "--json"]
 

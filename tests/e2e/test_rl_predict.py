@@ -155,8 +155,8 @@ def test_a_tight_watermark_stalls_the_pipeline():
 
 
 def test_a_mesh_group_that_drains_the_one_before_begins_when_its_writes_have_ended():
-    """Where the published system waits and ours does not must show, and nowhere else: each rank
-    waits for its own writes, so that a stage that is through does not wait for the other one.
+    """Ours must differ from the published system only by its waits: each rank waits for its own
+    writes, so that a finished stage does not wait for the other one.
     """
     schedule = small(group_order=("dense", "experts")).schedule()
     writers = {

@@ -201,9 +201,9 @@ class Scenario:
     ],
 )
 def test_six_processes_update_a_model_under_load(config, mb, tmp_path, libfabric):
-    """What works in one process must work between machines: weights from a safetensors file arrive
-    byte for byte, twice, while the rollout workers serve; one that is killed in between costs
-    nobody else anything, and is served again after its restart.
+    """Updates must work between processes as in one: weights from a safetensors file arrive byte
+    for byte, twice, while the rollout workers serve; one that is killed in between costs nobody
+    else anything, and is served again after its restart.
     """
     scenario = Scenario(config, mb, tmp_path)
 

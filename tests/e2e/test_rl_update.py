@@ -17,7 +17,7 @@ from tests.unit.rl_worlds import InferLayout, TrainLayout, World, make_cluster
 
 
 def some(first, *others):
-    """Parameters of which the first, or the first few, run always."""
+    """Make parameters of tests; the first, or the first few, run always."""
     return [*first, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
 
 
@@ -47,7 +47,7 @@ def test_two_updates_land_byte_for_byte(seed):
 
 
 def _clean_us(seed, **options):
-    """How long an undisturbed first update takes, simulated microseconds."""
+    """Return the time of an undisturbed first update, simulated microseconds."""
     with make_cluster(TRAIN, INFER, seed=seed, spare=1, **options) as cluster:
         world = World(cluster, TRAIN, INFER)
         assert cluster.run(world.update(1)).ok
@@ -289,8 +289,8 @@ def test_a_version_needs_both_counts():
 
 
 def test_staging_has_new_keys_after_an_update_that_failed():
-    """A dead rank's last shard that arrives late must not land among those of the next update; and
-    the routing is not computed again for it.
+    """A dead rank's last shard that arrives late must not land among the next update's; and the
+    routing is not computed again for it.
     """
     with make_cluster(TRAIN, INFER, seed=4, spare=1) as cluster:
         world = World(cluster, TRAIN, INFER, timeout_s=1.0)

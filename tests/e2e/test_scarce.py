@@ -148,7 +148,7 @@ def test_what_signals_interrupt_again_and_again_is_called_again(
 def test_a_nic_that_can_be_polled_no_more_keeps_nobody_waiting(
     error: BaseException, ends: str, nics: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had never came back: its transfers, and close(), would have waited for ever."""
+    """Its rows never came back: its transfers, and close(), would have waited for ever."""
     with pair(nics, nics) as p:
         nic = p.a._domains[0]
         kind, closed = type(nic), []
@@ -281,7 +281,7 @@ def test_a_process_ends_with_an_open_engine_in_silence(backend: str, case: str) 
 
 
 def test_a_crash_tells_its_cause_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users saw WaitTimeout only, and the engine took submits that nobody would turn."""
+    """Users saw WaitTimeout only, and the engine took submits that no step would serve."""
     with pair() as p:
         pending = p.b.expect_imm_count(1, 1)
 

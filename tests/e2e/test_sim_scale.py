@@ -1,4 +1,4 @@
-"""What large simulations cost, by counts that no load of a machine moves: events, passes, calls.
+"""The cost of large simulations in counts that a machine's load does not change: events, passes.
 
 `python -m tests.bench.bench_scale` prints seconds and memory of the full sizes.
 """
@@ -26,7 +26,7 @@ def kvcache(seconds: int) -> str:
 
 
 def weights(infers: int) -> str:
-    """With rates of its own schedule; those of the published update cost ten times as much."""
+    """Predict an update with stage times of its own schedule; the published ones cost ten times."""
     train, infer = study.train_layout(2 * infers), study.infer_layout(infers)
     model = load_model("qwen3-235b")
     schedule = study.Deployment(model=model, train=train, infer=infer).schedule()

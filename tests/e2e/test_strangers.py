@@ -77,7 +77,7 @@ SAYS = {
     "rendezvous": (4096).to_bytes(4, "little") + bytes(4095),
     "hub": (4096).to_bytes(4, "little") + bytes(4095),
 }
-"""What strangers say; the others are silent, since a word ends them at once."""
+"""The strangers' messages; other strangers are silent, since any message ends them at once."""
 
 
 def call(where: str) -> socket.socket:

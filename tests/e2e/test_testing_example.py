@@ -29,7 +29,7 @@ def run_pytest(folder: Path, *args: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_the_example_project_passes() -> None:
-    """What the documentation shows to outsiders must work with the installed package alone."""
+    """The documentation's example must work with the installed package alone."""
     status, told = run_pytest(EXAMPLE)
 
     assert 0 == status, told
@@ -52,7 +52,7 @@ def test_leaves_a_wait(tep_cluster):
 
 
 def test_the_plugins_options_and_its_replay_line(tmp_path: Path) -> None:
-    """Who sees a red run must be able to run that one again, and nothing else."""
+    """A failed run must be replayable alone."""
     (tmp_path / "test_it.py").write_text(FRAGILE)
     status, told = run_pytest(tmp_path, "-k", "fragile", "--tep-seed", "4")
     assert 1 == status

@@ -293,7 +293,7 @@ def test_callbacks_run_on_the_worker_and_may_not_wait_there() -> None:
 
 
 def test_wait_times_out_with_a_report_while_the_engine_runs() -> None:
-    """As with the inline driver, from another thread."""
+    """A wait from another thread must time out with a report, like with the inline driver."""
     with pair(threads=True) as p:
         got = p.b.expect_imm_count(0xAB, 3)
         p.a.submit_paged_writes(8, (p.mr, Pages([0, 1])), (p.desc, Pages([0, 1])), 0xAB).wait(5)

@@ -71,7 +71,7 @@ def hosts(tmp_path, monkeypatch):
 
 
 def _end(*processes):
-    """What they printed, once all have ended well."""
+    """Wait until all have ended well; return their output."""
     printed = [process.communicate(timeout=200)[0] for process in processes]
     assert [0] * len(processes) == [process.returncode for process in processes], printed
     return printed

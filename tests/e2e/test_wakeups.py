@@ -67,6 +67,6 @@ def test_a_verb_that_raises_leaves_nothing_asleep(
 
 
 def raise_end(handle: tep.Expectation, told: threading.Event) -> None:
-    """As wait(), which would itself turn the engine of a TurnDriver."""
+    """Raise a handle's error like wait(), which would step the engine of a TurnDriver itself."""
     assert told.wait(WAIT_S), "it sleeps"
     handle.result()

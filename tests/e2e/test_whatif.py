@@ -132,7 +132,7 @@ def test_two_halves_that_cannot_speak_to_each_other_are_refused() -> None:
 
 
 def test_the_command_prints_before_and_after() -> None:
-    """What people read, and programs."""
+    """The output must serve people and programs."""
     times = []
     for machines in ("--beside efa_4x100", "--to efa_4x100", "--to efa_4x100 --beside efa_2x200"):
         words = f"sim whatif --profile efa_2x200 {machines} --system failover --json"

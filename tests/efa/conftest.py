@@ -1,7 +1,7 @@
 """Most tests of this folder run on fake EFA NICs: tests/e2e/test_fake_efa.py starts them there.
 
-By hand: scripts/fake_efa --nics 8 -- python -m pytest tests/efa. Elsewhere only those of the device
-itself are collected.
+By hand: scripts/fake_efa --nics 8 -- python -m pytest tests/efa. Elsewhere only the tests of the
+device itself are collected.
 """
 
 from __future__ import annotations

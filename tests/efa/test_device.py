@@ -110,7 +110,7 @@ def test_disorder_replays_from_its_seed(start):
 
 
 def test_in_order_where_asked(start):
-    """Who looks for the cause of a failure takes disorder away first."""
+    """The search for a failure's cause begins by taking disorder away."""
     imms, ids = traffic(start, 3, shuffle=0)
 
     assert 0 == inversions(imms) == inversions(ids)
@@ -242,7 +242,7 @@ def test_access_and_keys_end_with_deregistration(start):
 
 
 def test_read_only_memory_and_access_bits(start):
-    """What pinning refuses on a real machine: mapped model files must still be sources."""
+    """Pinning refuses these on a real machine: mapped model files must still be sources."""
     run, program = start()
     a = End(program())
 
@@ -327,7 +327,7 @@ def test_immediates_need_receives(start):
 
 
 def test_a_full_queue_drops_completions(start):
-    """What unsolicited writes do to a slow reader: nothing else may bound the target's queue."""
+    """Unsolicited writes overrun a slow reader: nothing else may bound the target's queue."""
     run, program = start(cq_depth=16)
     a, b = End(program()), End(program())
     a.meet(b)
@@ -477,7 +477,7 @@ def test_the_device_goes_on_alone(start):
 
 
 def test_everything_goes_with_its_owner(start):
-    """What closes or dies gives its places back, or long runs of tests would run out of them."""
+    """Closed or dead owners must give their places back, or long runs would run out of them."""
     run, program = start()
     one, two = program(), program()
     a, b = End(one), End(two)

@@ -34,7 +34,7 @@ PROVIDERS = ["efa", "efa-direct", *WAYS]
 )
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_killed_and_stopped(provider, test):
-    """What holds for a sender, a receiver and a third one on other wires must hold here."""
+    """A sender, a receiver and a third process must behave here as on other wires."""
     in_three(provider, test)
 
 

@@ -146,7 +146,7 @@ def many(post, seed, count, send):
 
 
 def bells(post, seed, count, send):
-    """How many entries each doorbell told of."""
+    """Return the number of entries of each doorbell."""
     end = _End(post, send=send)
     told = [0]
 

@@ -1,4 +1,4 @@
-"""What the courier promises, on fabrics that do their worst."""
+"""The promises of the courier, on fabrics that do their worst."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the puller promises whatever crashes, and that its wrong versions are found."""
+"""The promises of the puller under any crash; and its wrong versions are found."""
 
 from __future__ import annotations
 

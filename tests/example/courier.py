@@ -16,7 +16,7 @@ PATIENCE_S = 0.6  # a receiver outlasts the slowest error of the fabrics it is t
 
 
 class Shelf:
-    """Where a receiver keeps its parcel."""
+    """The place where a receiver keeps its parcel."""
 
     def __init__(self, engine: tep.TransferEngine, nbytes: int) -> None:
         self.engine = engine

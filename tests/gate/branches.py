@@ -43,7 +43,7 @@ def _coverage() -> Coverage:
 
 
 def _arcs(start: int, stop: int) -> Arcs:
-    """What the runs of some seeds did."""
+    """Return the arcs that the runs of some seeds took."""
     coverage = _coverage()
     coverage.start()
     try:

@@ -1,6 +1,6 @@
 """Planted bugs: immediates under which something failed, and peers that are removed.
 
-Their gate, `test_burnt_bugs`, looks for them in those of the oracle's runs that can show them.
+Their gate, `test_burnt_bugs`, looks for them in the oracle's runs that can show them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def open_expectations_wait_on() -> list[Change]:
 
 @burnt
 def one_expectation_of_several_fails() -> list[Change]:
-    """Of several expectations in line the first fails, and the others wait."""
+    """The first of several queued expectations fails, and the others go on waiting."""
     burn = ImmTable.burn
 
     def first(self, imm, owner, error):
@@ -171,7 +171,7 @@ def one_expectation_of_several_fails() -> list[Change]:
 
 @burnt
 def later_expectations_are_not_refused() -> list[Change]:
-    """Who states an expectation after the notice waits for its timeout."""
+    """An expectation that is stated after the notice waits for its timeout."""
     expect = ImmTable.expect
 
     def forgetful(self, want):
@@ -260,7 +260,7 @@ def removals_fence_nothing() -> list[Change]:
 
 @barring
 def one_path_is_fenced_for_a_removal() -> list[Change]:
-    """Of the paths from a removed peer the first is fenced off."""
+    """Only the first of the paths from a removed peer is fenced off."""
     bar = Fencing.bar
 
     def first(self, removal):

@@ -45,7 +45,7 @@ def expect_off_by_one() -> list[Change]:
 
 @bug()
 def early_imm_lost() -> list[Change]:
-    """What arrived before it was expected is forgotten."""
+    """An immediate that arrives before it is expected is forgotten."""
     return expects(lambda table, want: table.counts.pop(want.imm))
 
 
@@ -130,7 +130,7 @@ def newest_expectation_first() -> list[Change]:
 
 @bug(budget=1500)
 def cancelled_expectation_eats() -> list[Change]:
-    """Who cancels an expectation takes along what had arrived for it."""
+    """A cancelled expectation takes along the immediates that had arrived for it."""
     cancel = ImmTable.cancel
 
     def eat(self, want):

@@ -21,7 +21,7 @@ LATE = 2000
 
 @bug()
 def dead_nic_queue_stuck() -> list[Change]:
-    """What is queued for a dead NIC stays there."""
+    """Rows that are queued for a dead NIC stay there."""
 
     def nic_down(self, domain, _error=None):
         self.alive[domain] = False
@@ -186,7 +186,7 @@ def a_signal_is_an_end() -> list[Change]:
 
 @bug(budget=3 * LATE)
 def times_of_two_clocks_are_compared() -> list[Change]:
-    """Who is asked whether it is there answers with its own time, not with that of the question."""
+    """A peer that is asked whether it is there answers with its own time, not the question's."""
     answer = Channel.answer
 
     def own_time(self, nic, address, message):

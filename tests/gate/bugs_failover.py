@@ -28,7 +28,7 @@ LATE = 2000
 
 
 def can_show(scenario: Scenario) -> bool:
-    """Whether a row may have to be made good in this scenario; in others these bugs are asleep."""
+    """Return True if a row may need a retry in this scenario; others do not show these bugs."""
     trouble = any(isinstance(f, KillNic | Clog | Cut | Mute | Swizzle) for _, f in scenario.faults)
     return scenario.failover and (trouble or scenario.chaos.cq_depth > 0)
 
@@ -156,7 +156,7 @@ def path_not_fenced() -> list[Change]:
 
 @bug(budget=4 * LATE)
 def sums_taken_before_the_fence() -> list[Change]:
-    """The sums are those of the moment of the question; the fence comes after."""
+    """The sums are taken at the moment of the question; the fence comes after."""
     asked, tell = Fencing._asked, Fencing._tell
 
     def note_first(self, nic, address, message):
@@ -262,8 +262,8 @@ def only_the_first_transfer_is_written_again() -> list[Change]:
 
 @bug(budget=4 * LATE)
 def sharing_transfers_are_written_again_apart() -> list[Change]:
-    """Of transfers under one immediate each is written again by itself: the missing immediates of
-    one may stand for bytes of another that are still on their way.
+    """Each transfer under one immediate is written again by itself: the missing immediates of
+    one may stand for bytes of another that are still in flight.
     """
     write_again = Failover._write_again
 
@@ -279,7 +279,7 @@ def sharing_transfers_are_written_again_apart() -> list[Change]:
 
 @bug(budget=LATE)
 def first_row_written_again() -> list[Change]:
-    """Of a batch that lost rows the first is written again, not those."""
+    """The first row of a batch is written again, not the lost ones."""
     repost = DomainGroup.repost
 
     def first(self, old, _row, retransmission, error):
@@ -290,7 +290,7 @@ def first_row_written_again() -> list[Change]:
 
 @bug(budget=LATE)
 def ending_requests_written_again() -> list[Change]:
-    """What was cancelled, or has failed, is made good as if somebody wanted it."""
+    """Rows of a cancelled or failed transfer are retried, although nobody wants them."""
     return [(Transfer, "is_ending", lambda _: False)]
 
 
@@ -333,7 +333,7 @@ def flushed_rows_fail() -> list[Change]:
 
 @bug(budget=LATE)
 def rows_to_a_dead_nic_fail() -> list[Change]:
-    """Only the own NIC's death is made good, not that of the peer's."""
+    """Only the death of one's own NIC is made good, not the peer's."""
     return holds_only(lambda code: code != "UNREACHABLE")
 
 
@@ -391,7 +391,7 @@ def questions_share_a_number() -> list[Change]:
 
 @bug()
 def no_callback_after_failure() -> list[Change]:
-    """Who is not done is not called back."""
+    """A transfer that is not done gets no callback."""
     deliver = Handle._deliver
 
     def only_done(self):
@@ -431,7 +431,7 @@ def mixed_burst_bypasses_its_page() -> list[Change]:
 
 @bug(budget=LATE)
 def first_part_of_the_answer_is_all() -> list[Change]:
-    """Of an answer in several messages the first is judged as if it were the whole."""
+    """The first of several messages of an answer is judged as if it were the whole."""
     ask = Failover._ask
 
     def once(self, loss):

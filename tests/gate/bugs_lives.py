@@ -1,6 +1,6 @@
 """Planted bugs: peers that are lost, come back, restart and leave.
 
-They are looked for in those of the oracle's runs that watch or remove a peer: one in eight.
+They are looked for in the oracle's runs that watch or remove a peer: one in eight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Planted bugs: reads that end too early, are repeated too often, or tell their owner too soon.
+"""Planted bugs: reads that end too early, are repeated too often, or notify their owner too soon.
 
-Their gate, `test_read_bugs`, looks for them in those of the oracle's runs that read: one in three.
+Their gate, `test_read_bugs`, looks for them in the oracle's runs that read: one in three.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bug(budget: int) -> Callable[[Callable[[], list[Change]]], Callable[[], list
 
 @bug(budget=50)
 def owner_told_at_once() -> list[Change]:
-    """The immediate is queued with the rows, as that of a write is."""
+    """The immediate is queued with the rows, like a write's."""
     start = Reads.start
 
     def at_once(self, transfer):
@@ -121,7 +121,7 @@ def second_tries_count_as_back() -> list[Change]:
 
 @bug(budget=400)
 def first_row_is_tried_again() -> list[Change]:
-    """Of a batch the first row is posted again, whichever failed."""
+    """The first row of a batch is posted again, whichever failed."""
     moved = Reads._moved
 
     def first(self, old, start, stop, turn=0):

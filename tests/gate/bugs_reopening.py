@@ -1,7 +1,7 @@
 """Planted bugs: paths that are shut and taken into use again, and sums that both ends prune.
 
-They are looked for in those of the oracle's runs in which one transfer comes again and again while
-links flap. The two that spoil a NIC spoil that of the cases played whole as well.
+They are looked for in the oracle's runs in which one transfer comes again and again while links
+flap. The two that spoil a NIC spoil it in the cases played whole as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REOPENING: dict[str, Bug] = {}
 PRUNING: dict[str, Bug] = {}
 
 BUDGET = 40_000
-"""Seeds, of which one in twenty flaps."""
+"""The number of seeds; one in twenty flaps."""
 
 
 def reopening(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
@@ -192,7 +192,7 @@ def applied_twice() -> list[Change]:
 
 @pruning
 def generation_ignored_by_the_judge() -> list[Change]:
-    """The sender compares its sums with those of another generation."""
+    """The sender compares its sums with another generation's."""
     told = Failover._told
 
     def blind(self, loss, imms, answer):

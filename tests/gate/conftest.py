@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def quiet() -> object:
-    """What callbacks of a broken engine raise is found by its gate; the log would drown in it."""
+    """Keep exceptions of a broken engine's callbacks out of the log; its gate finds them."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -114,7 +114,7 @@ def draw(session: Path, sample: int, seed: int) -> None:
 
 
 def to_play(session: Path) -> list[Mistake]:
-    """What has no result yet, in an order that is the same each time and follows no file."""
+    """Return the mutants without a result, in a fixed order that follows no file."""
     with closing(sqlite3.connect(session)) as found:
         rows = found.execute(
             "select job_id, module_path, start_pos_row, operator_name, occurrence"
@@ -127,7 +127,7 @@ def to_play(session: Path) -> list[Mistake]:
 
 
 def unnoticed(session: Path) -> tuple[int, list[str]]:
-    """How many were played; and of those that no test noticed the place, the line and the new."""
+    """Return the number played, and place, line and change of those that no test noticed."""
     with closing(sqlite3.connect(session)) as found:
         (played,) = found.execute("select count(*) from work_results").fetchone()
         rows = found.execute(
@@ -144,7 +144,7 @@ def unnoticed(session: Path) -> tuple[int, list[str]]:
 
 
 class Reached:
-    """Which tests reach which line, and how long each takes."""
+    """The tests that reach each line, and the time each takes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,7 +30,7 @@ def _key(code: CodeType) -> tuple[str, str, int]:
 
 
 def compiled(text: str, path: Path) -> CodeType:
-    """What an import makes of a module's text. SyntaxError: it is no Python."""
+    """Compile a module's text like an import does. SyntaxError: it is no Python."""
     return compile(text, str(path), "exec", dont_inherit=True)
 
 

@@ -1,4 +1,4 @@
-"""How a bug is planted: a function that says what to replace, and a `with` that replaces it.
+"""The planting of a bug: a function that names the replacement, and a `with` that applies it.
 
 The product knows nothing of this, and pays nothing for it.
 """
@@ -15,7 +15,7 @@ from unittest import mock
 __all__ = ["BUGS", "Bug", "Change", "bug", "changed", "planted"]
 
 Change = tuple[object, str, object]
-"""What to replace: owner, attribute, replacement."""
+"""A replacement: owner, attribute, new value."""
 
 
 @dataclass(frozen=True)

@@ -101,13 +101,13 @@ def a_handler_raises() -> None:
 
 @found_by(speaks_for_another)
 def nobody_looks_who_speaks() -> list[Change]:
-    """A control message counts as that of the engine that it names."""
+    """A control message counts as sent by the engine that it names."""
     return [(Channel, "engine_of", lambda *_: b"")]
 
 
 @found_by(a_handler_raises)
 def no_guard() -> list[Change]:
-    """What the handler of a message raises leaves the step."""
+    """An exception of a message's handler leaves the step."""
     return [(Channel, "guard", lambda _self, _address, handler, *args: handler(*args))]
 
 
@@ -119,7 +119,7 @@ def no_bounds_of_nics() -> list[Change]:
 
 @found_by(gives_much_up)
 def no_bounds_of_burnt_immediates() -> list[Change]:
-    """What peers give up is remembered, however much it is."""
+    """Immediates that peers give up are remembered without a limit."""
     return [("tep.core.imm", "BURNT_MAX", 10**9)]
 
 

@@ -1,4 +1,4 @@
-"""Which planted bugs of failover, burnt immediates and reopening show in cases played whole.
+"""The planted bugs of failover, burnt immediates and reopening that show in cases played whole.
 
 An exploration that finds nothing in a wrong engine proves nothing about a right one. So each bug
 is named here: with the case that shows it, or with the reason why no case does.

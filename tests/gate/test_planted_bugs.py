@@ -138,7 +138,7 @@ def counted(seen: Counter[str], owner: type, name: str, what: str) -> Iterator[N
 
 
 def sights() -> Counter[str]:
-    """What the suite's seeds have seen; none of them may find anything wrong."""
+    """Return the coverage of the suite's seeds; none of them may find anything wrong."""
     seen: Counter[str] = Counter()
     with (
         counted(seen, DomainGroup, "_moved", "row moved to another NIC"),
@@ -232,7 +232,7 @@ WANTED = [
     "more than three nodes",
     "all paths used again",
 ]
-"""What the seeds have to meet: a suite that never met a case says nothing about it."""
+"""The cases that the seeds must meet: a suite that never met a case says nothing about it."""
 
 
 EXCUSED = {
@@ -253,8 +253,8 @@ EXCUSED = {
     "its immediate is burnt": 3,
     "another under its immediate failed": 3,
 }
-"""Of a thousand seeds, so many transfers at the most may fail for this reason: what 8,000 showed,
-and a seventh more. Slow links and pauses are no reason, nor NICs that died or were cut off while
+"""The most transfers of a thousand seeds that may fail for each reason: the result of 8,000, and
+a seventh more. Slow links and pauses are no reason, nor NICs that died or were cut off while
 another path was there. A number may be lowered, and not raised: an oracle that excuses much sees
 little, and nobody would notice that it excuses more. Tries count as well as first transfers.
 """

@@ -66,7 +66,7 @@ def free_ports(n: int) -> list[int]:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints; it has to succeed."""
+    """Run a command, which must succeed; return its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, (
         f"{command[:8]} ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -101,7 +101,7 @@ def torchrun(ranks: int, command: list[str]) -> str:
 
 
 def state_of_nodes() -> str:
-    """What Slurm says of its nodes; "idle" if both are there."""
+    """Return Slurm's state of its nodes; "idle" if both are there."""
     asked = ["sinfo", "--noheader", "--format=%T"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 

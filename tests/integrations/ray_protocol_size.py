@@ -1,3 +1,3 @@
-"""What ray_protocol.py imports."""
+"""A module for ray_protocol.py to import."""
 
 NBYTES = 4096

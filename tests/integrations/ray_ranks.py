@@ -33,7 +33,7 @@ def kill_one() -> None:
 
 
 def run(job: list[str], address: str) -> str:
-    """What a job prints whose ranks Ray starts."""
+    """Run a job with ranks started by Ray; return its output."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = command([*job, "--ray", address])

@@ -1,4 +1,4 @@
-"""`tep sim --ray` on a Ray of several nodes, of which one is killed: the same findings as here.
+"""`tep sim --ray` on a Ray of several nodes, one of them killed: the same findings as here.
 
 Run by scripts/integrations.py in an environment that has Ray.
 """
@@ -20,7 +20,7 @@ RUNS, MOST, NODES = 5000, 120, 3
 
 
 def printed(*argv: str) -> str:
-    """What `tep` prints on stdout."""
+    """Run `tep`; return its stdout."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = tep(argv)

@@ -36,7 +36,7 @@ def drawn(seed: int) -> list[torch.Tensor]:
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal, byte for byte."""
+    """Return True if tensors are equal, byte for byte."""
     return len(one) == len(other) and all(
         a.dtype == b.dtype and a.shape == b.shape and transport._bytes(a).equal(transport._bytes(b))
         for a, b in zip(one, other)
@@ -53,15 +53,15 @@ class Actor:
         return drawn(seed)
 
     def takes(self, seed, tensors):
-        """Whether they came as they were made."""
+        """Return True if they came as they were made."""
         return same(tensors, drawn(seed))
 
     def pid(self):
-        """Of its process."""
+        """Return its process id."""
         return os.getpid()
 
     def regions(self):
-        """How many regions its engine has."""
+        """Return the number of regions of its engine."""
         puller = ray.experimental.rdt.util.get_tensor_transport_manager("TEP").puller()
         return len(puller.engine._machine.regions)
 

@@ -38,14 +38,14 @@ def rl_job(folder: Path, train: int, updates: int) -> list[str]:
 
 
 def verified(printed: str) -> int:
-    """How many updates an RL job has compared, byte by byte; all have to be right."""
+    """Return the number of updates an RL job has compared, byte by byte; all must be right."""
     updates = json.loads(printed[printed.index("{") :])["updates"]
     assert all(one["verified"] for one in updates), updates
     return len(updates)
 
 
 def same_tokens(printed: str) -> int:
-    """How many prompts a KvCache cluster has answered; all as one process does."""
+    """Return the number of prompts a KvCache cluster has answered; all must match one process."""
     rows = json.loads(printed[printed.index("{") :])["rows"]
     assert all(one["same tokens"] for one in rows), rows
     return len(rows)

@@ -1,8 +1,8 @@
-"""What weight updates take from torch's and safetensors' documents, beside the packages themselves.
+"""Facts that weight updates take from documents of torch and safetensors, against the packages.
 
 Run by scripts/integrations.py. Boxes of DTensors are compared with torch's own computation on every
 rank of many meshes, FSDP over tensor parallelism included; fp8 by torch with fp8 by numpy, bit for
-bit; a checkpoint of several files, written by transformers, with what safetensors reads.
+bit; a checkpoint of several files, written by transformers, with safetensors' reading.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def theirs(tensor: DTensor) -> tuple[tuple[int, int], ...]:
 
 
 def same(tensor: DTensor) -> bool:
-    """Whether our box is torch's; of empty boxes only that they are."""
+    """Return True if our box is torch's; empty boxes are all equal."""
     shape, box, local = shard_of(tensor)
     assert shape == tuple(tensor.shape)
     if not local.numel():
@@ -73,7 +73,7 @@ def sharded(mesh) -> list[DTensor]:
 
 
 def boxes_of(job: tuple[tuple[int, ...], int]) -> tuple[int, int]:
-    """How many boxes of one rank of a mesh were compared, and how many were the same."""
+    """Count the compared boxes of one rank of a mesh, and the equal ones."""
     sizes, rank = job
     store = FakeStore()
     dist.init_process_group("fake", rank=rank, world_size=int(np.prod(sizes)), store=store)
@@ -105,7 +105,7 @@ def flat() -> bool:
 
 
 def fp8() -> bool:
-    """Whether torch and numpy make the same bits."""
+    """Return True if torch and numpy make the same bits."""
     rng = np.random.default_rng(5)
     loaded = sys.modules["torch"]
     for dtype, shape, size in itertools.product(
@@ -123,7 +123,7 @@ def fp8() -> bool:
 
 
 def files() -> int:
-    """How many files of one checkpoint were read alike; 0: not alike."""
+    """Return the number of files of one checkpoint that were read alike; 0: not alike."""
     from safetensors import safe_open
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -32,7 +32,7 @@ def weights_of(step: int):
 
 
 class Side(Worker):
-    """What both sides share: the engine from the registry, and verl's ways to call it."""
+    """The base of both sides: the engine from the registry, and verl's ways to call it."""
 
     def __init__(self, is_master_known: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Rollout(Side):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check(self, step: int) -> bool:
-        """Whether it has exactly what was sent for a step."""
+        """Return True if it has exactly the weights of a step."""
         expected = dict(weights_of(step))
         return list(self.model) == list(expected) and all(
             torch.equal(self.model[name], expected[name])
@@ -83,7 +83,7 @@ class Rollout(Side):
 
 
 class Replica(SimpleNamespace):
-    """What the manager asks of a rollout replica around an update; no server is here."""
+    """A rollout replica as the manager uses it around an update; no server is here."""
 
     async def nothing(self, **_: object) -> None:
         """Do nothing."""

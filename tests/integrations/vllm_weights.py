@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 def answers_of(model, prompts: list[list[int]]) -> list[list[int]]:
-    """What a model answers, by transformers alone."""
+    """Return a model's answers by transformers alone."""
     import torch
 
     found = []

@@ -35,7 +35,7 @@ class Spoiled:
 
     @property
     def name(self) -> str:
-        """What it does wrong, and which clause must notice."""
+        """The fault, and the clause that must notice it."""
         return f"{self.make.__name__}-C{self.clause}"
 
     def world(self) -> SpoiledWorld:
@@ -107,7 +107,7 @@ class ByRow(MortalLoopback):
         self._later.append((self.turns + 3, row))
 
     def end_of(self, row: AnyRow) -> Port | Status:
-        """Who is at the other end of a row."""
+        """Return the other end of a row."""
         return self._reach(row.peer)
 
 

@@ -155,7 +155,7 @@ class OneBatchForAPoll(ByRow):
 
 @breaks(5)
 class DropsRowsThatAreOverwritten(ByRow):
-    """As a write-combining queue would: only the last row to an address goes out."""
+    """A write-combining queue: only the last row to an address goes out."""
 
     def _carry_out(self, way: Way, batch: AnyBatch, start: int, stop: int) -> None:
         last = {row.dst: row for row in batch.rows(start, stop) if isinstance(row, Row)}

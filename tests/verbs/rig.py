@@ -70,7 +70,7 @@ class Peer:
         theirs.close()
 
     def ask(self, timeout_s=60.0):
-        """What the peer sends next; its traceback if it fails."""
+        """Return the peer's next message; raise with its traceback if it fails."""
         assert self.pipe.poll(timeout_s), "the peer says nothing"
         found = self.pipe.recv()
         assert not isinstance(found, str), found

@@ -90,7 +90,7 @@ def test_five_percent_loss_costs_time_and_nothing_else(soft_devices):
 
 
 def test_one_slow_nic_delays_but_does_not_confuse(soft_devices):
-    """Immediates of the fast NIC arrive long before those of the slow one."""
+    """Immediates of the fast NIC arrive long before the slow one's."""
     with netem(["nic1"], "delay 20ms"), pair(soft_devices[:2], soft_devices[4:6]) as (a, b):
         source, target = noise(MiB), buffer(MiB)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)

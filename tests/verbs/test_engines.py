@@ -58,7 +58,7 @@ def receive(pipe, devices, nbytes, count):
 
 
 def test_two_processes_move_64_mib_striped_over_four_nics(devices):
-    """What one process tests may share memory by accident; two share only the wire."""
+    """The ends of one process may share memory by accident; two processes share only the wire."""
     nbytes, page = 64 * MiB, 64 * KiB
     with Peer(receive, devices[4:8], nbytes, nbytes // page) as peer:
         source = noise(nbytes)
@@ -140,6 +140,6 @@ def test_a_hundred_engines_come_and_go(devices):
 
 
 def _holds(hub):
-    """Descriptors of this process, and queue pairs of the hub once those of guests are gone."""
+    """Count descriptors of this process, and queue pairs of the hub once the guests' are gone."""
     turn_until(hub, lambda: not hub._domains[0]._peers.draining.conns)
     return open_descriptors(), len(hub._domains[0]._peers.conns)

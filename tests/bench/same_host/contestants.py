@@ -1,4 +1,4 @@
-"""Who is compared: each moves rows from its buffer into the other's, and notifies.
+"""The contestants: each moves rows from its buffer into the other's, and notifies.
 
 A contestant has `prepare(src, dst, nbytes)`, untimed, once for each shape; `send(src, dst,
 nbytes)`, rows by offsets and one notification for all of them; `receive(rows)`, which returns when
