@@ -73,8 +73,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LAYOUT: Final = struct.Struct("<4sBBH16sIIQQ")
-_ADDRESS_MAGIC: Final = b"VERB"
-_ADDRESS_VERSION: Final = 1
+_VERB: Final = (b"VERB", 1)  # magic and version of an address
 ADDRESS_BYTES: Final = _LAYOUT.size
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
@@ -97,16 +96,9 @@ class Address:
 
     def encode(self) -> bytes:
         """Write it down."""
+        packed = self.gid_type | self.ud_qpn << 8
         return _LAYOUT.pack(
-            _ADDRESS_MAGIC,
-            _ADDRESS_VERSION,
-            self.link,
-            self.lid,
-            self.gid,
-            self.gid_type | self.ud_qpn << 8,
-            self.qkey,
-            self.epoch,
-            self.identity,
+            *_VERB, self.link, self.lid, self.gid, packed, self.qkey, self.epoch, self.identity
         )
 
     @classmethod
@@ -116,16 +108,15 @@ class Address:
         Raises:
             BadDescriptor: these bytes cannot be such an address.
         """
-        if len(data) != _LAYOUT.size or data[:4] != _ADDRESS_MAGIC:
+        if len(data) != _LAYOUT.size or data[:4] != _VERB[0]:
             raise BadDescriptor(
                 f"{bytes(data[:16])!r}... ({len(data)} bytes) is no address of a verbs NIC; is the "
                 "peer's engine on another backend?"
             )
         _, version, link, lid, gid, packed, qkey, epoch, identity = _LAYOUT.unpack(data)
-        if version != _ADDRESS_VERSION:
+        if version != _VERB[1]:
             raise BadDescriptor(
-                f"verbs address: version {version}, this tep reads {_ADDRESS_VERSION}; "
-                "run the same release"
+                f"verbs address: version {version}, this tep reads {_VERB[1]}; run the same release"
             )
         if link not in {_IB, _ETHERNET} or packed & 0xFF >= len(_GID_TYPES):
             raise BadDescriptor(f"verbs address: link {link}, GID type {packed & 0xFF} cannot be")
@@ -204,8 +195,7 @@ def is_link_local(gid: bytes) -> bool:
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
 _QP: Final = struct.Struct("<II")
 _TAIL: Final = struct.Struct("<BIII")
-_HELLO_MAGIC: Final = b"VHSK"
-_HELLO_VERSION: Final = 3
+_VHSK: Final = (b"VHSK", 3)  # of a datagram
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
 _PAUSES: Final = 16
@@ -266,16 +256,8 @@ class Hello:
 
     def encode(self) -> bytes:
         """Write it down."""
-        head = _HEAD.pack(
-            _HELLO_MAGIC,
-            _HELLO_VERSION,
-            self.kind,
-            self.mtu,
-            len(self.qps),
-            self.attempt,
-            self.echo,
-            self.target,
-        )
+        count = len(self.qps)
+        head = _HEAD.pack(*_VHSK, self.kind, self.mtu, count, self.attempt, self.echo, self.target)
         qps = b"".join(_QP.pack(*qp) for qp in self.qps)
         tail = _TAIL.pack(self.reads, *self.ece) if self.kind in _CONNECTING else b""
         return head + self.sender.encode() + qps + tail + self.payload
@@ -287,10 +269,10 @@ class Hello:
         Raises:
             BadDescriptor: these bytes cannot be such a datagram.
         """
-        if len(data) < _HEAD_BYTES or data[:4] != _HELLO_MAGIC:
+        if len(data) < _HEAD_BYTES or data[:4] != _VHSK[0]:
             raise BadDescriptor(f"{len(data)} bytes that are no handshake of tep")
         _, version, kind, mtu, count, attempt, echo, target = _HEAD.unpack_from(data)
-        if version != _HELLO_VERSION or kind not in Kind.__members__.values():
+        if version != _VHSK[1] or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
         payload, reads, ece = b"", 0, NO_ECE
