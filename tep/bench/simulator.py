@@ -1,9 +1,7 @@
-"""The speed of the simulator: CPU time, all engines included."""
+"""The speed of the simulator on the timing fabric: CPU time, all engines included."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -13,52 +11,18 @@ from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, cpu_ns
 from tep.core.handles import Handle
 from tep.sim import Cluster
-from tep.testing.oracle import run_scenario
-from tep.testing.scenario import Scenario
 
 __all__ = ["simulator_figures"]
 
-_BATCH: Final = 200
 _RANKS: Final = 64
 _NODE: Final = 8
-_SCENARIOS_PER_S: Final = 500.0
-_ROWS_THEN: Final = 21.3
 
 
 def simulator_figures(rounds: int = 5) -> Iterator[Figure]:
     """Measure, one figure at a time; `rounds` rounds each."""
-    yield from _scenarios(rounds)
     for profile in ("cx7_400", "efa_2x200"):
         yield _paged(profile, rounds)
     yield _all_to_all(rounds)
-
-
-def _scenarios(rounds: int) -> Iterator[Figure]:
-    """Measure drawn chaos scenarios a second, with oracle and engines, and their posted rows.
-
-    A scenario had 21 rows when 500 a second became the aim; now it has several times as many.
-    Rows a second tell a slower engine from a longer scenario.
-    """
-    seeds = iter(range(rounds * _BATCH))
-    per_s, rows_per_s = list[float](), list[float]()
-    for _ in range(rounds):
-        start = time.thread_time_ns()
-        rows = sum(run_scenario(Scenario.draw(next(seeds))).rows for _ in range(_BATCH))
-        spent_s = (time.thread_time_ns() - start) / 1e9
-        per_s.append(_BATCH / spent_s)
-        rows_per_s.append(rows / spent_s)
-    for what, found, aim in (
-        ("chaos scenarios a second, oracle included", per_s, _SCENARIOS_PER_S),
-        ("rows of chaos scenarios a second", rows_per_s, _SCENARIOS_PER_S * _ROWS_THEN),
-    ):
-        yield Figure(
-            what=what,
-            value=statistics.median(found),
-            best=max(found),
-            unit="1/s",
-            aim=aim,
-            more_is_better=True,
-        )
 
 
 def _paged(profile: str, rounds: int, npages: int = 16384, page_bytes: int = 65536) -> Figure:

@@ -34,12 +34,10 @@ def engine(rounds: Rounds = 40, json: Json = False) -> None:
 
 @app.command("sim")
 def sim(rounds: Rounds = 5, json: Json = False) -> None:
-    """Measure the simulator: chaos scenarios a second, a large paged write and an all-to-all on the
-    timing fabric.
-    """
+    """Measure the simulator: a large paged write and an all-to-all on the timing fabric."""
     from tep.bench.simulator import simulator_figures
 
-    show_figures("tep bench sim", simulator_figures(rounds), 4, json=json)
+    show_figures("tep bench sim", simulator_figures(rounds), 3, json=json)
 
 
 def show_figures(

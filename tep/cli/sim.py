@@ -1,5 +1,5 @@
-"""`tep sim`: run one seed of the swarm, or several, and show what happened; a failing seed is
-replayed here, of the engine's own swarm or of one over a protocol of yours.
+"""`tep sim`: run a protocol of yours in one drawn case, or in several; a failing seed is replayed
+here. And simulate a machine of yours: its profile, and changes to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tep.base.errors import UsageError
 from tep.cli.show import (
     Json,
     OutFile,
@@ -20,19 +21,18 @@ from tep.cli.show import (
     progress,
     refuse_unused,
 )
-from tep.cli.timeline import print_scenario, print_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tep.rendezvous import Place as RankPlace
     from tep.sim.row_log import RowLog
-    from tep.testing.spreading import EngineJudge, Finding, ProtocolJudge
+    from tep.testing.spreading import Finding, ProtocolJudge
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Simulate: a seed of the swarm, a protocol of yours, a machine of yours.",
+    help="Simulate: a protocol of yours, a machine of yours.",
     invoke_without_command=True,
 )
 
@@ -41,20 +41,15 @@ Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, f
 TraceFile = Annotated[
     Path | None, OutFile("--trace", help="Write a Perfetto trace of the (last) run here.")
 ]
-Lines = Annotated[int, typer.Option("--lines", min=0, help="Events of the run that are shown.")]
 Place = Annotated[
     str, typer.Option("--protocol", help="FILE.py:NAME of an async function of a Cluster.")
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="With --protocol.")]
-Nics = Annotated[str, typer.Option("--nics", help="With --protocol: of a node, N or LEAST-MOST.")]
-Groups = Annotated[
-    str, typer.Option("--faults", help="With --protocol: all, none, or groups: order,nics,...")
-]
-Heal = Annotated[float, typer.Option("--heal-us", help="With --protocol: when trouble ends.")]
-Literal = Annotated[str, typer.Option("--case", help="With --protocol: a literal, not a seed.")]
-Survive = Annotated[
-    bool, typer.Option("--must-survive", help="With --protocol: no fault excuses an error.")
-]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="How many there are.")]
+Nics = Annotated[str, typer.Option("--nics", help="NICs of a node, N or LEAST-MOST.")]
+Groups = Annotated[str, typer.Option("--faults", help="All, none, or groups: order,nics,...")]
+Heal = Annotated[float, typer.Option("--heal-us", help="When trouble ends.")]
+Literal = Annotated[str, typer.Option("--case", help="A literal, not a seed.")]
+Survive = Annotated[bool, typer.Option("--must-survive", help="No fault excuses an error.")]
 Shrink = Annotated[
     bool, typer.Option("--shrink", help="Reduce the first finding to what matters; tell its story.")
 ]
@@ -69,7 +64,6 @@ def sim(
     seed: Seed = 0,
     runs: Runs = 1,
     trace: TraceFile = None,
-    lines: Lines = 40,
     protocol: Place = "",
     nodes: Nodes = 2,
     nics: Nics = "1-4",
@@ -82,32 +76,27 @@ def sim(
     ray: Ray = "",
     json: Json = False,
 ) -> None:
-    """Run a drawn scenario on the chaos fabric against the oracle, or, with --protocol, an async
-    function of yours in a drawn case; exit 1 on the first violation, or after --findings of them.
+    """Run an async function of yours on the chaos fabric, in a drawn case; exit 1 on the first
+    violation, or after --findings of them.
 
     Started by torchrun or srun the ranks share the seeds, and rank 0 prints.
     """
     if context.invoked_subcommand is not None:
         return
+    if not protocol:
+        raise UsageError(
+            "sim: --protocol FILE.py:NAME is asked for, an async function of a Cluster; the drawn "
+            "runs of the engine itself are played in a clone: python -m tests.world SEED"
+        )
     from tep.rendezvous.launch import place_here
-    from tep.testing.spreading import (  # numpy is loaded when something runs
-        EngineJudge,
-        ProtocolJudge,
-    )
+    from tep.testing.spreading import ProtocolJudge  # numpy is loaded when something runs
 
-    judge: EngineJudge | ProtocolJudge
     seeds = range(seed, seed + runs)
-    if protocol:
-        refuse_unused(context, "--protocol", ("lines",))
-        if case:
-            drawn = ("seed", "runs", "nodes", "nics", "faults", "heal_us", "findings", "ray")
-            refuse_unused(context, "--case", drawn)
-        shape = (nodes, _range(nics), faults, heal_us, case)
-        judge = ProtocolJudge(protocol, *shape, may_fail=not must_survive)
-    else:
-        mine = ("nodes", "nics", "faults", "heal_us", "case", "must_survive")
-        refuse_unused(context, "the engine's own swarm (no --protocol)", mine)
-        judge = EngineJudge()
+    if case:
+        drawn = ("seed", "runs", "nodes", "nics", "faults", "heal_us", "findings", "ray")
+        refuse_unused(context, "--case", drawn)
+    shape = (nodes, _range(nics), faults, heal_us, case)
+    judge = ProtocolJudge(protocol, *shape, may_fail=not must_survive)
     judge.case(seed)  # options that no case can have are refused before anything runs
     place = None if ray else place_here()
     found, record = _search(judge, seeds, findings, ray, place, quiet=json)
@@ -116,7 +105,7 @@ def sim(
     if found and shrink:
         first = found[0]._replace(violation=_shrunk(judge, found[0].seed))
         found = [first, *found[1:]]
-    _show(judge, seeds, found, record, trace=trace, lines=lines, json=json)
+    _show(judge, seeds, found, record, trace=trace, json=json)
     if found:
         raise typer.Exit(1)
 
@@ -218,7 +207,6 @@ def whatif(
     """Change the machine (NICs, links, topology, a NIC that is slow) and say what it does to MoE,
     KvCache and RL.
     """
-    from tep.base.errors import UsageError
     from tep.bench.reproduce.whatif import Machine, change, effects
     from tep.sim.profile import load_profile
 
@@ -258,7 +246,7 @@ def whatif(
 
 
 def _search(
-    judge: EngineJudge | ProtocolJudge,
+    judge: ProtocolJudge,
     seeds: range,
     most: int,
     ray: str,
@@ -297,10 +285,10 @@ def _search(
     return confirm(judge, ended.findings, seeds)
 
 
-def _shrunk(judge: EngineJudge | ProtocolJudge, seed: int) -> str:
+def _shrunk(judge: ProtocolJudge, seed: int) -> str:
     """Shrink a seed's finding to the simplest run that shows it; return its story."""
+    from tep.testing.case import Violation
     from tep.testing.shrinking import shrink, story
-    from tep.testing.stage import Violation
 
     try:
         judge.play(seed)
@@ -312,18 +300,15 @@ def _shrunk(judge: EngineJudge | ProtocolJudge, seed: int) -> str:
 
 
 def _show(
-    judge: EngineJudge | ProtocolJudge,
+    judge: ProtocolJudge,
     seeds: range,
     found: Sequence[Finding],
     record: RowLog,
     *,
     trace: Path | None,
-    lines: int,
     json: bool,
 ) -> None:
     """Print the findings, or the last run."""
-    from tep.testing.scenario import Scenario
-
     shown = judge.case(found[0].seed if found else seeds[-1])
     digest = record.digest()
     if trace is not None:
@@ -334,17 +319,12 @@ def _show(
             "runs": len(seeds),
             "violation": found[0].violation if found else None,
             "findings": [one._asdict() for one in found],
-            "scenario" if isinstance(shown, Scenario) else "case": repr(shown),
+            "case": repr(shown),
             "digest": digest,
         }
         emit_json(document)
         return
-    if isinstance(shown, Scenario):
-        print_scenario(shown, f"seed {shown.chaos.seed}")
-        if lines:
-            print_timeline(record, lines)
-    else:
-        typer.echo(repr(shown))
+    typer.echo(repr(shown))
     for one in found:
         typer.echo(f"VIOLATION: {one.violation}")
     if not found:

@@ -10,9 +10,9 @@ Three doors. `run`, `scenarios`, `hunt` and `shrink` are for whoever has a proto
         run(my_protocol, s)          # async def my_protocol(cluster): ...
 
 As a pytest plugin there is a fixture, `tep_cluster`, with --tep-seed, --tep-runs and --tep-faults;
-see `tep.testing.plugin`. `tep.testing.contract` is the door for authors of backends; `run_scenario`
-and `engine_scenarios` that for whoever changes an engine. Each name is imported from its room when
-it is first used.
+see `tep.testing.plugin`. `tep.testing.contract` is the door for authors of backends. The proof of
+the engine itself, its drawn world and oracle, is in the sources: tests/world. Each name is imported
+from its room when it is first used.
 """
 
 from __future__ import annotations
@@ -38,15 +38,11 @@ if TYPE_CHECKING:
         Slow,
         Swizzle,
     )
-    from tep.testing.case import Case
+    from tep.testing.case import Case, Violation
     from tep.testing.contract import DomainContract
     from tep.testing.hunting import Ran, hunt, run, sights, verify
-    from tep.testing.oracle import Outcome, replay, run_scenario
-    from tep.testing.scenario import Scenario
     from tep.testing.shrinking import shrink, story
-    from tep.testing.specs import ReadSpec, TransferSpec
     from tep.testing.spreading import (
-        EngineJudge,
         Finding,
         Judge,
         Judged,
@@ -58,13 +54,7 @@ if TYPE_CHECKING:
         search_in_ranks,
         spread,
     )
-    from tep.testing.stage import Violation
-    from tep.testing.strategies import (
-        chaos,
-        engine_scenarios,
-        scenarios,
-        transfers,
-    )
+    from tep.testing.strategies import scenarios
     from tep.testing.world import Ability, Node, OpenWorld, World
 
 __all__ = [
@@ -75,7 +65,6 @@ __all__ = [
     "Cut",
     "DomainContract",
     "Drift",
-    "EngineJudge",
     "Faults",
     "Finding",
     "Judge",
@@ -84,28 +73,20 @@ __all__ = [
     "Mute",
     "Node",
     "OpenWorld",
-    "Outcome",
     "Pause",
     "ProtocolJudge",
     "Ran",
-    "ReadSpec",
     "Restart",
     "Revoke",
-    "Scenario",
     "Share",
     "Slow",
     "Swizzle",
-    "TransferSpec",
     "Violation",
     "World",
-    "chaos",
     "confirm",
-    "engine_scenarios",
     "hunt",
     "judge_share",
-    "replay",
     "run",
-    "run_scenario",
     "scenarios",
     "search",
     "search_in_ranks",
@@ -113,7 +94,6 @@ __all__ = [
     "sights",
     "spread",
     "story",
-    "transfers",
     "verify",
 ]
 
@@ -122,19 +102,15 @@ _ROOMS = {
         *("Chaos", "Clog", "Cut", "Drift", "Faults", "KillNic", "Mute", "Pause"),
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
-    "tep.testing.case": ("Case",),
+    "tep.testing.case": ("Case", "Violation"),
     "tep.testing.hunting": ("Ran", "hunt", "run", "sights", "verify"),
     "tep.testing.contract": ("DomainContract",),
-    "tep.testing.oracle": ("Outcome", "replay", "run_scenario"),
-    "tep.testing.scenario": ("Scenario",),
-    "tep.testing.specs": ("ReadSpec", "TransferSpec"),
     "tep.testing.shrinking": ("shrink", "story"),
     "tep.testing.spreading": (
-        *("EngineJudge", "Finding", "Judge", "Judged", "ProtocolJudge"),
+        *("Finding", "Judge", "Judged", "ProtocolJudge"),
         *("Share", "confirm", "judge_share", "search", "search_in_ranks", "spread"),
     ),
-    "tep.testing.stage": ("Violation",),
-    "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "transfers"),
+    "tep.testing.strategies": ("scenarios",),
     "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

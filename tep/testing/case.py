@@ -7,9 +7,9 @@ Hypothesis made of it; it prints as a literal, and `Case.parse` reads that back.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, get_args
+from typing import Any, Final, Protocol, Self, get_args
 
 from tep.base.checks import check_int, check_seconds, shown
 from tep.base.errors import UsageError
@@ -18,7 +18,7 @@ from tep.base.units import PS_PER_US
 from tep.sim.draws import Stream
 from tep.sim.faults import Chaos, Fault, Faults
 
-__all__ = ["HEAL_US", "Case", "names_of", "shape_text"]
+__all__ = ["HEAL_US", "Case", "Record", "Violation", "names_of", "shape_text"]
 
 HEAL_US: Final = 40.0
 """When the safety phase ends: some twenty undisturbed transfers of the chaos fabric."""
@@ -27,6 +27,43 @@ _FAULT_PS: Final = (2 * PS_PER_US, 4 * PS_PER_US, 12 * PS_PER_US)
 _NICS: Final = 1 << 20  # entities of the draws of NIC counts
 
 Nics = int | tuple[int, int]
+
+
+class Record(Protocol):
+    """One run as frozen data: a Case, or what an engine's own tests draw; `shrink` reduces it."""
+
+    @property
+    def chaos(self) -> Chaos:
+        """The fabric's knobs."""
+        ...
+
+    @property
+    def events(self) -> tuple[tuple[int, Fault], ...]:
+        """The faults, each with its time in ps."""
+        ...
+
+    def with_chaos(self, chaos: Chaos) -> Self:
+        """Return the same run with other knobs."""
+        ...
+
+
+class Violation(AssertionError):
+    """A promise was broken; the message ends with the line that plays the run again.
+
+    Attributes:
+        case: the run in which it was found; None if that is not known.
+        again: runs a case as this one was run; None if nobody can.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        case: Record | None = None,
+        again: Callable[..., object] | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.case = case
+        self.again = again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +101,16 @@ class Case:
     def nodes(self) -> int:
         """How many nodes there are."""
         return len(self.nics)
+
+    @property
+    def chaos(self) -> Chaos:
+        """The fabric's knobs."""
+        return self.faults.chaos
+
+    @property
+    def events(self) -> tuple[tuple[int, Fault], ...]:
+        """The faults, each with its time in ps."""
+        return self.faults.events
 
     @property
     def seed(self) -> int:
@@ -132,6 +179,10 @@ class Case:
     def without_events(self) -> Case:
         """The same, and nothing breaks: what goes wrong then, disorder alone has done."""
         return replace(self, faults=replace(self.faults, events=()), drawn="")
+
+    def with_chaos(self, chaos: Chaos) -> Case:
+        """Return the same case with other knobs."""
+        return replace(self, faults=replace(self.faults, chaos=chaos), drawn="")
 
     def __repr__(self) -> str:
         heal = "" if self.heal_us == HEAL_US else f", heal_us={self.heal_us!r}"

@@ -39,8 +39,7 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Restart
 from tep.sim.row_log import RowLog
-from tep.testing.case import HEAL_US, Case, Nics
-from tep.testing.stage import Violation
+from tep.testing.case import HEAL_US, Case, Nics, Violation
 
 __all__ = [
     "DEADLINE_S",

@@ -1,8 +1,8 @@
 """Shrinking: from the run in which something was found to the simplest one that shows it.
 
-A run is a record: a Case of a user's protocol, or a Scenario of the engine's own swarm. It is made
-simpler field by field, and then draw by draw: of all that the fabric drew, the few draws are kept
-that matter, and the others come out tame. Nothing is drawn anew, so a finding cannot get lost.
+A run is a record: a Case of a user's protocol. It is made simpler field by field, and then draw by
+draw: of all that the fabric drew, the few draws are kept that matter, and the others come out tame.
+Nothing is drawn anew, so a finding cannot get lost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from tep.base.checks import check_int
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_US
 from tep.sim.draws import Label, Recorder, describe
-from tep.sim.faults import Chaos, Fault
+from tep.sim.faults import Chaos
 from tep.sim.row_log import RowLog
-from tep.testing.case import Case
-from tep.testing.scenario import Scenario
-from tep.testing.stage import Violation
+from tep.testing.case import Case, Violation
 
 __all__ = ["shrink", "story"]
 
@@ -37,7 +35,7 @@ def shrink(finding: Violation, *, runs_max: int = RUNS_MAX) -> Violation:
     The same every time.
 
     Args:
-        finding: what `run`, `hunt`, `run_scenario` or `replay` raised.
+        finding: what `run` or `hunt` raised.
         runs_max: at most so many runs are tried; then the simplest one so far is returned.
 
     Raises:
@@ -109,7 +107,7 @@ def _settle(record: Any, search: _Search) -> Any:
 def _simpler(record: Any) -> Iterator[Any]:
     """Records with one thing less or smaller, the large steps first."""
     tame = Chaos.calm(record.seed) if isinstance(record, Chaos) else None
-    told = {"drawn": ""} if isinstance(record, Case) else {}  # no seed draws it any more
+    drawn = {"drawn": ""} if isinstance(record, Case) else {}  # no seed draws it any more
     for field in fields(record):
         value = getattr(record, field.name)
         if field.name in ("seed", "kept", "drawn", "heal_us"):
@@ -118,7 +116,7 @@ def _simpler(record: Any) -> Iterator[Any]:
         goal = goal if tame is None else getattr(tame, field.name)
         for smaller in _smaller(value, goal):
             try:
-                yield replace(record, **{field.name: smaller}, **told)
+                yield replace(record, **{field.name: smaller}, **drawn)
             except (AssertionError, ValueError):  # fields that do not go together
                 continue
 
@@ -147,7 +145,7 @@ def _smaller(value: Any, goal: Any) -> Iterator[Any]:
 
 def _keep_few(record: Any, search: _Search) -> Any:
     """Keep as few draws as show the finding: halves, quarters, ... of them are left out in turn."""
-    kept = _chaos_of(record).kept
+    kept = record.chaos.kept
     if isinstance(kept, tuple):
         labels = list(kept)
     else:
@@ -171,19 +169,8 @@ def _keep_few(record: Any, search: _Search) -> Any:
     return simplest if search.found(simplest) is not None else record
 
 
-def _chaos_of(record: Case | Scenario) -> Chaos:
-    return record.faults.chaos if isinstance(record, Case) else record.chaos
-
-
-def _events_of(record: Case | Scenario) -> tuple[tuple[int, Fault], ...]:
-    return record.faults.events if isinstance(record, Case) else record.faults
-
-
 def _with_kept(record: Any, kept: Container[Label]) -> Any:
-    chaos = replace(_chaos_of(record), kept=kept)
-    if isinstance(record, Case):
-        return replace(record, faults=replace(record.faults, chaos=chaos), drawn="")
-    return replace(record, chaos=chaos)
+    return record.with_chaos(replace(record.chaos, kept=kept))
 
 
 def story(finding: Violation) -> str:
@@ -201,7 +188,7 @@ def story(finding: Violation) -> str:
         what = str(found).rpartition("\nreplay: ")[0]
     else:
         what = "nothing was found this time"
-    events, chaos = _events_of(finding.case), _chaos_of(finding.case)
+    events, chaos = finding.case.events, finding.case.chaos
     told = [(one.t_ps, f"{one.node}/{one.nic}", one.sentence()) for one in log.records()]
     told += [(t_ps, "faults", str(fault)) for t_ps, fault in events]
     told.sort(key=lambda line: line[0])

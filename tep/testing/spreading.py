@@ -25,14 +25,10 @@ from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.base.waiting import system_s
 from tep.rendezvous import Group
 from tep.sim.row_log import RowLog
-from tep.testing.case import HEAL_US, Case, Nics
+from tep.testing.case import HEAL_US, Case, Nics, Violation
 from tep.testing.hunting import Protocol, load_protocol, run
-from tep.testing.oracle import run_scenario
-from tep.testing.scenario import Scenario
-from tep.testing.stage import Violation
 
 __all__ = [
-    "EngineJudge",
     "Finding",
     "Judge",
     "Judged",
@@ -71,22 +67,6 @@ class Judge(Interface):
     """
 
     def __call__(self, seed: int, row_log: RowLog | None = None) -> str | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineJudge:
-    """The engine's own swarm: the scenario drawn from a seed, judged by the oracle."""
-
-    def case(self, seed: int) -> Scenario:
-        """The scenario of a seed."""
-        return Scenario.draw(seed)
-
-    def play(self, seed: int, row_log: RowLog | None = None) -> None:
-        """Run a seed. Raises Violation."""
-        run_scenario(self.case(seed), row_log=row_log)
-
-    def __call__(self, seed: int, row_log: RowLog | None = None) -> str | None:
-        return _told(self.play, seed, row_log)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
-"""Hypothesis strategies: what the seeds draw, mixed freely, and shrinkable.
+"""Hypothesis strategies: cases for protocols of users, as the seeds draw them, and shrinkable.
 
-`scenarios` makes cases for protocols of users, `engine_scenarios` what the engine itself is tested
-with. A failing example shrinks to few transfers and faults, few knobs off their tame values and
-small numbers, and prints as a literal. Seeds find faster; these explain better.
+A failing example shrinks to few faults, few knobs off their tame values and small numbers, and
+prints as a literal. Seeds find faster; these explain better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -17,7 +15,6 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from tep.base.units import PS_PER_MS, PS_PER_NS
 from tep.sim.faults import (
     DRIFTS,
-    FRAGMENTS_MAX,
     GROUPS,
     HARM,
     SPOILT,
@@ -38,170 +35,14 @@ from tep.sim.faults import (
     groups_of,
 )
 from tep.testing.case import Case, Nics, names_of, nics_range
-from tep.testing.scenario import Scenario
-from tep.testing.sizes import SIZES, Sizes
-from tep.testing.specs import (
-    MESSAGES_MAX,
-    PAGES_MAX,
-    RECEIVERS,
-    SENDER,
-    ReadKind,
-    ReadSpec,
-    TransferKind,
-    TransferSpec,
-)
 
-__all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "transfers"]
+__all__ = ["scenarios"]
 
 _NS = PS_PER_NS
 
 
 def _times(most_ns: int) -> SearchStrategy[int]:
     return st.integers(1, most_ns * _NS)
-
-
-@st.composite
-def chaos(draw: DrawFn) -> Chaos:
-    """Any knobs that a correct engine must survive; shrinks to a tame fabric."""
-    return Chaos(
-        seed=draw(st.integers(0, 2**32 - 1)),
-        ordered=draw(st.booleans()),
-        reorder_ps=draw(st.sampled_from([0, 50 * _NS, 400 * _NS, 3000 * _NS])),
-        fragments=draw(st.integers(1, FRAGMENTS_MAX)),
-        last_late_ps=draw(st.sampled_from([0, 1500 * _NS])),
-        skew_ps=tuple(
-            draw(st.lists(st.sampled_from([0, 500 * _NS, 4000 * _NS]), min_size=1, max_size=4))
-        ),
-        dup_place=draw(st.booleans()),
-        late_read=draw(st.sampled_from([True, False])),
-        short_post=draw(st.booleans()),
-        refuse_post=draw(st.booleans()),
-        sq_depth=draw(st.integers(1, 6)),
-        imm_credits=draw(st.sampled_from([8, 1, 4, 128])),
-        rnr_retries=draw(st.sampled_from([-1, -1, 0, 2])),
-        dead_after_ps=draw(st.sampled_from([300 * _NS, 500 * PS_PER_MS])),
-        poll_delay_ps=draw(st.sampled_from([10 * _NS, 50 * _NS, 400 * _NS])),
-        pause_ps=draw(st.sampled_from([0, 3 * PS_PER_MS])),
-        cqe_limit=draw(st.sampled_from([4, 1, 64])),
-        burst_ps=draw(st.sampled_from([0, 800 * _NS])),
-        merge_cqes=draw(st.booleans()),
-        flush_on_error=draw(st.booleans()),
-        key_reuse=draw(st.booleans()),
-        offsets=draw(st.booleans()),
-        tie_shuffle=draw(st.booleans()),
-    )
-
-
-@st.composite
-def transfers(draw: DrawFn) -> TransferSpec:
-    """One transfer of any kind; shrinks to a short single write that is expected early."""
-    kind: TransferKind = draw(st.sampled_from(get_args(TransferKind)))
-    paged = kind in ("paged", "per_page")
-    knobs: dict[str, Any] = {"kind": kind}
-    if paged:
-        knobs["size"] = draw(st.sampled_from([8, 0, 1, 24, 32]))
-        knobs["pages"] = draw(st.integers(1, PAGES_MAX))
-        knobs["gap"] = draw(st.sampled_from([0, 8]))
-    elif kind != "barrier":
-        knobs["size"] = draw(st.sampled_from([8, 0, 1, 65, 200, 257, 515, 20_000, 40_001]))
-        knobs["shards"] = draw(st.integers(0, 4))
-        knobs["silent"] = draw(st.sampled_from([False, False, False, True]))
-    if kind == "scatter":
-        knobs["by_bytes"] = draw(st.booleans())
-    if kind in ("scatter", "barrier"):
-        knobs["grouped"] = draw(st.booleans())
-    spec = TransferSpec(
-        pinned=draw(st.booleans()),
-        start_ps=draw(_times(4000)),
-        expect_ps=draw(st.sampled_from([1, 300 * _NS, 2500 * _NS])),
-        claimed=draw(st.booleans()),
-        split=draw(st.booleans()),
-        recall_ps=draw(st.none() | _times(3000)),
-        rounds=draw(st.integers(1, 3)),
-        lined_up=draw(st.booleans()),
-        cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),
-        stale=draw(st.booleans()),
-        probe=draw(st.booleans()),
-        prepared=draw(st.booleans()),
-        **knobs,
-    )
-    return replace(spec, shared=spec.may_share and draw(st.booleans()))
-
-
-@st.composite
-def reads(draw: DrawFn) -> ReadSpec:
-    """One read of any kind; shrinks to a short one of bytes that do not change."""
-    return ReadSpec(
-        kind=draw(st.sampled_from(get_args(ReadKind))),
-        size=draw(st.sampled_from([8, 0, 1, 65, 257, 20_000])),
-        pages=draw(st.integers(1, PAGES_MAX)),
-        told=draw(st.booleans()),
-        start_ps=draw(_times(4000)),
-        change_ps=draw(st.none() | _times(4000)),
-        cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),
-    )
-
-
-@st.composite
-def _faults(draw: DrawFn, nics: tuple[int, int, int], nodes: int) -> tuple[int, Fault]:
-    names = (SENDER, *RECEIVERS)[:nodes]
-    t_ps, fault = draw(_events(dict(zip(names, nics)), list(_EVENTS)))
-    return t_ps, Restart(RECEIVERS[0]) if fault == Restart(SENDER) else fault
-
-
-@st.composite
-def engine_scenarios(draw: DrawFn) -> Scenario:
-    """Any scenario, with up to four transfers, two reads and three faults at once."""
-    specs = tuple(draw(st.lists(transfers(), min_size=1, max_size=4)))
-    nics = draw(st.tuples(*[st.integers(1, 4)] * 3))
-    nodes = 3 if any(spec.wide for spec in specs) else 2
-    closes = st.tuples(_times(3000), st.sampled_from((SENDER, *RECEIVERS)[:nodes]))
-    faults = draw(st.lists(_faults(nics, nodes), max_size=3))
-    failover = draw(st.sampled_from([True, True, False]))
-    if draw(st.booleans()):
-        specs = tuple(draw(_tried(spec)) for spec in specs)
-    read = tuple(draw(st.lists(reads(), max_size=2)))
-    bar_ps = None if read else draw(st.none() | _times(4000))
-    return Scenario(
-        nics=nics,
-        transfers=specs,
-        reads=read,
-        chaos=replace(
-            draw(chaos()),
-            late_land=draw(st.integers(0, 2)),
-            message_loss=draw(st.sampled_from([0, 2, 6])),
-            peer_depth=draw(st.integers(0, 2)),
-        ),
-        faults=tuple(sorted(faults, key=lambda fault: fault[0])),
-        close=draw(st.none() | st.none() | closes),
-        messages=draw(st.integers(0, MESSAGES_MAX)),
-        buffers=draw(st.integers(1, 2)),
-        echo=bar_ps is None and draw(st.booleans()),
-        failover=failover,
-        sizes=draw(_sizes()),
-        remove_ps=draw(st.none() | st.none() | _times(4000)),
-        bar_ps=bar_ps,
-    )
-
-
-@st.composite
-def _tried(draw: DrawFn, spec: TransferSpec) -> TransferSpec:
-    """The same, tried again where it fails."""
-    if not spec.may_retry:
-        return spec
-    waits = st.sampled_from([1, 3000 * _NS, 30_000 * _NS])
-    again = draw(st.integers(0, 2))
-    return replace(spec, again=again, again_ps=draw(waits), restate_ps=draw(waits))
-
-
-@st.composite
-def _sizes(draw: DrawFn) -> Sizes:
-    """Which constants are small; shrinks to none."""
-    found = [(name, draw(st.none() | st.sampled_from(values))) for name, values in SIZES.items()]
-    return tuple((name, value) for name, value in found if value is not None)
-
-
-# ---------------------------------------------------------------------- for protocols of users
 
 
 _LASTS = st.sampled_from([300 * _NS, 2000 * _NS, 8000 * _NS, None])

@@ -20,8 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from tep.testing.oracle import run_scenario
-from tep.testing.scenario import Scenario
 from tests.gate.bugs_burnt import BARRING, BURNT
 from tests.gate.bugs_lives import COMPANY
 from tests.gate.bugs_reads import READ_BUGS
@@ -29,6 +27,8 @@ from tests.gate.bugs_reopening import PRUNING, REOPENING
 from tests.gate.planted import BUGS
 from tests.gate.registry import Bug, changed
 from tests.gate.test_planted_bugs import WEAKER
+from tests.world.oracle import run_scenario
+from tests.world.scenario import Scenario
 
 START = 100_000
 

@@ -2,8 +2,7 @@
 
     python tests/bench/bench_chaos.py --batches 9 --runs 200
 
-CPU time of this thread; the median over batches of different seeds, and the extremes. Then the same
-number of scenarios drawn by Hypothesis, which draws more slowly, and could shrink what it finds.
+CPU time of this thread; the median over batches of different seeds, and the extremes.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hypothesis import Phase, given, settings
-
-from tep.testing import Scenario, engine_scenarios
-from tep.testing.oracle import replay, run_scenario
+from tests.world.oracle import replay
 
 
 def rate(seeds: range) -> tuple[float, int]:
@@ -26,19 +22,6 @@ def rate(seeds: range) -> tuple[float, int]:
     start_ns = time.thread_time_ns()
     rows = sum(replay(seed).rows for seed in seeds)
     return len(seeds) * 1e9 / (time.thread_time_ns() - start_ns), rows
-
-
-def hypothesis_rate(runs: int) -> float:
-    """Scenarios a second of CPU time where Hypothesis draws them."""
-
-    @settings(max_examples=runs, phases=[Phase.generate], database=None, deadline=None)
-    @given(engine_scenarios())
-    def play(scenario: Scenario) -> None:
-        run_scenario(scenario)
-
-    start_ns = time.thread_time_ns()
-    play()
-    return runs * 1e9 / (time.thread_time_ns() - start_ns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "scenarios_per_s": round(statistics.median(rates)),
         "slowest_batch": round(rates[0]),
         "fastest_batch": round(rates[-1]),
-        "hypothesis_per_s": round(hypothesis_rate(args.batches * args.runs)),
         "batches": args.batches,
         "runs": args.runs,
         "rows_per_scenario": round(sum(rows for _, rows in found) / (args.batches * args.runs), 1),

@@ -157,21 +157,24 @@ def test_demo_refuses_what_is_no_file(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+PULL = ("sim", "--protocol", f"{ROOT}/tests/example/puller.py:pull", "--faults", "order,restarts")
+
+
 def test_sim_replays_a_seed() -> None:
     """A seed that does not bring the same run back is no bug report."""
-    first, second = document("sim", "--seed", "11"), document("sim", "--seed", "11")
+    first, second = document(*PULL, "--seed", "11"), document(*PULL, "--seed", "11")
 
     assert first == second
     assert first["violation"] is None
     assert 64 == len(first["digest"])
-    assert first["digest"] != document("sim", "--seed", "12")["digest"]
+    assert first["digest"] != document(*PULL, "--seed", "12")["digest"]
 
 
 def test_sim_writes_a_trace(tmp_path: Path) -> None:
     """A failure that cannot be looked at takes a day longer."""
     path = tmp_path / "run.json"
 
-    tep("sim", "--seed", "11", "--trace", str(path))
+    tep(*PULL, "--seed", "11", "--trace", str(path))
 
     assert json.loads(path.read_text())["traceEvents"]
 

@@ -20,14 +20,11 @@ MISTAKES = {
     "rl plan --watermark-gib -1": ("--watermark-gib",),
     "rl plan --output /no/where/table": ("--output", "there is no folder /no/where", "make it"),
     "rl run --weights nofile --model kimi-k2": ("--weights", "'nofile' does not exist"),
-    "sim --nics banana": ("--nics", "no effect", "--protocol"),
-    "sim --faults banana": ("--faults", "no effect", "--protocol"),
+    "sim --seed 7": ("--protocol FILE.py:NAME", "python -m tests.world SEED"),
     "sim --protocol x.py:y --nics banana": ("--nics", "'banana'", "LEAST-MOST"),
     "sim --protocol x.py:y --nics 4-1": ("--nics", "'4-1'", "LEAST-MOST"),
     "sim --protocol nofile.py:y": ("--protocol 'nofile.py:y'", "a file that exists"),
-    "sim --protocol x.py:y --lines 3": ("--lines", "no effect"),
-    "sim --seed -1": ("seed=-1",),
-    "sim --trace /no/where/x": ("--trace", "there is no folder /no/where"),
+    "sim --protocol x.py:y --trace /no/where/x": ("--trace", "there is no folder /no/where"),
     "sim fit nofile": ("results", "'nofile' does not exist"),
     "sim whatif nonsense": ("nonsense",),
     "kvcache --fabric tcp --tp 3": ("--tp", "4 heads", "1, 2 and 4 can"),
@@ -70,7 +67,9 @@ def test_no_command_leaves_a_file_behind(tmp_path) -> None:
     """Four traces of a megabyte in the working directory are four surprises."""
     code = "import sys; from tep.cli import main; sys.exit(main())"
     (tmp_path / "some.bin").write_bytes(bytes(10_000))
-    for command in ("demo --file some.bin --page-bytes 4096", "sim --seed 3", "moe --ep 4"):
+    pull = Path(__file__).parents[1] / "example" / "puller.py"
+    sim = f"sim --protocol {pull}:pull --faults order --seed 3"
+    for command in ("demo --file some.bin --page-bytes 4096", sim, "moe --ep 4"):
         done = subprocess.run(
             [sys.executable, "-c", code, *command.split()],
             cwd=tmp_path,
@@ -82,19 +81,6 @@ def test_no_command_leaves_a_file_behind(tmp_path) -> None:
         assert 0 == done.returncode, done.stdout + done.stderr
 
     assert ["some.bin"] == [path.name for path in tmp_path.iterdir()]
-
-
-def test_a_seed_is_shown_as_a_timeline(capsys) -> None:
-    """One line of 900 characters is no trace that a person reads."""
-    assert 0 == main(["sim", "--seed", "7", "--lines", "5"])
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("What happened")
-    times = [float(line.split()[0]) for line in lines[start + 3 : start + 8]]
-
-    assert "transfer 0" in "\n".join(lines)
-    assert times == sorted(times)
-    assert "5 of " in lines[start + 8]
-    assert max(map(len, lines[start:])) < 120
 
 
 ROWS = [

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tep.sim.row_log import RowLog
-from tep.testing.oracle import Outcome, replay
+from tests.world.oracle import Outcome, replay
 
 SEEDS = range(30)
 

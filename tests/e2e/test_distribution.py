@@ -66,6 +66,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: tuple[Path,
 
     assert f"{STEM}-py3-none-any.whl" == wheel.name
     assert SHIPPED == members(wheel)
+    assert [] == [name for name in members(wheel) if name.endswith((".c", ".h"))]
     assert wheel.stat().st_size < 1_400_000
 
 
@@ -141,7 +142,9 @@ def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> No
     assert states["sim"]["available"]
     assert states["local"]["available"]
     assert f"pip install '{DISTRIBUTION}[libfabric]'" in states["libfabric"]["cure"]
-    assert '"violation": null' in run(bare, command, "sim", "--seed", "7", "--json")
+    protocol = f"{ROOT}/tests/example/puller.py:pull"
+    said = run(bare, command, "sim", "--protocol", protocol, "--faults", "order", "--json")
+    assert '"violation": null' in said
     run(bare, command, "moe", "--check", "1", "--json")
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tep.testing.oracle import replay
+from tests.world.oracle import replay
 
 if TYPE_CHECKING:
     from coverage import Coverage

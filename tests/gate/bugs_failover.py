@@ -19,9 +19,9 @@ from tep.core.path import Arrivals, Link, Sums
 from tep.core.pending import Acks
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
-from tep.testing.scenario import Scenario
 from tests.gate.bugs_counting import BY_COLUMNS
 from tests.gate.registry import Change, bug
+from tests.world.scenario import Scenario
 
 LATE = 2000
 """Seeds for what needs a NIC to die at its moment: one run in twenty makes a row good."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tep.testing.scenario import Scenario
 from tests.gate.bugs_burnt import BARRING, BURNT, DIRECTED
 from tests.gate.bugs_failover import can_show
 from tests.gate.registry import changed
 from tests.gate.test_planted_bugs import search
 from tests.property import test_burnt_orders as directed
+from tests.world.scenario import Scenario
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

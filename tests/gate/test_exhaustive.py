@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tep.sim.faults import Chaos, KillNic
-from tep.testing.explore import Choices, explore, replay_path
-from tep.testing.scenario import Scenario
-from tep.testing.specs import TransferSpec
-from tep.testing.stage import Violation
+from tep.testing.case import Violation
 from tests.gate.planted import planted
+from tests.world.explore import Choices, explore, replay_path
+from tests.world.scenario import Scenario
+from tests.world.specs import TransferSpec
 
 
 def tiny(pages: int, nics: int, *faults: KillNic) -> Scenario:
@@ -70,7 +70,7 @@ def test_every_order_around_a_death(pages: int, node: str) -> None:
 def test_a_planted_bug_is_found_and_its_order_replays() -> None:
     """An exploration that finds nothing in a wrong engine is no proof of a right one."""
     with planted("imm_on_last_only"):
-        with pytest.raises(Violation, match=r"replay: tep\.testing\.explore\.replay_path") as found:
+        with pytest.raises(Violation, match=r"replay: tests\.world\.explore\.replay_path") as found:
             explore(tiny(2, 1))
         path = eval(str(found.value).rpartition("), ")[2].rstrip(")") + ")")  # noqa: S307  # ours
         with pytest.raises(Violation) as again:

@@ -8,9 +8,9 @@ import pytest
 
 from tep.sim.faults import Chaos, Clog, KillNic, Mute
 from tep.sim.row_log import Record, RowLog
-from tep.testing.history import judge_history
-from tep.testing.oracle import replay
 from tests.unit.sim_seam import NS, Seam
+from tests.world.history import judge_history
+from tests.world.oracle import replay
 
 
 def test_the_tapes_of_many_runs_are_clean() -> None:
@@ -19,7 +19,7 @@ def test_the_tapes_of_many_runs_are_clean() -> None:
     for seed in range(150):
         row_log = RowLog()
         replay(seed, row_log=row_log)
-        assert [] == judge_history(row_log.records()), f"tep sim --seed {seed}"
+        assert [] == judge_history(row_log.records()), f"python -m tests.world {seed}"
         rows += sum(record.what == "post" for record in row_log.records())
     assert rows > 1000
 

@@ -6,12 +6,12 @@ from itertools import islice
 
 import pytest
 
-from tep.testing.oracle import replay
-from tep.testing.scenario import Scenario
 from tests.gate.bugs_lives import COMPANY, tells
 from tests.gate.registry import changed
 from tests.gate.test_planted_bugs import search
 from tests.support.planted import shows
+from tests.world.oracle import replay
+from tests.world.scenario import Scenario
 
 
 @pytest.mark.slow

@@ -17,9 +17,7 @@ from tep.core.pending import Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog
-from tep.testing.oracle import Violation, replay, run_scenario
-from tep.testing.scenario import Scenario
-from tep.testing.specs import TransferKind, TransferSpec
+from tep.testing import Violation
 from tests.gate import (
     bugs_counting,
     bugs_ending,
@@ -31,6 +29,9 @@ from tests.gate import (
 from tests.gate.planted import BUGS, planted
 from tests.gate.registry import Change, changed
 from tests.support.planted import first_shown
+from tests.world.oracle import replay, run_scenario
+from tests.world.scenario import Scenario
+from tests.world.specs import TransferKind, TransferSpec
 
 ORIGINAL_CANCEL = Worker.cancel
 SEEDS = 20_000 if os.environ.get("TEP_LONG") else 2_000
@@ -395,7 +396,7 @@ def test_finding_names_the_seed() -> None:
         found = first_found(range(50))
         assert found is not None
         what, line = found.splitlines()
-        assert line.startswith("replay: tep sim --seed ")
+        assert line.startswith("replay: python -m tests.world ")
         with pytest.raises(Violation) as again:
             replay(int(line.split()[-1]))
 
@@ -404,6 +405,6 @@ def test_finding_names_the_seed() -> None:
 
 
 def test_finding_prints_what_was_not_drawn() -> None:
-    """A scenario that Hypothesis found has no seed: its literal is the line."""
+    """A scenario that no seed draws, as a shrunk one: its literal is the line."""
     with planted("done_at_post"), pytest.raises(Violation, match=r"run_scenario\(Scenario\(nics="):
         run_scenario(replace(Scenario.draw(0), nics=(4, 3, 2)))

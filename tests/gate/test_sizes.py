@@ -13,9 +13,9 @@ import pytest
 
 from tep.base.errors import BadRequest
 from tep.core.group import DomainGroup
-from tep.testing.oracle import run_scenario
-from tep.testing.scenario import Scenario
-from tep.testing.sizes import SIZES, set_sizes
+from tests.world.oracle import run_scenario
+from tests.world.scenario import Scenario
+from tests.world.sizes import SIZES, set_sizes
 
 BRANCHES = ("_cut_piece", "_share_backlog")
 """Methods of a DomainGroup that do something only beyond a threshold; then they return True."""

@@ -49,10 +49,10 @@ def main() -> int:
         assert [one.seed for one in alone] == [one.seed for one in found.findings]
         assert found.again, "the killed nodes had nothing to do"
 
-        swarm = ("sim", "--runs", "300", "--json")
-        place = ("--protocol", judge.place, "--faults", "nics", "--findings", "3")
-        hunt = ("sim", "--runs", str(last), *place, "--json")
-        for command in (swarm, hunt):
+        place = ("--protocol", judge.place, "--findings", "3", "--json")
+        clean = ("sim", "--runs", "300", *place, "--faults", "order")
+        hunt = ("sim", "--runs", str(last), *place, "--faults", "nics")
+        for command in (clean, hunt):
             assert printed(*command) == printed(*command, "--ray", cluster.address)
     result = {
         "ok": True,

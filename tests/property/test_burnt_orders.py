@@ -12,11 +12,11 @@ import pytest
 
 from tep.base.api import Pages
 from tep.base.errors import FabricError
-from tep.testing.explore import Choices
 from tests.support.burnt_orders import Play
 from tests.support.effort import effort
 from tests.support.order_cases import BURNT
 from tests.support.orders import Drawn, Fabric, explored
+from tests.world.explore import Choices
 
 QUICK = ("a queued row is cancelled", "no failover")
 RUNS_MAX = 6_000

@@ -20,8 +20,10 @@ import tep.testing
 from tep.drivers.threads import InlineDriver, ThreadDriver
 from tep.drivers.turning import TurnDriver
 from tep.sim.faults import Chaos, Fault
-from tep.testing import Case, Scenario, TransferSpec, Violation, hunt, run
+from tep.testing import Case, Violation, hunt, run
 from tests.property.test_numbers import ODD, check
+from tests.world.scenario import Scenario
+from tests.world.specs import TransferSpec
 
 TEXTS = {"name", "node"}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tep.base.wire import NetAddr
 from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
-from tep.testing.oracle import replay
+from tests.world.oracle import replay
 
 
 def link(nics: int = 2, ours: int = 2) -> Link:

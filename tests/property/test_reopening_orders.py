@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tep.testing.explore import Choices
 from tests.support.orders import explored
 from tests.support.reopening import Play
+from tests.world.explore import Choices
 
 
 @pytest.mark.parametrize(("rows", "least"), [(1, 2), pytest.param(2, 100, marks=pytest.mark.long)])

@@ -15,7 +15,7 @@ from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.engine.machine import Machine
 from tep.sim import Cluster, run
 from tep.sim.row_log import RowLog
-from tep.testing.oracle import Outcome, replay
+from tests.world.oracle import Outcome, replay
 
 _ROOM = 1 << 20
 _PROFILES = "cx7_400", "efa_2x200", "efa_4x100", "efa_2x200_congested"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous import Place, join
 from tep.testing import spreading
 from tep.testing.spreading import (
-    EngineJudge,
     Finding,
     Judged,
     ProtocolJudge,
@@ -164,14 +164,15 @@ def test_judges_travel(tmp_path, monkeypatch) -> None:
         ProtocolJudge("my_protocol.py")
 
 
-def test_the_swarm_as_a_judge() -> None:
-    """Both ways to go through the engine's swarm end with the same rows."""
-    share = Share(7, 3)
+def test_one_share_is_judged_as_a_search_does() -> None:
+    """Both ways to go through the seeds of a protocol end with the same rows."""
+    example = Path(__file__).parents[1] / "example" / "puller.py"
+    judge = ProtocolJudge(f"{example}:pull", faults="order control restarts")
 
-    assert Judged(3, ()) == judge_share(EngineJudge(), share, 1)
-    found, record = search(EngineJudge(), range(7, 10))
+    assert Judged(3, ()) == judge_share(judge, Share(7, 3), 1)
+    found, record = search(judge, range(7, 10))
     assert not found
-    assert record.digest() == confirm(EngineJudge(), (), range(7, 10))[1].digest()
+    assert record.digest() == confirm(judge, (), range(7, 10))[1].digest()
 
 
 @given(

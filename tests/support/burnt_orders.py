@@ -19,8 +19,8 @@ import numpy as np
 from tep.base.api import Pages, Routing
 from tep.base.errors import BurntImm, FabricError
 from tep.core.handles import Expectation, Transfer
-from tep.testing.explore import Choices
 from tests.support.orders import Fabric
+from tests.world.explore import Choices
 
 __all__ = ["Play"]
 

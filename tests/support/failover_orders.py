@@ -21,8 +21,8 @@ import numpy as np
 from tep.base.api import Pages, Routing, ScatterDst
 from tep.core.handles import Transfer
 from tep.core.path import Link
-from tep.testing.explore import Choices
 from tests.support.orders import Fabric
+from tests.world.explore import Choices
 
 __all__ = ["KINDS", "Play"]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from tep.testing.explore import Choices
 from tests.support import burnt_orders, failover_orders, reopening
 from tests.support.orders import explored
 from tests.support.planted import shows
+from tests.world.explore import Choices
 
 __all__ = ["BURNT", "FAILOVER", "REOPENING", "Cases", "first_case"]
 

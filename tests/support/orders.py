@@ -23,7 +23,7 @@ from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tep.testing.explore import Choices
+from tests.world.explore import Choices
 
 Event = Callable[[], None]
 

@@ -15,8 +15,8 @@ import numpy as np
 from tep.base.api import Pages
 from tep.core.handles import Expectation, Transfer
 from tep.core.path import Link
-from tep.testing.explore import Choices
 from tests.support.orders import Fabric, Nic
+from tests.world.explore import Choices
 
 PAGE = 8
 IMM = 7

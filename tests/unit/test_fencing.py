@@ -11,8 +11,8 @@ from tep.control import failover as fences
 from tep.control.channel import Channel
 from tep.control.failover import Fencing
 from tep.control.messages import FenceOff, Prune, Reopen
-from tep.testing.explore import Choices
 from tests.support.orders import Fabric, Nic
+from tests.world.explore import Choices
 
 
 def receiver() -> Fencing:

@@ -17,9 +17,9 @@ from tep.core.path import Arrivals
 from tep.core.pending import Pending
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, mute, slow
-from tep.testing.explore import Choices
 from tests.support.ends import Ends, finish_all
 from tests.support.orders import Fabric
+from tests.world.explore import Choices
 
 PAGE = 64
 PAGES = 12

@@ -22,17 +22,16 @@ from tep.testing import (
     Faults,
     KillNic,
     Restart,
-    Scenario,
     Violation,
     hunt,
-    replay,
     run,
-    run_scenario,
     scenarios,
     shrink,
     story,
 )
 from tests.gate.planted import planted
+from tests.world.oracle import replay, run_scenario
+from tests.world.scenario import Scenario
 
 CALM = Case(nics=(2, 2))
 KILLED = Case(nics=(1, 1), faults=Faults(((1, KillNic("b", 0)),), Chaos.calm()))
@@ -244,7 +243,7 @@ def _first_of(seeds: int) -> Violation:
 
 
 def test_a_broken_engine_shrinks_as_well() -> None:
-    """The engine's own swarm and users' protocols are shrunk by one mechanism."""
+    """The drawn world of the engine and users' protocols are shrunk by one mechanism."""
     with planted("cancel_lost"):
         first = _first_of(200)
         found = shrink(first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.testing.turns import Turns
+from tests.world.turns import Turns
 
 
 class Who:

@@ -13,11 +13,9 @@ from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
 from tep.core.handles import Handle
 from tep.sim.faults import Clog, Drift, Fault, Mute, Pause
-from tep.testing.lab import Host
-from tep.testing.specs import RECEIVERS, SENDER
-from tep.testing.stage import Stage
-
-__all__ = ["Company"]
+from tests.world.lab import Host
+from tests.world.specs import RECEIVERS, SENDER
+from tests.world.stage import Stage
 
 _EVERY_PS: Final = 20_000 * PS_PER_NS
 _LOST_PS: Final = 5 * _EVERY_PS

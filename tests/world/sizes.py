@@ -15,8 +15,6 @@ from typing import Final
 from tep.base.checks import check_int, shown
 from tep.base.errors import BadRequest
 
-__all__ = ["SIZES", "Sizes", "check_sizes", "draw_sizes", "in_pieces", "set_sizes"]
-
 Sizes = tuple[tuple[str, int], ...]
 """(module.NAME, value) pairs."""
 

@@ -11,12 +11,10 @@ from itertools import chain
 
 from tep.base.errors import FabricError
 from tep.core.handles import Expectation, Removal
-from tep.testing.lab import FREED, USED, Host, Piece
-from tep.testing.sender import join
-from tep.testing.specs import RECEIVERS, TransferSpec
-from tep.testing.stage import Run, Shares, Stage, Wait
-
-__all__ = ["Receivers"]
+from tests.world.lab import FREED, USED, Host, Piece
+from tests.world.sender import join
+from tests.world.specs import RECEIVERS, TransferSpec
+from tests.world.stage import Run, Shares, Stage, Wait
 
 
 class Receivers:

@@ -12,12 +12,6 @@ from tep.base.checks import check_int
 from tep.base.units import IMM_MAX
 from tep.sim.faults import Chaos
 
-__all__ = [
-    "IMMS", "MESSAGES_MAX", "PAGES_MAX", "READS_MAX", "RECEIVERS", "SENDER", "STEADY_ROUNDS",
-    "TRANSFERS_MAX", "ReadKind", "ReadSpec", "TransferKind", "TransferSpec", "literal", "names_of",
-    "settle",
-]  # fmt: skip
-
 TransferKind = Literal["single", "paged", "per_page", "scatter", "barrier"]
 ReadKind = Literal["single", "paged"]
 

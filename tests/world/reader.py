@@ -18,12 +18,10 @@ from tep.base.api import Pages
 from tep.base.errors import ClosedError, StaleEpoch
 from tep.core.handles import State, Transfer
 from tep.sim.faults import Clog, Cut, Mute
-from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Span
-from tep.testing.specs import RECEIVERS, SENDER, ReadSpec
-from tep.testing.stage import Stage
-from tep.testing.tap import Mover
-
-__all__ = ["Reader"]
+from tests.world.lab import BLANK, READ_IMM, REUSED, USED, Host, Span
+from tests.world.specs import RECEIVERS, SENDER, ReadSpec
+from tests.world.stage import Stage
+from tests.world.tap import Mover
 
 _VALUES: Final = 128  # first values are below, and so are all versions
 _NEXT: Final = bytes((value + 1) % _VALUES for value in range(256))

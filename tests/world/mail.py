@@ -11,11 +11,9 @@ from typing import Final
 from tep.base.errors import ClosedError
 from tep.base.units import PS_PER_NS
 from tep.core.handles import Message, State
-from tep.testing.lab import Host
-from tep.testing.specs import RECEIVERS
-from tep.testing.stage import Stage
-
-__all__ = ["Mail"]
+from tests.world.lab import Host
+from tests.world.specs import RECEIVERS
+from tests.world.stage import Stage
 
 _BUFFER_BYTES: Final = 64
 _EVERY_PS: Final = 60 * PS_PER_NS

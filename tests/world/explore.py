@@ -16,11 +16,9 @@ from tep.base.units import PS_PER_US
 from tep.engine import TransferEngine
 from tep.sim.clock import Call, FabricEnv, Turned
 from tep.sim.driver import SimDriver
-from tep.testing.oracle import Outcome, run_scenario
-from tep.testing.scenario import Scenario
-from tep.testing.stage import Violation
-
-__all__ = ["Choices", "Explored", "OrderEnv", "explore", "replay_path"]
+from tep.testing.case import Violation
+from tests.world.oracle import Outcome, run_scenario
+from tests.world.scenario import Scenario
 
 WINDOW_PS: Final = PS_PER_US
 """Wide enough for a row to overtake a whole transfer, and narrower than any timeout."""
@@ -188,5 +186,5 @@ def _play(
         how = "" if eager else ", eager=False"
         if window_ps != WINDOW_PS:
             how += f", window_ps={window_ps}"
-        again = f"tep.testing.explore.replay_path({scenario!r}, {choices.path}{how})"
+        again = f"tests.world.explore.replay_path({scenario!r}, {choices.path}{how})"
         raise Violation(f"{what}\nreplay: {again}") from found.__cause__

@@ -14,8 +14,6 @@ from typing import Final, Protocol
 
 from tep.core.posting import TURNS_MAX
 
-__all__ = ["Turns", "Waiting"]
-
 
 class Waiting(Protocol):
     """What rows belong to; here it matters only whether they may still be posted.

@@ -28,9 +28,7 @@ from tep.backends.base import (
 from tep.control.membership import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState
-from tep.testing.turns import Turns
-
-__all__ = ["Ledger", "Mover", "Tap"]
+from tests.world.turns import Turns
 
 _Taken = TypeVar("_Taken")
 

@@ -1,6 +1,6 @@
 """Scenarios: what applications and a hostile fabric do in one small run, as frozen records.
 
-Data and its drawing only; `tep.testing.oracle` plays and judges them. Every record prints as a
+Data and its drawing only; `tests.world.oracle` plays and judges them. Every record prints as a
 literal that can be pasted into a test.
 
 Rule 1: a drawn scenario is a function of one integer; each field draws from its own number, so that
@@ -19,7 +19,7 @@ from tep.base.hashing import stream_key
 from tep.base.units import PS_PER_NS
 from tep.sim.draws import Stream
 from tep.sim.faults import Chaos, Fault, Restart
-from tep.testing.drawing import (
+from tests.world.drawing import (
     APART,
     PAGE_SIZES,
     PAGES,
@@ -32,7 +32,7 @@ from tep.testing.drawing import (
     draw_together,
     draw_transfer,
 )
-from tep.testing.drawing_trouble import (
+from tests.world.drawing_trouble import (
     SPREAD_PS,
     Dice,
     draw_chaos,
@@ -46,8 +46,8 @@ from tep.testing.drawing_trouble import (
     draw_stuck,
     draw_trouble,
 )
-from tep.testing.sizes import Sizes, check_sizes, draw_sizes
-from tep.testing.specs import (
+from tests.world.sizes import Sizes, check_sizes, draw_sizes
+from tests.world.specs import (
     IMMS,
     MESSAGES_MAX,
     READS_MAX,
@@ -61,8 +61,6 @@ from tep.testing.specs import (
     names_of,
     settle,
 )
-
-__all__ = ["Scenario"]
 
 _SOON_DEAD_PS: Final = 300 * PS_PER_NS
 _THEMES: Final = (
@@ -88,7 +86,7 @@ class Scenario:
         buffers: receive buffers that b has for them.
         echo: each count that fires is answered by an empty write back to a.
         failover: whether engines make rows good whose NIC died.
-        sizes: constants of the engine that are small in this run, as `tep.testing.sizes` has them.
+        sizes: constants of the engine that are small in this run, as `tests.world.sizes` has them.
         watched: node a asks node b again and again whether it is there.
         remove_ps: when node a is told to let go of node b, or None.
         bar_ps: when node b is told to let go of node a, and uses its memory for something else once
@@ -136,6 +134,15 @@ class Scenario:
 
     def __repr__(self) -> str:
         return literal(self)
+
+    @property
+    def events(self) -> tuple[tuple[int, Fault], ...]:
+        """The faults, each with its time in ps."""
+        return self.faults
+
+    def with_chaos(self, chaos: Chaos) -> Scenario:
+        """Return the same scenario with other knobs."""
+        return replace(self, chaos=chaos)
 
     @property
     def wide(self) -> bool:

@@ -1,6 +1,6 @@
 """The place of one scenario: hosts on the chaos fabric, with guarded memory, engines and taps.
 
-Making things only: what is done with them is `tep.testing.oracle`'s matter.
+Making things only: what is done with them is `tests.world.oracle`'s matter.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ from tep.sim.draws import Stream
 from tep.sim.driver import SimDriver
 from tep.sim.faults import Drift
 from tep.sim.row_log import RowLog
-from tep.testing.scenario import Scenario
-from tep.testing.sizes import in_pieces
-from tep.testing.specs import (
+from tests.world.scenario import Scenario
+from tests.world.sizes import in_pieces
+from tests.world.specs import (
     READS_MAX,
     RECEIVERS,
     SENDER,
     TransferSpec,
 )
-from tep.testing.tap import Ledger, Mover, Tap
-
-__all__ = [
-    "BLANK", "FREED", "READ_IMM", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "Span",
-    "areas_of", "is_of_read",
-]  # fmt: skip
+from tests.world.tap import Ledger, Mover, Tap
 
 BLANK: Final = b"\xee"
 """What target memory holds that nobody wrote."""

@@ -20,18 +20,16 @@ from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
 from tep.sim.row_log import RowLog
-from tep.testing.case import Case
-from tep.testing.lab import Area, Host, Lab, Piece, is_of_read
-from tep.testing.scenario import Scenario
-from tep.testing.specs import (
+from tep.testing.case import Violation
+from tests.world.lab import Area, Host, Lab, Piece, is_of_read
+from tests.world.scenario import Scenario
+from tests.world.specs import (
     IMMS,
     RECEIVERS,
     SENDER,
     TransferSpec,
 )
-from tep.testing.tap import Mover
-
-__all__ = ["Due", "Run", "Shares", "Stage", "Violation", "Wait"]
+from tests.world.tap import Mover
 
 Due = tuple[int, int, tuple[Piece, ...]]
 """An immediate, how many of it, and the bytes that are there once all of them are."""
@@ -42,25 +40,6 @@ Shares = tuple[tuple[int, int], ...]
 ECHO_IMMS: Final = range(0xEC000, 0xED000)
 """What receivers send when a count has fired, so that all engines send and receive at once; each
 answer has one of its own, since that of an answer that failed is burnt."""
-
-
-class Violation(AssertionError):
-    """A promise was broken; the message ends with the line that plays the run again.
-
-    Attributes:
-        case: the Case or Scenario in which it was found; None if that is not known.
-        again: runs a case as this one was run; None if nobody can.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        case: Case | Scenario | None = None,
-        again: Callable[..., object] | None = None,
-    ) -> None:
-        super().__init__(what)
-        self.case = case
-        self.again = again
 
 
 @dataclass(slots=True, eq=False)

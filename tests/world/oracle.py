@@ -52,17 +52,15 @@ from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.row_log import RowLog
-from tep.testing.lab import BLANK, FREED, USED, Host, is_of_read
-from tep.testing.liveness import go_on, hear_of_failures, lasts
-from tep.testing.play import Play
-from tep.testing.scenario import Scenario
-from tep.testing.sizes import set_sizes
-from tep.testing.specs import SENDER
-from tep.testing.stage import Run, Stage, Violation, Wait
-from tep.testing.tap import Ledger
-
-__all__ = ["Outcome", "Violation", "replay", "run_scenario"]
-
+from tep.testing.case import Violation
+from tests.world.lab import BLANK, FREED, USED, Host, is_of_read
+from tests.world.liveness import go_on, hear_of_failures, lasts
+from tests.world.play import Play
+from tests.world.scenario import Scenario
+from tests.world.sizes import set_sizes
+from tests.world.specs import SENDER
+from tests.world.stage import Run, Stage, Wait
+from tests.world.tap import Ledger
 
 _YOUNGER_MAX: Final = 100
 _OLDER_MAX: Final = 10
@@ -180,8 +178,8 @@ def _told(
 
 def _again(scenario: Scenario) -> str:
     if Scenario.draw(scenario.chaos.seed) == scenario:
-        return f"replay: tep sim --seed {scenario.chaos.seed}"
-    return f"replay: tep.testing.run_scenario({scenario!r})"
+        return f"replay: python -m tests.world {scenario.chaos.seed}"
+    return f"replay: tests.world.oracle.run_scenario({scenario!r})"
 
 
 def _outcome(play: Play) -> Outcome:

@@ -17,11 +17,9 @@ from tep.base.wire import NetAddr
 from tep.core.handles import State, Transfer
 from tep.engine import PeerGroup, Prepared
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
-from tep.testing.lab import REUSED, Host
-from tep.testing.specs import SENDER, TransferSpec
-from tep.testing.stage import Run, Stage
-
-__all__ = ["Sender"]
+from tests.world.lab import REUSED, Host
+from tests.world.specs import SENDER, TransferSpec
+from tests.world.stage import Run, Stage
 
 _MADE_GOOD: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.FLUSHED))
 """With such an error a row may have landed or not; the engine finds out, and sees to it."""

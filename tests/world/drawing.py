@@ -7,13 +7,8 @@ from typing import Any, Final
 
 from tep.base.units import PS_PER_NS
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Swizzle
-from tep.testing.drawing_trouble import ENDS, FAULT_PS, SPREAD_PS, Dice, draw_stuck
-from tep.testing.specs import SENDER, ReadKind, ReadSpec, TransferKind, TransferSpec
-
-__all__ = [
-    "APART", "PAGES", "PAGE_SIZES", "draw_barring", "draw_late", "draw_nics", "draw_reads",
-    "draw_retries", "draw_shared", "draw_together", "draw_transfer",
-]  # fmt: skip
+from tests.world.drawing_trouble import ENDS, FAULT_PS, SPREAD_PS, Dice, draw_stuck
+from tests.world.specs import SENDER, ReadKind, ReadSpec, TransferKind, TransferSpec
 
 _NS: Final = PS_PER_NS
 _SPAN_PS: Final = 600 * _NS

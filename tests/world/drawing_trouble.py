@@ -22,24 +22,7 @@ from tep.sim.faults import (
     Slow,
     Swizzle,
 )
-from tep.testing.specs import RECEIVERS, SENDER, TransferSpec, names_of
-
-__all__ = [
-    "ENDS",
-    "FAULT_PS",
-    "SPREAD_PS",
-    "Dice",
-    "draw_chaos",
-    "draw_close",
-    "draw_cuts",
-    "draw_drift",
-    "draw_end",
-    "draw_faults",
-    "draw_flaps",
-    "draw_silence",
-    "draw_stuck",
-    "draw_trouble",
-]
+from tests.world.specs import RECEIVERS, SENDER, TransferSpec, names_of
 
 T = TypeVar("T")
 

@@ -16,12 +16,10 @@ from tep.base.api import Pages
 from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.core.handles import State, Transfer
 from tep.sim.faults import Drift, Fault
-from tep.testing.lab import Host
-from tep.testing.specs import SENDER
-from tep.testing.stage import Stage
-from tep.testing.tap import Mover
-
-__all__ = ["go_on", "hear_of_failures", "lasts"]
+from tests.world.lab import Host
+from tests.world.specs import SENDER
+from tests.world.stage import Stage
+from tests.world.tap import Mover
 
 _IMM: Final = 0x7E570000
 _BYTES: Final = bytes(range(1, 98))

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from tep.sim.row_log import Record
 
-__all__ = ["judge_history"]
-
 _BACK = ("done", "fail", "sent")
 
 

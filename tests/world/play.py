@@ -9,15 +9,13 @@ from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Drift, Fault, Restart
 from tep.sim.row_log import RowLog
-from tep.testing.company import Company
-from tep.testing.mail import Mail
-from tep.testing.reader import Reader
-from tep.testing.receivers import Receivers
-from tep.testing.scenario import Scenario
-from tep.testing.sender import Sender
-from tep.testing.stage import Stage
-
-__all__ = ["Play"]
+from tests.world.company import Company
+from tests.world.mail import Mail
+from tests.world.reader import Reader
+from tests.world.receivers import Receivers
+from tests.world.scenario import Scenario
+from tests.world.sender import Sender
+from tests.world.stage import Stage
 
 _EVENTS_MAX: Final = 20_000
 """A correct run takes about 100, the longest ones some 2,000; five times as many where a peer that
