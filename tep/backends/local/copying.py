@@ -92,12 +92,11 @@ def row_caller(name: str, here: int, there: int) -> Callable[[int], int]:
 
 
 Failures = list[tuple[int, int]]
-"""(row, errno) of the rows that did not arrive; after a row with ESRCH or EPERM none did."""
+"""(row, errno) of the rows that did not arrive."""
 
 ROWS_MAX: Final = IOV_MAX - 1
 """Rows that one call moves; the first entry is the witness's, see `memory.Witness`."""
 
-_FATAL: Final = frozenset({errno.ESRCH, errno.EPERM, errno.ENOSYS})
 _memmove: Final = ctypes.memmove
 _Rows = tuple[HostRegion, Offsets]
 
@@ -152,12 +151,11 @@ class Mover:
         self._there = np.zeros((IOV_MAX, 2), np.uint64)
         self._here_at: int = self._here.ctypes.data
         self._there_at: int = self._there.ctypes.data
-        self._here_words = memoryview(self._here.data).cast("B").cast("Q")
-        self._there_words = memoryview(self._there.data).cast("B").cast("Q")
         self._byte = ctypes.create_string_buffer(1)
-        self._byte_at = ctypes.addressof(self._byte)
+        self._here[0] = ctypes.addressof(self._byte), 1
+        self._there[0, 1] = 1
         self._row = memoryview(bytearray(64)).cast("Q")  # the same for one row: here, then there
-        self._row[0], self._row[1], self._row[5] = self._byte_at, 1, 1
+        self._row[0], self._row[1], self._row[5] = ctypes.addressof(self._byte), 1, 1
         row_at = np.frombuffer(self._row, np.uint8).ctypes.data
         self._one = row_caller(self.name, row_at, row_at + 32)
 
@@ -180,7 +178,7 @@ class Mover:
         """Copy rows between two regions; at least one column is an array, at most ROWS_MAX long."""
         n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
         if target.mapped is None:
-            return self._move(pid, target.witness, src, dst, nbytes, n)
+            return self._move(pid, target, src, dst, nbytes, n)
         if isinstance(nbytes, int):
             here, there = _offsets(src, source.origin), _offsets(dst, target.base)
             self._copy_rows((source, here), (target.mapped, there), nbytes, n)
@@ -193,7 +191,7 @@ class Mover:
         copy_rows(*here, *there, nbytes, n)
 
     def _move(
-        self, pid: int, witness: int, src: Column, dst: Column, nbytes: Column, n: int
+        self, pid: int, target: Target, src: Column, dst: Column, nbytes: Column, n: int
     ) -> Failures:
         here, there = self._here[1 : n + 1], self._there[1 : n + 1]
         here[:, 0] = src
@@ -203,34 +201,13 @@ class Mover:
         total = nbytes * n if isinstance(nbytes, int) else int(nbytes.sum())
         if not total:
             return []
-        moved = self._call(pid, witness, 0, n)
-        return [] if moved == total else self._resume(pid, witness, n, moved)
-
-    def _call(self, pid: int, witness: int, at: int, n: int) -> int:
-        """Move rows `at` to n; return how many bytes of rows have moved, or -errno."""
-        here, there, k = self._here_words, self._there_words, 2 * at
-        here[k], there[k] = self._byte_at, witness  # over the row before, which is done
-        here[k + 1] = there[k + 1] = 1
-        skip, rows = 16 * at, n - at + 1
-        moved = self._many(pid, self._here_at + skip, rows, self._there_at + skip, rows, 0)
-        return moved - 1 if moved > 0 else -_errno_of_call()
-
-    def _resume(self, pid: int, witness: int, n: int, moved: int) -> Failures:
-        """After a call that stopped early: find the row that failed, and go on behind it."""
-        sizes = self._here[1 : n + 1, 1].astype(np.int64)
-        failures: Failures = []
-        at = 0
-        while at < n:
-            if -moved in _FATAL:
-                return failures + [(row, -moved) for row in range(at, n)]
-            done = int(np.searchsorted(np.cumsum(sizes[at:]), moved, "right")) if moved > 0 else 0
-            at += done
-            if at < n and not done:  # the first row did not come, or came in part
-                failures.append((at, errno.EFAULT if moved >= 0 else -moved))
-                at += 1
-            if at < n:
-                moved = self._call(pid, witness, at, n)
-        return failures
+        self._there[0, 0] = target.witness
+        moved = self._many(pid, self._here_at, n + 1, self._there_at, n + 1, 0)
+        if moved == total + 1:
+            return []
+        # It stopped early: go row by row. A row that was moved already is moved once more.
+        rows = enumerate(zip(here[:, 0].tolist(), there[:, 0].tolist(), here[:, 1].tolist()))
+        return [(k, code) for k, row in rows if (code := self.move_row(pid, target, *row))]
 
 
 class ReadMover(Mover):
