@@ -332,6 +332,45 @@ def test_a_restarted_peer_is_another(remotes) -> None:
         assert [64, 1] == second("e.expect_imm_count(1, 1).wait(60); _ = [int(buf.sum()), 1]")
 
 
+FORBIDDEN = """
+import ctypes, platform, struct
+calls = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]  # process_vm_*
+steps = ((0x20, 0, 0, 0), *((0x15, 1 - k, k, calls[k]) for k in (0, 1)),
+         (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))  # load, compare, EPERM, allow
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 5, ctypes.addressof(code)))
+assert 0 == ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+assert 0 == ctypes.CDLL(None).prctl(22, 2, program, 0, 0)  # PR_SET_SECCOMP, a filter
+e = engine()
+plain, shared = np.zeros(64, np.uint8), alloc_shared(64)
+"""
+"""A process that may not call process_vm_writev and process_vm_readv, as in some containers."""
+
+
+def test_in_a_container_without_ptrace_shared_memory_is_written_and_read(remotes) -> None:
+    """It says so where the engine opens, and rows to other memory fail with the cure."""
+    target, source = remotes(FORBIDDEN), remotes(FORBIDDEN)
+    said = source("_ = e.explain()")
+    assert "other processes reach memory of tep.alloc_shared() only" in said
+    assert "process_vm_readv says EPERM" in said
+    registered = (
+        "_ = [e.reg_mr(m, access=tep.Access(7))[1].to_bytes().hex() for m in (plain, shared)]"
+    )
+    plain, shared = target(registered)
+    source("mine = np.ones(64, np.uint8); mr, _ = e.reg_mr(mine, access=tep.Access(7)); _ = None")
+    wait = "\ntry: t.wait(60)\nexcept tep.FabricError as error: _ = str(error)"
+    for imm, (desc, works) in enumerate(((plain, False), (shared, True)), 1):
+        source(f"desc = MrDesc.from_bytes(bytes.fromhex('{desc}')); _ = None")
+        write = source(f"t = e.submit_single_write(64, (mr, 0), (desc, 0), imm={imm})" + wait)
+        source("mine[:] = 0; _ = None")
+        read = source("t = e.submit_single_read(64, (desc, 0), (mr, 0))" + wait)
+        for error in (write, read):
+            assert works == (error is None), error
+            assert works or "register memory of tep.alloc_shared()" in error
+        assert 64 * works == source("_ = int(mine.sum()); mine[:] = 1")
+    assert [0, 64] == target("_ = [int(plain.sum()), int(shared.sum())]")
+
+
 @pytest.mark.slow
 def test_a_peer_that_may_not_be_touched_takes_shared_memory_only(remotes) -> None:
     """If the kernel refuses, the message says what to do, and no byte has changed.

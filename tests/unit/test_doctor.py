@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep import FabricError
+from tep.backends import local
 from tep.cli import main
 from tep.host.doctor import selftest
 from tep.host.doctor.devices import check_devices, check_libraries
@@ -421,7 +423,7 @@ def test_a_captured_machine_is_examined_without_trying_anything(tmp_path, capsys
 def test_a_backend_that_fails_its_test_is_bad(monkeypatch):
     """A library that loads and moves nothing is the worst case."""
 
-    def fail(backend, options):
+    def fail(backend, options, shared):
         raise FabricError("it broke", code="PROVIDER")
 
     monkeypatch.setattr(selftest, "_move", fail)
@@ -430,6 +432,29 @@ def test_a_backend_that_fails_its_test_is_bad(monkeypatch):
 
     assert [Level.BAD] == [one.level for one in found]
     assert "it broke" in found[0].text
+
+
+def test_a_kernel_that_forbids_copies_between_processes_is_named(monkeypatch):
+    """One process reaches itself even then: without this the first row to another one tells."""
+    monkeypatch.setattr(local, "can_reach", lambda *_: errno.EPERM)
+    monkeypatch.setattr(selftest, "ways", lambda: iter([("local", ("local", {}))]))
+    moved, limited = self_test(LiveFiles())
+
+    assert Level.GOOD is moved.level
+    assert Level.WARN is limited.level
+    assert "memory of tep.alloc_shared() only" in limited.text
+    assert "EPERM" in limited.text
+    assert "--cap-add=SYS_PTRACE" in limited.remedy
+
+
+@pytest.mark.parametrize(("mask", "level"), [("0", Level.NOTE), ("80000", Level.GOOD)])
+def test_scope_2_of_yama_asks_for_a_capability(mask, level):
+    """Root in a container often lacks it, and root outside has it."""
+    built = healthy(p5())
+    built.texts["/proc/sys/kernel/yama/ptrace_scope"] = "2"
+    built.texts["/proc/self/status"] = f"CapEff:\t{mask}"
+
+    assert [level] == [one.level for one in look(built) if one.area == "ptrace"]
 
 
 def test_counters_tell_whether_the_nic_was_used():

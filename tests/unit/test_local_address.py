@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tep
+from tep.backends import local
 from tep.backends.local import open_domains, probe
 from tep.backends.local.channel import Address, host_digest, process_start
 from tep.base.errors import BadDescriptor, UsageError
@@ -103,3 +107,37 @@ def test_impossible_options_are_named(options, message) -> None:
 def test_probe_says_which_ways_are_open() -> None:
     """`tep info` is where people look before they ask."""
     assert "yama" in probe() or "alloc_shared" in probe()
+
+
+@pytest.mark.parametrize(
+    ("scope", "code", "traces", "options", "reason"),
+    [
+        (0, 0, False, {}, ""),
+        (1, 0, False, {}, ""),
+        (1, 0, True, {"allow_tracer": False}, "ptrace_scope is 1 and allow_tracer=False"),
+        (2, 0, True, {}, ""),
+        (2, 0, False, {}, "kernel.yama.ptrace_scope is 2"),
+        (3, 0, True, {}, "kernel.yama.ptrace_scope is 3"),
+        (0, errno.EPERM, True, {}, "process_vm_readv says EPERM"),
+        (0, errno.ENOSYS, True, {}, "process_vm_readv says ENOSYS"),
+    ],
+)
+def test_what_still_works_is_said_at_open(
+    monkeypatch, caplog, scope, code, traces, options, reason
+) -> None:
+    """Else the first row to another process is where people learn it, and by then it has failed."""
+    monkeypatch.setattr(local, "_yama_scope", lambda: scope)
+    monkeypatch.setattr(local, "can_reach", lambda *_: code)
+    monkeypatch.setattr(local, "_may_trace", lambda: traces)
+    monkeypatch.setattr(local, "allow_any_tracer", lambda: False)
+    local._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "tep"), tep.TransferEngine.open("local", **options) as e:
+        said = e.explain()
+    local._warn_once.cache_clear()
+    local._open_to_tracers.cache_clear()
+
+    for text in (said, probe()) if not options else (said,):
+        assert bool(reason) == ("reach memory of tep.alloc_shared() only" in text)
+        assert reason in text
+    warned = bool(reason) and not options  # who asks for it by an option need not be warned
+    assert warned == any("tep.alloc_shared() only" in one for one in caplog.messages)

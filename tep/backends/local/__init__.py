@@ -28,6 +28,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import socket
 import sys
 import warnings
@@ -82,7 +83,7 @@ from tep.backends.local.sender import Sender
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.memory.source import Memory
 
-__all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
+__all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe", "restriction"]
 
 _LOOKS: Final = 16
 """One poll in so many looks at the sockets: it costs 0.4 us (measured)."""
@@ -463,7 +464,8 @@ _COPY_THREADS_MAX: Final = 16
 _PEER_TIMEOUT_S: Final = 2.0
 """The kernel tells of a death at once; this is room for a poll that comes late."""
 
-_CHILDREN_ONLY: Final = 1  # of kernel.yama.ptrace_scope
+_CHILDREN_ONLY, _TRACERS_ONLY = 1, 2  # of kernel.yama.ptrace_scope; 3 = nobody
+_CAP_SYS_PTRACE: Final = 19  # linux/capability.h
 _OPENED_TO_TRACERS: Final = (
     "opening an engine lets every process of this user read and write this process's memory until "
     "it exits (PR_SET_PTRACER_ANY); open with allow_tracer=False to keep Yama's limit: peers then "
@@ -523,8 +525,11 @@ def open_domains(
         )
         for nic in range(nics)
     )
-    about = f"{copy_threads} threads copy for each NIC" if copy_threads > 1 else ""
-    return Opened(domains, epoch, name, CallersTurn(spin_s), about=about)
+    restricted = restriction(allow_tracer=allow_tracer)
+    if restricted and allow_tracer:
+        _warn_once(restricted)
+    copiers = f"{copy_threads} threads copy for each NIC" if copy_threads > 1 else ""
+    return Opened(domains, epoch, name, CallersTurn(spin_s), about=says(copiers, restricted))
 
 
 def _caps(nic: str, sq_depth: int, *, ordered: bool) -> DomainCaps:
@@ -563,10 +568,46 @@ def _yama_scope() -> int:
         return 0
 
 
+def _may_trace() -> bool:
+    """Tell whether this process has CAP_SYS_PTRACE."""
+    try:
+        found = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return found is not None and bool(int(found[1], 16) >> _CAP_SYS_PTRACE & 1)
+
+
 @functools.cache  # once is enough: it holds for the process
 def _open_to_tracers() -> None:
     if allow_any_tracer():
-        _log.warning("local: %s", _OPENED_TO_TRACERS)
+        _warn_once(_OPENED_TO_TRACERS)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("local: %s", text)
+
+
+def restriction(*, allow_tracer: bool = True) -> str:
+    """Say why other processes reach memory of alloc_shared() only, here; "" = they reach all of it.
+
+    A peer may be restricted where this process is not; then the errors of rows to it say so.
+
+    Args:
+        allow_tracer: as open_domains() has it.
+    """
+    mark = np.frombuffer(os.urandom(8), np.uint8)
+    code = can_reach(os.getpid(), int(mark.ctypes.data), ctypes.string_at(mark.ctypes.data, 8))
+    scope = _yama_scope()
+    if code:
+        reason = f"process_vm_readv says {why(code)} (a seccomp filter, as containers have)"
+    elif scope == _CHILDREN_ONLY and not allow_tracer:
+        reason = f"kernel.yama.ptrace_scope is {scope} and allow_tracer=False"
+    elif scope > _TRACERS_ONLY or (scope == _TRACERS_ONLY and not _may_trace()):
+        reason = f"kernel.yama.ptrace_scope is {scope}"
+    else:
+        return ""
+    return f"other processes reach memory of tep.alloc_shared() only, by rows and reads: {reason}"
 
 
 def probe() -> str:
@@ -583,13 +624,10 @@ def probe() -> str:
             raise BackendUnavailable(
                 "the local backend cannot run here", (("an abstract UNIX socket", str(error)),)
             ) from error
-    mark = np.frombuffer(os.urandom(8), np.uint8)
-    code = can_reach(os.getpid(), int(mark.ctypes.data), ctypes.string_at(mark.ctypes.data, 8))
+    restricted = restriction()
+    if restricted:
+        return restricted
     scope = _yama_scope()
-    if code:
-        return f"alloc_shared() memory only: process_vm_readv says {why(code)}"
-    if scope > 1:
-        return f"alloc_shared() memory only, unless as root: kernel.yama.ptrace_scope is {scope}"
     tracers = f": {_OPENED_TO_TRACERS}" if scope == _CHILDREN_ONLY else ""
     calls = "process_vm_writev, process_vm_readv"
     return f"{calls} and shared memory; kernel.yama.ptrace_scope {scope}{tracers}"

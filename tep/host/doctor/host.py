@@ -84,17 +84,21 @@ def _hugepages(files: HostFiles) -> Iterator[Finding]:
         )
 
 
+def _capabilities(files: HostFiles) -> int | None:
+    """Read the mask of what this process may do; None = it is not known."""
+    status = files.read("/proc/self/status") or ""
+    found = re.search(r"^CapEff:\s+([0-9a-f]+)", status, re.MULTILINE)
+    return None if found is None else int(found[1], 16)
+
+
 def _container(files: HostFiles) -> Iterator[Finding]:
     marks = [path for path in ("/.dockerenv", "/run/.containerenv") if files.read(path) is not None]
     groups = files.read("/proc/1/cgroup") or ""
     inside = bool(marks) or any(word in groups for word in ("docker", "kubepods", "containerd"))
-    found = re.search(
-        r"^CapEff:\s+([0-9a-f]+)", files.read("/proc/self/status") or "", re.MULTILINE
-    )
-    if found is None:
+    mask = _capabilities(files)
+    if mask is None:
         yield note("capabilities", "unknown: /proc/self/status cannot be read")
         return
-    mask = int(found[1], 16)
     lacks = [name for name, bit in _CAPABILITIES.items() if not mask >> bit & 1]
     where = "in a container" if inside else "not in a container"
     if lacks and inside:
@@ -116,15 +120,18 @@ def _ptrace(files: HostFiles) -> Iterator[Finding]:
         case "1":
             yield note(
                 "ptrace",
-                "kernel.yama.ptrace_scope is 1: the backend local writes only into memory of "
-                "tep.alloc_shared",
-                "sysctl kernel.yama.ptrace_scope=0, or open local with allow_tracer=True",
+                "kernel.yama.ptrace_scope is 1: an engine of the backend local opens its process "
+                "to all of the same user; with allow_tracer=False peers reach memory of "
+                "tep.alloc_shared only",
+                "sysctl kernel.yama.ptrace_scope=0, or leave allow_tracer on",
             )
+        case "2" if (_capabilities(files) or 0) >> _CAPABILITIES["CAP_SYS_PTRACE"] & 1:
+            yield good("ptrace", "kernel.yama.ptrace_scope is 2, and there is CAP_SYS_PTRACE")
         case _:
             yield note(
                 "ptrace",
-                f"kernel.yama.ptrace_scope is {scope}: the backend local writes only into memory "
-                "of tep.alloc_shared",
+                f"kernel.yama.ptrace_scope is {scope}: the backend local writes and reads only "
+                "memory of tep.alloc_shared",
                 "sysctl kernel.yama.ptrace_scope=0 (3 lasts until the next boot)",
             )
 

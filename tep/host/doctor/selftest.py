@@ -32,6 +32,11 @@ _WAIT_S: Final = 20.0
 _SENT: Final = ("rdma_write_bytes", "port_xmit_data", "sent_pkts", "tx_bytes")
 """Counters of sent bytes: EFA, mlx5 (in words of 4 bytes), Soft-RoCE (packets), EFA's all."""
 
+_TOUCH: Final = (
+    "sysctl kernel.yama.ptrace_scope=0 (3 lasts until the next boot); docker: "
+    "--cap-add=SYS_PTRACE; or register memory of tep.alloc_shared()"
+)
+
 Way = tuple[str, dict[str, object]]
 
 
@@ -68,8 +73,10 @@ def self_test(files: HostFiles) -> Iterator[Finding]:
             yield note(f"backend {what}", f"not here: {way}", cure)
             continue
         before = read_counters(files)
+        find = getattr(load_backend(way[0]), "restriction", None)  # local has it
+        restricted = find() if find is not None else ""
         try:
-            text = _move(*way)
+            text = _move(*way, shared=bool(restricted))
         except (TepError, AssertionError, OSError) as error:
             yield bad(
                 f"backend {what}",
@@ -78,6 +85,8 @@ def self_test(files: HostFiles) -> Iterator[Finding]:
             )
             continue
         yield good(f"backend {what}", text)
+        if restricted:
+            yield warn(f"backend {what}", restricted, _TOUCH)
         if way[0] == "verbs" or "efa" in what:
             yield from _counted(what, before, read_counters(files))
 
@@ -109,11 +118,16 @@ def _open(backend: str, options: dict[str, object]) -> TransferEngine:
     )
 
 
-def _move(backend: str, options: dict[str, object]) -> str:
-    """Move pages in another order, then single immediates back and forth; return the speeds."""
+def _move(backend: str, options: dict[str, object], *, shared: bool = False) -> str:
+    """Move pages in another order, then single immediates back and forth; return the speeds.
+
+    `shared`: into memory of alloc_shared().
+    """
+    from tep.backends.local import alloc_shared
+
     rng = np.random.default_rng(7)
     source = rng.integers(0, 256, _PAGE * _PAGES, np.uint8)
-    target = np.zeros_like(source)
+    target = alloc_shared(source.nbytes) if shared else np.zeros_like(source)
     order = rng.permutation(_PAGES)
     with (
         _open(backend, options) as a,
