@@ -17,7 +17,6 @@ from enum import Enum, auto
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import (
     Access,
@@ -46,11 +45,10 @@ from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = ["VerbsDomain"]
 
-Array = npt.NDArray[np.unsignedinteger]
 _LOG: Final = logging.getLogger("tep.verbs")
 _EVENTS_EVERY: Final = 4096  # polls between two looks at the device's own events
 _GOODBYE_S: Final = 0.02
-_WRITE, _READ, _DOWN = int(Kind.WRITE), int(Kind.READ), int(Kind.DOWN)
+_DOWN: Final = int(Kind.DOWN)
 _FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
 _BROKEN: Final = {
     ENUMS["IBV_EVENT_CQ_ERR"]: "its completion queue failed (IBV_EVENT_CQ_ERR, most often overrun)",
