@@ -376,6 +376,15 @@ def test_explain_says_what_done_means():
             assert "provider tcp of libfabric" in engine.explain()
 
 
+def test_info_names_the_providers_that_tep_drives_and_no_others():
+    """Whoever reads of shm, or of udp, tries to open it."""
+    need_libfabric()
+    drives = {name for one in RULES.values() for name in one.names}
+
+    assert set(libfabric.facts()["providers"]) <= drives
+    assert "shm" not in libfabric.probe()
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_efa_hints_ask_for_what_efa_needs(cuda):
     """Dry run: the hints for an instance, read back from libfabric's own fi_info."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import Interface, interfaces
-from tep.backends.libfabric.rules import ROW_BYTES_MAX, Rules
+from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES, Rules
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.environment import SOCKET_IFNAME, read_list, said
 
@@ -219,7 +219,7 @@ def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bo
 
 
 def list_providers(lib: fi.Libfabric) -> list[str]:
-    """The names of all providers that this libfabric offers here, each once."""
+    """The names of the providers that tep drives and this libfabric offers here, each once."""
     with lib.hints() as hints:
         hints.contents.ep_attr.contents.type = fi.FI_EP_RDM
         try:
@@ -229,7 +229,8 @@ def list_providers(lib: fi.Libfabric) -> list[str]:
     names = dict.fromkeys(_text(info.contents.fabric_attr.contents.prov_name) for info in infos)
     for info in infos:
         lib.freeinfo(info)
-    return list(names)
+    driven = {name for rules in RULES.values() for name in rules.names}
+    return [name for name in names if name in driven]
 
 
 def _text(pointer: int | None) -> str:
