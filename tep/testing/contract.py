@@ -24,13 +24,10 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from tep.testing.clauses_control import ControlContract
-from tep.testing.clauses_errors import ErrorsContract
-from tep.testing.clauses_imms import ImmsContract
-from tep.testing.clauses_life import LifeContract
-from tep.testing.clauses_messages import MessagesContract
+from tep.testing.clauses_life import ErrorsContract, LifeContract
+from tep.testing.clauses_messages import ControlContract, MessagesContract
 from tep.testing.clauses_reads import ReadsContract
-from tep.testing.clauses_rows import RowsContract
+from tep.testing.clauses_rows import ImmsContract, RowsContract
 from tep.testing.world import Ability, Node, OpenWorld, World
 
 __all__ = ["Ability", "DomainContract", "Node", "OpenWorld", "World", "first_failure", "tests_of"]

@@ -30,7 +30,7 @@ OWN = {
     "tep/integrations/ray/transport.py": "a pull's wait, which ends in waits of its transfers",
     "tep/integrations/ray/search.py: self._ray.wait": "spread() clamps the time",
     "tep/drivers/turning.py: super().wait": "a driver's own wait, in the class above",
-    "tep/testing/clauses_engine.py": "waits of handles, whose drivers clamp them",
+    "tep/testing/contract_engine.py": "waits of handles, whose drivers clamp them",
 }
 """Waits that are no system calls, by file or by file and call, with the reason."""
 
