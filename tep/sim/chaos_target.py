@@ -38,6 +38,9 @@ __all__ = ["ACK_PS", "CONTROL_BYTES", "ChaosTarget"]
 ACK_PS: Final = 100 * PS_PER_NS
 """The shortest way of an answer; a choice, as all sizes of an undisturbed row."""
 
+_RNR_PS: Final = 300 * PS_PER_NS
+"""The wait between two tries of a row without a receive; a choice."""
+
 CONTROL_BYTES: Final = KiB
 """The longest control message."""
 
@@ -406,7 +409,7 @@ class ChaosTarget:
         if self._chaos.ordered:
             row.peer.held = []
         if self._chaos.rnr_retries >= 0 and not row.parked:
-            tries_ps = (self._chaos.rnr_retries + 1) * self._chaos.rnr_timer_ps
+            tries_ps = (self._chaos.rnr_retries + 1) * _RNR_PS
             self._env.call_at(self._env.now + tries_ps, self._give_up, row)
         row.parked = True
 
@@ -427,7 +430,7 @@ class ChaosTarget:
         if self._waiting and not self._serving:
             self._serving = True
             drawn = self._draws.error(self._uid, self.fabric.rows)
-            delay_ps = 1 + below(drawn, self._chaos.rnr_timer_ps)
+            delay_ps = 1 + below(drawn, _RNR_PS)
             self._env.call_at(self._env.now + delay_ps, self._serve)
 
     def _serve(self, _: object) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tep.base.api import EngineOptions
 from tep.base.checks import U64_MAX, check_int, check_kind, check_seconds
@@ -31,6 +31,7 @@ from tep.sim.row_log import RowLog
 if TYPE_CHECKING:
     from tep.sim.machines import Network
     from tep.sim.profile import Profile
+    from tep.sim.timing import TimingFabric
 
     _Profiles = Profile | str | Sequence[Profile | str]
 
@@ -41,44 +42,6 @@ T = TypeVar("T")
 _NICS: int = 2
 _NICS_MAX: int = 64
 _NODES_MAX: int = 2**16
-
-
-class _Fabric(Protocol):
-    """The chaos fabric, or the timing fabric, as a cluster uses it."""
-
-    def node(self, name: str, nics: int) -> SimNode: ...
-
-
-class _ProfileFabric:
-    """The timing fabric, whose profiles say how many NICs a node has."""
-
-    def __init__(
-        self,
-        env: FabricEnv,
-        profile: _Profiles,
-        names: Sequence[str],
-        seed: int,
-        row_log: RowLog,
-        *,
-        move_bytes: bool,
-        network: Network | None,
-        mortal: bool,
-    ) -> None:
-        from tep.sim.timing import TimingFabric  # numpy models: only where a profile is asked for
-
-        self.timing = TimingFabric(
-            env,
-            profile,
-            seed=seed,
-            row_log=row_log,
-            move_bytes=move_bytes,
-            network=network,
-            mortal=mortal,
-        )
-        self._machines = dict(zip(names, profile)) if isinstance(profile, list | tuple) else {}
-
-    def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
-        return self.timing.node(name, self._machines.get(name))
 
 
 class Cluster:
@@ -156,26 +119,33 @@ class Cluster:
         self._datagrams: Datagrams | None = None
         self._lives: dict[str, Incarnation] = {}
         self._programs: defaultdict[str, list[Program[Any]]] = defaultdict(list)
-        self.fabric: ChaosFabric | _ProfileFabric
+        self.fabric: ChaosFabric | TimingFabric
         if knobs is not None:
-            self.fabric = ChaosFabric(self.env, knobs, row_log=self.row_log)
-            self.fabric.happened = self.happened
+            self.fabric = chaotic = ChaosFabric(self.env, knobs, row_log=self.row_log)
+            chaotic.happened = self.happened
         else:
+            from tep.sim.timing import TimingFabric  # numpy models: only if a profile is given
+
             assert profile is not None
-            self.fabric = _ProfileFabric(
+            self.fabric = TimingFabric(
                 self.env,
                 profile,
-                self._names,
-                seed,
-                self.row_log,
+                seed=seed,
+                row_log=self.row_log,
                 move_bytes=move_bytes,
                 network=network,
                 mortal=mortal,
             )
-        nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
-        self.engines = [self._open(node) for node in nodes_made]
+        self.engines = [self._open(node) for node in self._make_nodes(counts, profile)]
         for t_ps, fault in faults.events if faults is not None else ():
             self.env.call_at(self.env.now + t_ps, self._inflict, fault)
+
+    def _make_nodes(self, counts: list[int], profile: _Profiles | None) -> Sequence[SimNode]:
+        fabric, names = self.fabric, self._names
+        if isinstance(fabric, ChaosFabric):
+            return [fabric.node(*pair) for pair in zip(names, counts, strict=True)]
+        machines = profile if isinstance(profile, list | tuple) else [None] * len(names)
+        return [fabric.node(*pair) for pair in zip(names, machines, strict=True)]
 
     def _open(self, node: SimNode) -> TransferEngine:
         driver = SimDriver(self.env, node)
@@ -280,7 +250,7 @@ class Cluster:
         if isinstance(self.fabric, ChaosFabric):
             self.fabric.inflict(fault)
         else:
-            self.fabric.timing.kill_nic(name, fault.nic)
+            self.fabric.kill_nic(name, fault.nic)
         self.happened.append(fault)
 
     def cut_link(self, node: int | str, nic: int, us: float) -> None:
@@ -299,7 +269,7 @@ class Cluster:
         if isinstance(self.fabric, ChaosFabric):
             raise UsageError("cut_link(): open the Cluster with a profile, or use tep.sim.clog")
         assert fault.for_ps is not None
-        self.fabric.timing.cut_link(name, fault.nic, fault.for_ps)
+        self.fabric.cut_link(name, fault.nic, fault.for_ps)
         self.happened.append(fault)
 
     def revoke(self, node: int | str, nic: int | None = None) -> None:
@@ -322,7 +292,7 @@ class Cluster:
             raise UsageError(
                 "slow_down(): the chaos fabric has no rates; open the Cluster with a profile"
             )
-        self.fabric.timing.slow_down(name, self._nic(name, nic), times)
+        self.fabric.slow_down(name, self._nic(name, nic), times)
 
     def restart(self, node: int | str) -> TransferEngine:
         """Crash a node and start it again; return the engine of its new incarnation.

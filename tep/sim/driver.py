@@ -63,65 +63,39 @@ class SimNode(Protocol):
         """The delay from a kick to the step; 0 or more."""
 
 
-class SignallingNode(Protocol):
-    """A node that always signals its driver before a poll can find anything.
-
-    If a poll can leave entries behind without a wake-up, the node has `has_more() -> bool`.
+class _Abilities(Protocol):
+    """Further abilities of a node; the driver looks for each by its name.
 
     Attributes:
         on_arrival: called when there are completions that a poll would find, and that wake nobody.
+            A node that has it always signals its driver before a poll can find anything.
+        on_imm: called with an immediate and the number that arrived, before anybody is woken; True:
+            they were counted, and no poll may find them.
+        on_drift: called with the new speed in millionths of the simulation's, and with the jump of
+            the clock in ps.
+        in_turn: set before a turn; the node's `end_turn` is called after it.
     """
 
     on_arrival: Callable[[], object]
-
-
-class CountingNode(Protocol):
-    """A node that offers immediates before it wakes anybody for them.
-
-    Attributes:
-        on_imm: called with an immediate and the number that arrived; True: they were counted, and
-            no poll may find them.
-    """
-
     on_imm: Callable[[int, int], bool]
-
-
-class TurningNode(Protocol):
-    """A node that is notified when a turn has posted everything.
-
-    Attributes:
-        in_turn: set before a turn.
-    """
-
+    on_drift: Callable[[int, int], object]
     in_turn: bool
 
     def end_turn(self) -> None:
-        """The turn is over."""
+        """Learn that the turn has posted everything."""
+
+    def has_more(self) -> bool:
+        """Whether a poll has left entries behind without a wake-up."""
 
 
-class Restful(Protocol):
+class _Restful(Protocol):
     """A machine that says when it needs no further turn."""
 
     def at_rest(self) -> bool:
         """Whether a turn now would find nothing to do unless a NIC has completions."""
 
-
-class Counting(Restful, Protocol):
-    """A machine that counts immediates without a turn."""
-
     def count_early(self, imm: int, count: int) -> bool:
         """At rest: count them if a turn would do that and nothing else; whether it did."""
-
-
-class DriftingNode(Protocol):
-    """A node whose clock may run at another speed than the simulation's.
-
-    Attributes:
-        on_drift: called with the new speed in millionths of the simulation's, and with the jump of
-            the clock in ps.
-    """
-
-    on_drift: Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +136,11 @@ class SimDriver:
         self._machine: Machine | None = None
         self._timed: Timed | None = None
         self._booked = False
-        self._restful: Restful | None = None
-        self._turning = cast("TurningNode", node) if hasattr(node, "in_turn") else None
+        self._restful: _Restful | None = None
+        self._turning = cast("_Abilities", node) if hasattr(node, "in_turn") else None
         self._has_more: Callable[[], bool] = bool
         self._idle: Place | None = None  # of the step after one that had work
-        self._counting: Counting | None = None
+        self._counting: _Restful | None = None
         self._rested = False  # it was at rest, and nothing but a NIC has anything for it since
         self._silent: Place | None = None  # of a step that would only count immediates
         self._is_silent = False  # the step that is booked has some that were counted
@@ -185,18 +159,18 @@ class SimDriver:
         self._machine = machine
         Interrupts.forget()
         # By one method each: isinstance() with a protocol takes longer than all of a small engine.
-        node = self.node
+        node = cast("_Abilities", self.node)
         if hasattr(machine, "due_s"):
             self._timed = cast("Timed", machine)
         if self.env.keeps_places and hasattr(machine, "at_rest") and hasattr(node, "on_arrival"):
-            self._restful = cast("Restful", machine)
-            cast("SignallingNode", node).on_arrival = self.look
+            self._restful = cast("_Restful", machine)
+            node.on_arrival = self.look
             self._has_more = getattr(node, "has_more", bool)
             if hasattr(machine, "count_early") and hasattr(node, "on_imm"):
-                self._counting = cast("Counting", machine)
-                cast("CountingNode", node).on_imm = self._count
+                self._counting = cast("_Restful", machine)
+                node.on_imm = self._count
         if hasattr(node, "on_drift"):
-            cast("DriftingNode", node).on_drift = self.drift
+            node.on_drift = self.drift
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report

@@ -98,7 +98,6 @@ class Chaos:
         peer_depth: rows that it may hold towards one peer's NIC, as a queue pair; 0 = any (F8).
         imm_credits: receives that an ordered NIC holds ready for immediates (F10).
         rnr_retries: number of retries of a row without a receive; -1 = for ever (F10).
-        rnr_timer_ps: the wait between two tries.
         dead_after_ps: longest time until a row towards something dead fails (F11, F13).
         poll_delay_ps: longest time from a kick to the engine's step (F19).
         pause_ps: longest pause of a worker, once in about 64 steps; 0 = none (F19).
@@ -144,7 +143,6 @@ class Chaos:
     peer_depth: int = 0
     imm_credits: int = 8
     rnr_retries: int = -1
-    rnr_timer_ps: int = 300 * _NS
     dead_after_ps: int = 300 * _NS
     poll_delay_ps: int = 50 * _NS
     pause_ps: int = 0
@@ -173,29 +171,22 @@ class Chaos:
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, low, high in _RANGES:  # most runs have plain and possible numbers only
-            number: Any = getattr(self, name)
-            as_is = type(number) is kind
-            if not as_is or number < low or number > high:
-                break
-        else:
-            skews = self.skew_ps
-            whole = type(skews) is tuple and all(type(ps) is int for ps in skews)
-            if whole and skews and min(skews) >= 0 and max(skews) <= _PS_MAX and self.kept is None:
-                return
-        for knob in fields(self):
-            what, value = f"Chaos: {knob.name}", getattr(self, knob.name)
-            if knob.name == "kept":
-                sound: object = _check_kept(what, value)
-            elif knob.name == "skew_ps":
-                if not (isinstance(value, tuple | list) and value):
-                    raise BadRequest(f"{what}={shown(value)} is no tuple of times, one a NIC")
-                sound = tuple(check_int(what, ps, 0, _PS_MAX) for ps in value)
-            elif isinstance(knob.default, bool):
-                sound = check_flag(what, value)
-            else:
-                sound = check_int(what, value, *_BOUNDS.get(knob.name, (0, _PS_MAX)))
-            object.__setattr__(self, knob.name, sound)
+        """Check every knob: UsageError with its name and value."""
+        for name, kind, low, high in _RANGES:
+            value: Any = getattr(self, name)
+            plain = type(value) is kind
+            if not plain or value < low or value > high:
+                what = f"Chaos: {name}"
+                flag = kind is bool
+                sound = check_flag(what, value) if flag else check_int(what, value, low, high)
+                object.__setattr__(self, name, sound)
+        skews = self.skew_ps
+        if not (isinstance(skews, tuple | list) and skews):
+            raise BadRequest(f"Chaos: skew_ps={shown(skews)} is no tuple of times, one a NIC")
+        delays = tuple([check_int("Chaos: skew_ps", ps, 0, _PS_MAX) for ps in skews])
+        object.__setattr__(self, "skew_ps", delays)
+        if self.kept is not None:
+            object.__setattr__(self, "kept", _check_kept("Chaos: kept", self.kept))
 
     @classmethod
     def draw(cls, seed: int, *, harm: bool = False, **fixed: Any) -> Chaos:
@@ -234,9 +225,9 @@ _RANGES: Final[tuple[tuple[str, type, int, int], ...]] = tuple(
 )
 
 
-def _check_kept(what: str, value: object) -> Container[Label] | None:
-    """None, a recorder of draws, or a tuple of labels."""
-    if value is None or isinstance(value, Recorder):
+def _check_kept(what: str, value: object) -> Container[Label]:
+    """Return a recorder of draws, or a tuple of labels."""
+    if isinstance(value, Recorder):
         return value
     if isinstance(value, tuple) and all(isinstance(one, tuple) and len(one) == 3 for one in value):
         stream, entity, index = zip(*value) if value else ((), (), ())
@@ -360,7 +351,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F7": ("a post takes fewer rows than offered, or none", ("short_post", "refuse_post")),
     "F8": ("the send queue is full, of a NIC or of one peer", ("sq_depth", "peer_depth")),
     "F9": ("unsolicited immediates overrun a completion queue", ("cq_depth",)),
-    "F10": ("no receive is posted: RNR", ("imm_credits", "rnr_retries", "rnr_timer_ps")),
+    "F10": ("no receive is posted: RNR", ("imm_credits", "rnr_retries")),
     "F11": ("a NIC dies; rows that landed may still report failure", ("KillNic",)),
     "F12": ("a link slows down, flaps, recovers", ("Slow", "Clog")),
     "F13": ("silence until the timeout", ("dead_after_ps",)),

@@ -206,11 +206,13 @@ class Agenda:
         return self._times[begin : self._at], self._numbers[begin : self._at]
 
     def take_few(self, now_ps: int) -> list[tuple[int, int]] | None:
-        """Take the rows that are due if they are few, without columns: times, numbers; else None.
-
-        After take_one() found that it is not one.
-        """
+        """Take the rows that are due if they are few, as times and numbers; else return None."""
+        if self._more:
+            self._merge()
         at = self._at
+        if at + 1 == len(self._times) and self.first_ps <= now_ps:
+            self._at, self.first_ps = at + 1, NEVER_PS
+            return [(self._times.item(at), self._numbers.item(at))]
         times = self._times[at : at + _FEW + 1].tolist()
         count = bisect_right(times, now_ps)
         if count > _FEW:
@@ -218,24 +220,6 @@ class Agenda:
         self._at = at + count
         self.first_ps = times[count] if count < len(times) else NEVER_PS
         return list(zip(times[:count], self._numbers[at : at + count].tolist()))
-
-    def take_one(self, now_ps: int) -> tuple[int, int] | None:
-        """Take the row that is due if it is only one, without columns: time, number; else None."""
-        if self._more:
-            self._merge()
-        times, at = self._times, self._at
-        later = at + 1
-        if later < len(times):
-            next_ps: int = times.item(later)
-            if next_ps <= now_ps:
-                return None
-        else:
-            next_ps = NEVER_PS
-        due_ps = self.first_ps
-        if due_ps > now_ps:
-            return None
-        self._at, self.first_ps = later, next_ps
-        return due_ps, self._numbers.item(at)
 
     def nth_ps(self, n: int) -> int:
         """The time of the n-th from now, n >= 1; NEVER_PS if there are fewer."""

@@ -314,16 +314,7 @@ class Units(NamedTuple):
 
     def pick(self, which: slice | Ints) -> Units:
         """Select some."""
-        number, target, ready, service, last, nbytes, holds = self
-        return Units(
-            number[which],
-            target[which],
-            ready[which],
-            service[which],
-            last[which],
-            nbytes[which],
-            None if holds is None else holds[which],
-        )
+        return Units._make([None if column is None else column[which] for column in self])
 
     def rows(self) -> Iterator[tuple[int, int, int, int, bool, int, int]]:
         """All columns, a quantum each."""
@@ -335,18 +326,11 @@ class Units(NamedTuple):
         """Put some behind each other."""
         if len(parts) == 1:
             return parts[0]
-        return Units(
-            np.concatenate([part.number for part in parts]),
-            np.concatenate([part.target for part in parts]),
-            np.concatenate([part.ready for part in parts]),
-            np.concatenate([part.service for part in parts]),
-            np.concatenate([part.last for part in parts]),
-            np.concatenate([part.nbytes for part in parts]),
-            # Only a plan that nothing was added to so far, and that is empty, has none.
-            None
-            if parts[-1].holds is None
-            else np.concatenate([p.service if p.holds is None else p.holds for p in parts]),
-        )
+        # Only a plan that nothing was added to so far, and that is empty, has no `holds`.
+        if parts[-1].holds is not None:
+            parts = [p if p.holds is not None else p._replace(holds=p.service) for p in parts]
+        columns = zip(*parts)
+        return Units._make([None if one[-1] is None else np.concatenate(one) for one in columns])
 
 
 _NO_INTS = np.empty(0, np.int64)
@@ -385,7 +369,7 @@ class SendQueue:
     def add(self, units: Units, now_ps: int) -> None:
         """Take more units and plan again those that have not started."""
         cut = self.cut(now_ps)
-        self._control_ended(cut)
+        self._keep_ends(cut)
         waits = len(self.starts) - cut
         target = units.target.item(0) if is_alike(units.target) else -1
         alone = target >= 0 and (self.at == len(self.starts) or self.lone == target)
@@ -410,7 +394,7 @@ class SendQueue:
             self.units = Units.join([self.units.pick(kept), planned])
         self.at = 0
 
-    def _control_ended(self, cut: int) -> None:
+    def _keep_ends(self, cut: int) -> None:
         """Keep the time when the wire is free, and the last service of each waiting queue pair."""
         if not cut:
             return

@@ -22,7 +22,7 @@ from tep.sim.queues import Ints, has_all, has_any, is_alike
 from tep.sim.row_log import Record, What
 from tep.sim.wakes import Fabric, Nic, Region
 
-__all__ = ["Inlet", "trace_ends", "trace_landed", "trace_posts", "trace_rows"]
+__all__ = ["Inlet", "trace_ends", "trace_landed", "trace_posts", "trace_row"]
 
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
@@ -55,10 +55,6 @@ class Inlet:
         """Check, place and announce all rows that have landed by now."""
         inbox = self._nic.inbox
         if inbox.first_ps > now:
-            return
-        one = inbox.take_one(now)
-        if one is not None:
-            self._take_one(*one)
             return
         few = inbox.take_few(now)
         if few is not None:
@@ -258,7 +254,7 @@ class Inlet:
         fabric.landed_bytes[nic.number] += len(fabric.payloads[number])
         if fabric.row_log is not None:
             sender = fabric.ledger.source[number - fabric.ledger.base]
-            trace_rows(nic, "recv", time_ps, np.array([number]), fabric.name_of(int(sender)))
+            trace_row(nic, "recv", time_ps, number, fabric.name_of(int(sender)))
         self._answer(number, Status.OK, time_ps)
 
     def _answer(self, number: int, status: Status, time_ps: int) -> None:
@@ -313,23 +309,14 @@ def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:
 # ---------------------------------------------------------------------- row log
 
 
-def trace_rows(nic: Nic, what: What, times: Ints | int, numbers: Ints, peer: str) -> None:
-    """Record rows of one batch at a NIC that go to, or are from, one peer."""
+def trace_row(nic: Nic, what: What, time_ps: int, number: int, peer: str) -> None:
+    """Record a row or message at a NIC that goes to, or is from, a peer."""
     ledger, row_log = nic.fabric.ledger, nic.fabric.row_log
     assert row_log is not None, "checked by the caller"
-    rows = numbers - ledger.base
-    row_log.add_rows(
-        len(rows),
-        times,
-        what,
-        nic.node.name,
-        nic.index,
-        peer=peer,
-        row=numbers,
-        ctx=int(ledger.ctx[rows[0]]),
-        nbytes=ledger.nbytes[rows],
-        value=ledger.status[rows].astype(np.int64),
-    )
+    row = number - ledger.base
+    ctx, nbytes, status = ledger.ctx.item(row), ledger.nbytes.item(row), ledger.status.item(row)
+    where = nic.node.name, nic.index, peer, number, ctx
+    row_log.add(Record(time_ps, what, *where, 0, nbytes, status))
 
 
 def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
@@ -358,12 +345,11 @@ def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
 def trace_ends(nic: Nic, times: Ints, numbers: Ints) -> None:
     """Record the ends of rows and messages at their sender."""
     ledger = nic.fabric.ledger
-    for index, number in enumerate(numbers.tolist()):
+    for time_ps, number in zip(times.tolist(), numbers.tolist()):
         row = number - ledger.base
         failed = ledger.status[row] != _OK
         what: What = "sent" if ledger.message[row] else "fail" if failed else "done"
-        peer = nic.fabric.name_of(int(ledger.target[row]))
-        trace_rows(nic, what, int(times[index]), numbers[index : index + 1], peer)
+        trace_row(nic, what, time_ps, number, nic.fabric.name_of(int(ledger.target[row])))
 
 
 def trace_landed(nic: Nic, targets: Mapping[int, Region], times: Ints, rows: Ints) -> None:

@@ -29,7 +29,7 @@ from tep.sim.profile import Profile
 from tep.sim.queues import NEVER_PS, Ints, SendQueue
 from tep.sim.row_log import RowLog
 
-__all__ = ["Entry", "Fabric", "Host", "Nic", "Region", "Wakeful", "Wakes"]
+__all__ = ["Entry", "Fabric", "Host", "Nic", "Region", "Wakes"]
 
 Entry = tuple[int, int, int, int, int, int, int] | npt.NDArray[np.void]
 """One completion in the order of COMPLETION's fields, or an array of them."""
@@ -55,28 +55,8 @@ class Region:
         self.host = HostRegion(memory, memory.ptr, writable=writable) if host else None
 
 
-class Wakeful(Protocol):
-    """Wakes the owner of a node; `Wakes` is one."""
-
-    nics: list[Nic]
-
-    def wake_at(self, time_ps: int) -> None: ...
-
-    def book(self) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def is_due(self, now: int) -> bool: ...
-
-    def gather(self) -> None: ...
-
-    def refuse(self, nic: Nic) -> None: ...
-
-    def room_ps(self, nic: Nic, acked: Ints = ...) -> int: ...
-
-
 class Host(Protocol):
-    """A node as its NICs see it; `timing_node.Node` is one."""
+    """A node as its NICs see it; `timing.Node` is one."""
 
     name: str
     epoch: int
@@ -84,7 +64,7 @@ class Host(Protocol):
     machine: Machine
 
     @property
-    def wakes(self) -> Wakeful: ...
+    def wakes(self) -> Wakes: ...
 
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows."""

@@ -271,8 +271,7 @@ def arguments() -> list[tuple[str, str, inspect.Parameter]]:
 ARGUMENTS = arguments()
 
 OTHER_TIMES = {
-    # Of a simulated NIC, and points of simulated time.
-    ("Chaos.__init__", "rnr_timer_ps"),
+    # Points of simulated time.
     ("FabricEnv.run_until", "deadline_ps"),
     ("FabricEnv.turn", "deadline_ps"),
 }
