@@ -218,8 +218,7 @@ class Peers:
 
     def take_stale(self, frame: frames.Stale) -> None:
         """Somebody else has the address of whom we greeted."""
-        sender = self.known(frame.sender)  # as the later incarnation, which ends the earlier
-        del sender
+        self.known(frame.sender)  # as the later incarnation, which ends the earlier
 
     def take_bye(self, frame: frames.Bye, now_s: float) -> Peer | None:
         """A peer closes."""

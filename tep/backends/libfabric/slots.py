@@ -414,12 +414,7 @@ class Slots:
         if ticket is None:
             return None
         slot = (context - self._base) >> 6
-        at = (
-            ticket.slots.index(slot)
-            if isinstance(ticket.slots, list)
-            else _where(ticket.slots, slot)
-        )
-        return ticket, ticket.row + at
+        return ticket, ticket.row + list(ticket.slots).index(slot)
 
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
         """End a ticket early; return the rows that had not come back.
@@ -463,7 +458,3 @@ def marked(batch: ReadBatch) -> WriteBatch:
         None,
         batch.ctx | READ,
     )
-
-
-def _where(slots: I64, slot: int) -> int:
-    return int(np.flatnonzero(slots == slot)[0])
