@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from tep.testing.case import Case, Violation
     from tep.testing.contract import DomainContract
-    from tep.testing.hunting import Ran, hunt, run, sights, verify
+    from tep.testing.hunting import Ran, hunt, run
     from tep.testing.shrinking import shrink, story
     from tep.testing.spreading import (
         Finding,
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
         Judged,
         ProtocolJudge,
         Share,
-        confirm,
         judge_share,
         search,
-        search_in_ranks,
         spread,
     )
     from tep.testing.strategies import scenarios
@@ -83,18 +81,14 @@ __all__ = [
     "Swizzle",
     "Violation",
     "World",
-    "confirm",
     "hunt",
     "judge_share",
     "run",
     "scenarios",
     "search",
-    "search_in_ranks",
     "shrink",
-    "sights",
     "spread",
     "story",
-    "verify",
 ]
 
 _ROOMS = {
@@ -103,12 +97,12 @@ _ROOMS = {
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
     "tep.testing.case": ("Case", "Violation"),
-    "tep.testing.hunting": ("Ran", "hunt", "run", "sights", "verify"),
+    "tep.testing.hunting": ("Ran", "hunt", "run"),
     "tep.testing.contract": ("DomainContract",),
     "tep.testing.shrinking": ("shrink", "story"),
     "tep.testing.spreading": (
         *("Finding", "Judge", "Judged", "ProtocolJudge"),
-        *("Share", "confirm", "judge_share", "search", "search_in_ranks", "spread"),
+        *("Share", "judge_share", "search", "spread"),
     ),
     "tep.testing.strategies": ("scenarios",),
     "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),

@@ -70,7 +70,7 @@ class Ran:
         result: what the protocol returned; None if it ended in an error that had a cause.
         error: that error, or group of errors.
         end_us: simulated time when all was quiet.
-        seen: how often each thing worth seeing happened, by name; see `sights`.
+        seen: how often each thing worth seeing happened, by name; see `hunting.sights`.
     """
 
     result: Any
