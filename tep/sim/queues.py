@@ -51,6 +51,7 @@ NEVER_PS: Final = 1 << 62
 
 _FRACTION_BITS: Final = 20
 _FEW: Final = 4  # so many masks are quicker than a sort
+_MANY: Final = 64  # units of a plan; a shorter one is quickly made again
 
 
 class Rate:
@@ -354,21 +355,45 @@ class SendQueue:
         self.lone = -1
         self._free_ps = 0
         self._ended: dict[int, int] = {}
+        self._later: list[Units] = []  # behind others of their queue pairs, and not planned yet
+        self._later_ps = NEVER_PS  # they change nothing of the plan until then
 
     def __len__(self) -> int:
         return len(self.starts) - self.at
 
     def before(self, limit_ps: int) -> int:
         """Index behind the last unit that leaves before the limit."""
+        if limit_ps > self._later_ps:
+            self._plan(self._take_later(), self.at)
         return int(self.starts.searchsorted(limit_ps, "left"))
 
     def cut(self, now_ps: int) -> int:
         """Index of the first unit that can still be planned otherwise."""
-        return max(self.at, self.before(now_ps))
+        started = self.before(now_ps)  # first: it may plan again
+        return max(self.at, started)
 
     def add(self, units: Units, now_ps: int) -> None:
-        """Take more units and plan again those that have not started."""
+        """Take more units, and plan again those that have not started once these change that."""
         cut = self.cut(now_ps)
+        target = units.target.item(0) if is_alike(units.target) else -1
+        if len(self.starts) - cut > _MANY and target not in {-1, self.lone}:
+            mine = (self.units.target[cut:] == target).nonzero()[0]
+            if 0 < len(mine) < len(self.starts) - cut:
+                # They wait behind those of their queue pair, and until these have left every
+                # other queue pair has its turns as planned.
+                self._later.append(units)
+                self._later_ps = min(self._later_ps, self.starts.item(cut + mine.item(-1)))
+                return
+        if self._later:
+            units = Units.join([self._take_later(), units])
+        self._plan(units, cut)
+
+    def _take_later(self) -> Units:
+        units = Units.join(self._later)
+        self._later, self._later_ps = [], NEVER_PS
+        return units
+
+    def _plan(self, units: Units, cut: int) -> None:
         self._keep_ends(cut)
         waits = len(self.starts) - cut
         target = units.target.item(0) if is_alike(units.target) else -1
@@ -414,7 +439,8 @@ class SendQueue:
     def drop_waiting(self, now_ps: int) -> Units:
         """Give up the units that have not started; return them."""
         cut = self.cut(now_ps)
-        dropped = self.units.pick(slice(cut, None))
+        dropped = Units.join([self.units.pick(slice(cut, None)), *self._later])
+        self._later, self._later_ps = [], NEVER_PS
         self.units = self.units.pick(slice(0, cut))
         self.starts = self.starts[:cut]
         return dropped

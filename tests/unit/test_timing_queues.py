@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.sim.ledger import NEVER_PS, Agenda, Batches, Hold, Ledger
-from tep.sim.queues import Rate, SendQueue, Units, cut_quanta, fifo, fifo_grouped, round_robin
+from tep.sim import queues
+from tep.sim.ledger import Agenda, Batches, Hold, Ledger
+from tep.sim.queues import (
+    NEVER_PS,
+    Rate,
+    SendQueue,
+    Units,
+    cut_quanta,
+    fifo,
+    fifo_grouped,
+    round_robin,
+)
 
 TIMES = st.integers(0, 300)
 ITEMS = st.lists(st.tuples(TIMES, st.integers(0, 40), st.integers(0, 6)), min_size=1, max_size=60)
@@ -88,8 +101,9 @@ def test_round_robin_is_the_active_list(items, later, ended) -> None:
     assert loop_turns(items, free, ended) == (order.tolist(), starts.tolist())
 
 
-@given(ITEMS, st.lists(st.integers(0, 60), min_size=1, max_size=60))
-def test_planning_again_changes_nothing_but_what_is_new(items, gaps) -> None:
+@pytest.mark.parametrize("many", [0, 1000])
+@given(items=ITEMS, gaps=st.lists(st.integers(0, 60), min_size=1, max_size=60))
+def test_planning_again_changes_nothing_but_what_is_new(many, items, gaps) -> None:
     """A send queue that hears of rows one by one must send as if it had known all of them."""
     # The order of items that become ready at one instant is free: no two of these do.
     scale, now, posts = len(items), 0, []
@@ -97,10 +111,12 @@ def test_planning_again_changes_nothing_but_what_is_new(items, gaps) -> None:
         now += gaps[index % len(gaps)] * scale
         posts.append((now, (now // scale + 1 + ready) * scale + index, (work + 1) * scale, flow))
     queue = SendQueue()
-    for index, (posted, ready, work, flow) in enumerate(posts):
-        row = [np.array([value]) for value in (index, flow, ready, work)]
-        queue.add(Units(*row, np.array([True]), row[3]), posted)
-        queue.at = queue.before(posted)  # the receivers have taken over what started
+    with mock.patch.object(queues, "_MANY", many):  # with 0, what changes nothing yet waits
+        for index, (posted, ready, work, flow) in enumerate(posts):
+            row = [np.array([value]) for value in (index, flow, ready, work)]
+            queue.add(Units(*row, np.array([True]), row[3]), posted)
+            queue.at = queue.before(posted)  # the receivers have taken over what started
+    queue.before(NEVER_PS)
 
     order, starts = loop_turns([(ready, work, flow) for _, ready, work, flow in posts], 0, {})
     left = len(queue.starts)
