@@ -293,8 +293,8 @@ def _real(
         )
     if ray:
         numbers = {"prefillers": prefillers, "decoders": decoders, "tp": tp, "prompts": count}
-        told = {"fabric": fabric.value, **numbers, "seed": seed}
-        words = [f"--{name}={value}" for name, value in told.items()] + ["--json"] * json
+        given = {"fabric": fabric.value, **numbers, "seed": seed}
+        words = [f"--{name}={value}" for name, value in given.items()] + ["--json"] * json
         run_on_ray(["kvcache", *words], 1 + prefillers + decoders, ray, quiet=json)
     place = place_here()
     address = None if place is None else own_address(place)

@@ -244,8 +244,8 @@ def run(
 
     if ray:
         numbers = {"train": train, "infer": infer, "updates": updates, "backend": backend}
-        told = {"weights": weights.resolve(), "model": model, "watermark-mib": watermark_mib}
-        words = [f"--{name}={value}" for name, value in {**numbers, **told}.items()]
+        given = {"weights": weights.resolve(), "model": model, "watermark-mib": watermark_mib}
+        words = [f"--{name}={value}" for name, value in {**numbers, **given}.items()]
         words += ([f"--trace={trace.resolve()}"] if trace else []) + (["--json"] if json else [])
         run_on_ray(["rl", "run", *words], 1 + train + infer, ray, quiet=json)
     place = place_here()
@@ -302,8 +302,8 @@ def _run_here(
         study.write_perfetto(trace, study.from_reports(spans))
     if json:
         train, infer = job.train.world, job.infer.world
-        told = {"backend": job.backend, "train": train, "infer": infer}
-        emit_json({"job": told, "updates": rows})
+        shown = {"backend": job.backend, "train": train, "infer": infer}
+        emit_json({"job": shown, "updates": rows})
     else:
         print_table("Updates", tuple(rows[0]), rows)
         typer.echo(reports[-1].table())

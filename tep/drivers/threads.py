@@ -451,17 +451,17 @@ class ThreadDriver:
         if handle.finished:
             return True
         gate = _gate()
-        told = False
+        settled = False
 
         def wake(_: Settles) -> None:
-            nonlocal told
-            told = True
+            nonlocal settled
+            settled = True
             gate.set()
 
         try:
             handle.add_done_callback(wake)
             return (
-                self._block(gate, lambda: told or handle.finished, time.monotonic() + timeout_s)
+                self._block(gate, lambda: settled or handle.finished, time.monotonic() + timeout_s)
                 or handle.finished
             )
         finally:

@@ -154,12 +154,12 @@ class TurnDriver(ThreadDriver):
 
     def _put_down(self, machine: Machine, *, work: bool) -> bool:
         """Release `_turn`; False = the worker has something to do, and is woken."""
-        news = self._kicked or self._owing or self._wanted()
+        pending = self._kicked or self._owing or self._wanted()
         # A kick from within the step is a NIC's: its completions were polled since, or arm() finds
         # them. It may also announce room in a queue, which matters only if there are rows left.
-        if not news and (work or self._kicked_here):
-            news = machine.busy()
-        quiet = not news and machine.arm()
+        if not pending and (work or self._kicked_here):
+            pending = machine.busy()
+        quiet = not pending and machine.arm()
         if self._muted:
             self._muted = False
             self._listening.modify(self._nics.fileno(), select.EPOLLIN)

@@ -474,8 +474,8 @@ class nixl_agent(Registry):
         line, entry = self._queues.setdefault(channel, deque()), [ready, notif]
         line.append(entry)
 
-        def hand_out(*, told: bool = True) -> None:
-            entry[:] = True, entry[1] if told else None
+        def hand_out(*, notify: bool = True) -> None:
+            entry[:] = True, entry[1] if notify else None
             while line and line[0][0]:
                 found = line.popleft()[1]
                 if found is not None:
@@ -665,7 +665,7 @@ class nixl_agent(Registry):
 
         def counted(expectation: Expectation) -> None:
             with self._lock:
-                ready(told=expectation.ok)
+                ready(notify=expectation.ok)
                 if not expectation.ok:
                     logger.error("agent %r: no notification: %s", channel.name, expectation.error)
 

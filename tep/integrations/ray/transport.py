@@ -249,5 +249,5 @@ def _room_for(meta: TepMetadata) -> tuple[list[Any], list[Any], list[tuple[int, 
 
 def _failed(obj_id: str, error: TepError) -> RayDirectTransportError:
     notes: Sequence[str] = getattr(error, "__notes__", ())
-    told = "\n".join([f"{type(error).__name__}: {error}", *notes])
-    return RayDirectTransportError(f"the transfer of object {obj_id} over tep failed: {told}")
+    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    return RayDirectTransportError(f"the transfer of object {obj_id} over tep failed: {text}")

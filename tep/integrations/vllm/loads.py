@@ -111,18 +111,18 @@ class Loads:
 
     # ------------------------------------------------------------------ prefillers
 
-    def told(self, peer: NetAddr, told: Told) -> bool:
+    def answered(self, peer: NetAddr, answer: Told) -> bool:
         """Take the answer of a prefiller's rank; False: it answers no open question."""
-        ask = self._asks.get(told.number)
-        if ask is None or ask.addr != peer or ask.want.key != told.key:
+        ask = self._asks.get(answer.number)
+        if ask is None or ask.addr != peer or ask.want.key != answer.key:
             return False
         who, name = (peer.name, peer.epoch), own_name(peer.name)
         self._dead.discard(who)
         self._latest[name] = max(peer.epoch, self._latest.get(name, 0))
-        if told.process:
-            self._marks[who] = told.process
+        if answer.process:
+            self._marks[who] = answer.process
         kind = ask.want.kind
-        if told.state == "card" and kind == "load":
+        if answer.state == "card" and kind == "load":
             want = ask.want
             fields = (want.key, want.kind, want.early, self._blocks.card(), want.ticket)
             del self._asks[want.number]
@@ -130,14 +130,14 @@ class Loads:
             ask.want = Want(self._number, *fields)  # a note with another body needs another number
             self._asks[self._number] = ask
             self._say(ask)
-        elif told.state == "gone" or (told.state == "taken" and kind == "load"):
-            del self._asks[told.number]
-            if told.state == "gone" and kind == "load":
+        elif answer.state == "gone" or (answer.state == "taken" and kind == "load"):
+            del self._asks[answer.number]
+            if answer.state == "gone" and kind == "load":
                 for one in self._loading.values():
                     if ask in one.asks:
-                        one.load.cancel(f"{peer.name}: {told.reason}")
-            elif told.state == "gone" and kind == "keep":
-                self._gone.add(told.key)
+                        one.load.cancel(f"{peer.name}: {answer.reason}")
+            elif answer.state == "gone" and kind == "keep":
+                self._gone.add(answer.key)
         return True
 
     def has_successor(self, name: str, epoch: int) -> bool:

@@ -148,16 +148,16 @@ class Worker:
             self.garbled += 1
             return
         if isinstance(note, Told):
-            if self.loads.told(peer, note):
+            if self.loads.answered(peer, note):
                 self._meet(peer)
             return
         # Answers have numbers below 0, so that they differ from our Wants'.
         try:
-            told = self.holds.answer(peer, note)
+            answer = self.holds.answer(peer, note)
         except Exception as error:  # noqa: BLE001  # the decoder must get an answer
-            told = _no_answer(peer, note, error)
-        told = msgspec.structs.replace(told, process=self._process)
-        self._blocks.send_note(peer, ~note.number, encode(told))
+            answer = _no_answer(peer, note, error)
+        answer = msgspec.structs.replace(answer, process=self._process)
+        self._blocks.send_note(peer, ~note.number, encode(answer))
 
     def _meet(self, addr: NetAddr) -> None:
         """Watch an engine from the next poll on; watch_peer() waits for the engine's thread."""
