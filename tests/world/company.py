@@ -21,7 +21,7 @@ _EVERY_PS: Final = 20_000 * PS_PER_NS
 _LOST_PS: Final = 5 * _EVERY_PS
 _END_PS: Final = 500_000 * PS_PER_NS
 _GONE_PS: Final = _END_PS - 2 * _LOST_PS
-"""Who is gone at this time is known to be lost when the watch ends."""
+"""A peer that is gone at this time is known to be lost when the watch ends."""
 
 _ENDS: Final = {
     PeerChange.LOST: PeerState.LOST,
@@ -31,7 +31,7 @@ _ENDS: Final = {
 
 
 class Company:
-    """What node a hears of node b."""
+    """The events of node b that node a gets."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -77,7 +77,7 @@ class Company:
         stage.sender.engine.driver.kick()
 
     def _is_gone(self) -> bool:
-        """Whether the incarnation that is watched has ended, and nothing delayed its watcher."""
+        """Return True if the watched incarnation has ended, and nothing delayed its watcher."""
         at_ps = self._stage.gone.get(self.host.name)
         held_up = self._stage.scenario.chaos.pause_ps > 0
         held_up |= any(isinstance(f, Pause | Drift) for _, f in self._stage.scenario.faults)
@@ -105,7 +105,7 @@ class Company:
             stage.blame(f"{event.peer} was called lost without a cause: {event.reason}")
 
     def _may_be_lost(self) -> bool:
-        """Whether anything may have kept the answers of all its NICs back."""
+        """Return True if anything may have delayed the answers of all its NICs."""
         stage = self._stage
         chaos = stage.scenario.chaos
         calm = not (chaos.message_loss or chaos.pause_ps or chaos.odd_errors or chaos.connect_fails)

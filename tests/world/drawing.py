@@ -1,4 +1,4 @@
-"""What the applications of a drawn scenario do, each part drawn by numbers of its own."""
+"""The applications of a drawn scenario, each part drawn by its own numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks in a drawn scenario, and the knobs of its fabric."""
+"""The faults of a drawn scenario, and the knobs of its fabric."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAULT_PS: Final = 1000 * _NS
 _LASTS_NS: Final = (200, 1000, 4000, 20_000, None)
 
 ENDS: Final = ("plain", "fences fail", "NIC dies", "restart")
-"""What makes bytes land after the end of their transfer in a run in which node b removes node a."""
+"""Causes of bytes that land after their transfer's end, in a run where node b removes node a."""
 
 
 class Dice:
@@ -53,7 +53,7 @@ class Dice:
 def draw_faults(
     dice: Dice, theme: str, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
 ) -> tuple[tuple[int, Fault], ...]:
-    """What breaks in a run of this theme, and when: mostly while one of the transfers is going."""
+    """Draw the faults of a run of this theme, mostly at times within one of the transfers."""
     nodes = names_of(nics, transfers)
     t_ps = transfers[dice.below(0, 20, len(transfers))].start_ps + dice.below(0, 21, FAULT_PS)
     node = dice.below(0, 22, len(nodes))
@@ -165,7 +165,7 @@ def draw_stuck(
 def draw_flaps(
     dice: Dice, nics: tuple[int, ...], spec: TransferSpec
 ) -> tuple[tuple[int, Fault], ...]:
-    """Links that are cut for a while; in half of the runs it is those of one NIC, each time."""
+    """Draw links that are cut for a while; in half of the runs always the links of one NIC."""
     found: list[tuple[int, Fault]] = []
     span_ps = spec.rounds * (spec.pace_ps + 3000 * _NS)
     one = dice.below(0, 112, 2)
@@ -227,7 +227,7 @@ def draw_end(
 def draw_close(
     dice: Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
 ) -> tuple[int, str]:
-    """Which engine is closed under everybody's hands, and when."""
+    """Draw the engine that is closed in the middle of the run, and the time."""
     return 1 + dice.below(0, 7, FAULT_PS), dice.pick(0, 34, names_of(nics, transfers))
 
 

@@ -115,12 +115,12 @@ def _is_step(fn: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What an exploration went through.
+    """The result of an exploration.
 
     Attributes:
-        runs: how many orders.
-        whole: whether these are all there are.
-        ends: how often each combination of ends came out, by the states of all transfers.
+        runs: number of orders.
+        whole: True if these are all orders.
+        ends: number of orders with each combination of final states of all transfers.
     """
 
     runs: int

@@ -38,20 +38,20 @@ from tests.world.specs import (
 from tests.world.tap import Ledger, Mover, Tap
 
 BLANK: Final = b"\xee"
-"""What target memory holds that nobody wrote."""
+"""Fill byte of target memory that nobody wrote."""
 
 REUSED: Final = b"\xaa"
-"""What the application writes over its source once it may."""
+"""Fill byte that the application writes over its source once it may."""
 
 _GAP_BYTES: Final = 32
 USED: Final = b"\xbb"
-"""What a receiver writes over bytes that it was told are complete."""
+"""Fill byte that a receiver writes over bytes that it knows to be complete."""
 
 FREED: Final = b"\xcc"
-"""What a receiver writes over its memory once its sender is removed and fenced off."""
+"""Fill byte that a receiver writes over its memory once its sender is removed and fenced off."""
 
 READ_IMM: Final = 0x5EAD0000
-"""What owners are told with that a read is over; one more for each read."""
+"""The immediate that notifies an owner of the end of the first read; one more for each read."""
 
 _PROBE_MAX_S: Final = 80e-6
 _PROBE_BARRED_S: Final = 20e-3
@@ -146,13 +146,13 @@ def _area(spec: TransferSpec, start: int, salt: int, receivers: int) -> Area:
 
 @lru_cache(maxsize=64)
 def _pattern(nbytes: int) -> bytes:
-    """Source bytes, none of which is a filler's value."""
+    """Make source bytes, without any fill byte."""
     words = draw_array(stream_key(5, Stream.SCENARIO), np.arange(nbytes // 8 + 1, dtype=np.uint64))
     return bytes((words.view(np.uint8) & 0x7F)[:nbytes])
 
 
 def is_of_read(imm: object) -> bool:
-    """Whether an immediate, or what stands for one in a batch, tells an owner that it was read."""
+    """Return True if an immediate, or its field in a batch, notifies an owner of a read."""
     return isinstance(imm, int) and READ_IMM <= imm < READ_IMM + READS_MAX
 
 
@@ -211,7 +211,7 @@ class Host:
 
     @property
     def unconnected(self) -> int:
-        """How often one of its NICs could not connect to a peer."""
+        """Count how often one of its NICs could not connect to a peer."""
         return sum(tap.unconnected for tap in self.taps)
 
     def register(self, memory: bytearray, access: Access) -> tuple[MrHandle, MrDesc]:
@@ -288,7 +288,7 @@ class Lab:
         return fresh
 
     def shelf_of(self, name: str) -> bytes:
-        """What a node's readable memory holds at first; of node a, what no read has brought."""
+        """Return a node's initial readable memory; for node a, its bytes before any read."""
         nbytes = self.spans[-1].stop + _GAP_BYTES if self.spans else 0
         if name == SENDER:
             return BLANK * nbytes
@@ -296,7 +296,7 @@ class Lab:
         return _pattern(-(-nbytes // 1024) * 1024 + shift)[shift : shift + nbytes]
 
     def landed(self, host: Host, pieces: tuple[Piece, ...]) -> bool:
-        """Whether all bytes of these pieces are at a receiver, or were, and are overwritten."""
+        """Return True if all bytes of these pieces are at a receiver, or were there before."""
         there, sent = host.memory, self.original
         return all(
             there[dst : dst + n] in (sent[src : src + n], USED * n, FREED * n)

@@ -117,7 +117,7 @@ def _shut(sender: Host, host: Host) -> str:
 
 
 def lasts(fault: Fault) -> bool:
-    """Whether trouble may outlast the tries of a sender that has something to tell."""
+    """Return True if trouble may outlast the tries of a sender with a notice to send."""
     for_ps: int | None = getattr(fault, "for_ps", None)
     return for_ps is None or for_ps > _SHORT_PS
 
@@ -165,7 +165,7 @@ def _turn(stage: Stage) -> None:
 
 
 def _has_way(sender: Host, host: Host) -> bool:
-    """Whether a NIC lives on both sides: fences between them are lifted."""
+    """Return True if a NIC lives on both sides: fences between them are lifted."""
     return all(any(tap.is_useful for tap in end.taps) for end in (sender, host))
 
 

@@ -69,14 +69,14 @@ _OLDER_MAX: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run that kept all promises was like.
+    """The record of a run that kept all promises.
 
     Attributes:
-        states: how each transfer's rounds ended: "done", "cancelled", "failed", or "refused" where
-            the submit raised; "" for a round that never began.
-        seen: how often each thing worth seeing happened, by its name.
+        states: the final state of each transfer's rounds: "done", "cancelled", "failed", or
+            "refused" if the submit raised; "" for a round that never began.
+        seen: the coverage counters, by name.
         rows: rows and messages posted.
-        end_ps: when the last event was.
+        end_ps: time of the last event.
     """
 
     states: tuple[tuple[str, ...], ...]

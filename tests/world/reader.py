@@ -197,7 +197,7 @@ class Reader:
             read.reused = True
 
     def _is_only_late(self) -> bool:
-        """Whether all that happened was over before any row could be given up."""
+        """Return True if all trouble was over before any row could be given up."""
         stage, chaos = self._stage, self._stage.scenario.chaos
         if stage.closed or chaos.rnr_retries >= 0 or chaos.message_loss or chaos.cq_depth:
             return False
@@ -224,7 +224,7 @@ class Reader:
     # ------------------------------------------------------------------ the judgement
 
     def states(self) -> list[str]:
-        """How those ended that the engine took."""
+        """Return the final states of the reads that the engine accepted."""
         reads = self._reads.values()
         return [read.handle.state.value for read in reads if read.handle is not None]
 

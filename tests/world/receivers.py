@@ -51,7 +51,7 @@ class Receivers:
             self.stage.lab.env.call_at(t_ps, self._state, (place, 0, host))
 
     def _waits(self, place: int, round_: int, host: Host, number: int) -> list[Wait]:
-        """What a receiver waits for; the first that takes part waits for all that share with it."""
+        """Return a receiver's waits; the first of several that share waits for all of them."""
         scenario = self.stage.scenario
         mates = [k for k in scenario.mates(place) if takes_part(scenario.transfers[k], host)]
         if place != mates[0]:
@@ -262,5 +262,5 @@ class Receivers:
 
 
 def takes_part(spec: TransferSpec, host: Host) -> bool:
-    """Whether a node is a receiver of a transfer."""
+    """Return True if a node is a receiver of a transfer."""
     return spec.wide or host.name == RECEIVERS[0]

@@ -146,7 +146,7 @@ class Scenario:
 
     @property
     def wide(self) -> bool:
-        """Whether node c takes part, and those after it."""
+        """True if node c takes part, and the nodes after it."""
         return any(spec.wide for spec in self.transfers)
 
     @property
@@ -156,7 +156,7 @@ class Scenario:
 
     @property
     def steady(self) -> bool:
-        """Whether one transfer comes again and again, long enough for links to flap meanwhile."""
+        """True if one transfer is repeated, long enough for links to flap meanwhile."""
         return self.transfers[0].rounds >= STEADY_ROUNDS
 
     def mates(self, place: int) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class Scenario:
     def draw(cls, seed: int) -> Scenario:
         """Draw one run of a swarm: first what happens at all, then how much of it.
 
-        The seed, 0 or more, is also that of the fabric's own draws.
+        The seed, 0 or more, is also the seed of the fabric's own draws.
         """
         seed = check_int("Scenario: seed", seed, 0, 2**63 - 1)
         dice = Dice(stream_key(seed, Stream.SCENARIO))

@@ -31,7 +31,7 @@ _CONTRADICTED: Final = re.compile("which cannot be|has pruned its sums")
 _SHARED: Final = re.compile("are of failed requests|of another request|failed on that path before")
 
 _LOST_MAX: Final = 4
-"""Of sixteen messages. Where more are lost, so may be all questions that could save a transfer."""
+"""Limit of lost messages in sixteen. Above it all questions that save a transfer may be lost."""
 
 
 class Sender:
@@ -117,7 +117,7 @@ class Sender:
         self.stage.sender.ledger.turns.submitted(run)
 
     def _is_burnt(self, run: Run) -> bool:
-        """Whether an earlier run under one of its immediates, to one of its receivers, failed."""
+        """Return True if an earlier run with one of its immediates and receivers failed."""
         stage = self.stage
         dues = stage.dues
         return not run.spec.silent and any(
@@ -230,7 +230,7 @@ class Sender:
             stage.give_up(run.place)
 
     def _may_land(self, run: Run) -> bool:
-        """Whether rows of it that failed may still land: their path had died, or was flushed."""
+        """Return True if its failed rows may still land: their path had died, or was flushed."""
         found = {status for status, _ in run.faults}
         late = self.stage.scenario.chaos.late_land > 0
         return not _DEAD_PATHS.isdisjoint(found) or (late and Status.FLUSHED in found)
@@ -259,7 +259,7 @@ class Sender:
             self.stage.blame(f"{run} ended cancelled, but all its rows were posted")
 
     def _was_fenced_off(self, run: Run) -> bool:
-        """Whether every path to one of its receivers has been fenced off, now or before."""
+        """Return True if every path to one of its receivers has been fenced off, now or before."""
         taps = self.stage.sender.taps
         return any(
             all(its.is_closed_to(ours) for ours in taps for its in host.taps) for host in run.hosts
@@ -340,12 +340,12 @@ class Sender:
         return "no connection" if stage.sender.unconnected else ""
 
     def _has_failed(self, run: Run) -> bool:
-        """Whether another transfer under the immediate of this one has an error."""
+        """Return True if another transfer under the immediate of this one has an error."""
         mates = set(self.stage.scenario.mates(run.place)) - {run.place}
         return any(self.stage.latest[k].is_failing() for k in mates & self.stage.latest.keys())
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
-        """Whether anything that broke so far explains an error."""
+        """Return True if any fault so far explains an error."""
         broken, chaos = self.stage.broken, self.stage.scenario.chaos
         peers = {host.name for host in run.hosts}
         match status:

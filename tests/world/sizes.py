@@ -68,7 +68,7 @@ def check_sizes(sizes: object) -> Sizes:
 
 
 def in_pieces(sizes: Sizes) -> bool:
-    """Whether batches of a few rows are posted in pieces, and shared with idle NICs."""
+    """True if batches of a few rows are posted in pieces, and shared with idle NICs."""
     return any(name in _PIECES for name, _ in sizes)
 
 

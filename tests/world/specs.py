@@ -1,4 +1,4 @@
-"""What the applications of one small run do: transfers and reads, as frozen records.
+"""The applications of one small run: transfers and reads, as frozen records.
 
 Every record prints as a literal that can be pasted into a test.
 """
@@ -118,17 +118,17 @@ class TransferSpec:
 
     @property
     def wide(self) -> bool:
-        """Whether it goes to all receivers, and not to the first alone."""
+        """True if it goes to all receivers, and not to the first alone."""
         return self.kind in ("scatter", "barrier")
 
     @property
     def may_share(self) -> bool:
-        """Whether others may have its immediate: rows without bytes are known by it, rounds too."""
+        """True if others may use its immediate: rows without bytes are known by it, rounds too."""
         return self.kind in ("single", "paged", "scatter") and not self.silent and self.rounds == 1
 
     @property
     def may_retry(self) -> bool:
-        """Whether it may be tried again as a whole: its receiver waits for one count of it."""
+        """True if it may be tried again as a whole: its receiver waits for one count of it."""
         kept = self.silent or self.claimed or self.split or self.shared or self.rounds > 1
         one = self.kind in ("single", "paged") and self.size > 0  # bytes tell the tries apart
         return one and not kept and self.recall_ps is None

@@ -1,4 +1,4 @@
-"""What the players of one scenario share: who is there, what was begun, what has gone wrong.
+"""The shared state of one scenario: its nodes, the transfers begun, and the faults found.
 
 State and its look-ups; `sender`, `receivers` and `mail` play on it, `oracle` judges it.
 """
@@ -38,8 +38,8 @@ Shares = tuple[tuple[int, int], ...]
 """The place of each transfer under one immediate, and which of its dues has its bytes."""
 
 ECHO_IMMS: Final = range(0xEC000, 0xED000)
-"""What receivers send when a count has fired, so that all engines send and receive at once; each
-answer has one of its own, since that of an answer that failed is burnt."""
+"""Immediates of the answers that receivers send when a count has fired, so that all engines send
+and receive at once; each answer has its own, since a failed answer's is burnt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class Run(Mover):
 
     @property
     def is_open(self) -> bool:
-        """Whether its sender lives, has begun it, and has not ended it."""
+        """True if its sender lives, has begun it, and has not ended it."""
         return self.sender.live and self.handle in self.sender.engine._worker.open
 
     def take_snapshot(self) -> None:
@@ -93,7 +93,7 @@ class Run(Mover):
 
     @property
     def state(self) -> str:
-        """How it ended; "refused" if the submit raised, "pending" if its sender crashed."""
+        """The final state; "refused" if the submit raised, "pending" if its sender crashed."""
         return "refused" if self.handle is None else self.handle.state.value
 
     def __str__(self) -> str:
@@ -132,20 +132,20 @@ class Stage:
 
     Attributes:
         runs: by (place of the transfer, number of the try).
-        over: transfers that failed for good, or of which nobody knows whether they came, by place:
-            since when. Nothing of them is sent, or expected, any more.
-        reached: rounds of which a receiver has everything, as (place, round).
+        over: time at which a transfer failed for good or became in doubt, by place. Nothing of
+            it is sent, or expected, any more.
+        reached: rounds that have arrived completely at a receiver, as (place, round).
         waits: every expectation and claim, in the order they were stated.
-        wrong: what has gone wrong, in words; the first is the finding.
+        wrong: the faults found, in words; the first is the finding.
         closed: nodes whose engine was closed.
-        gone: when a node's first incarnation ended, by node.
-        removals: of the peers that node a was told to remove, by node.
-        barred: receivers that were told to remove node a.
-        known: those of them that it had sent to before.
+        gone: end of a node's first incarnation, by node.
+        removals: removals of peers by node a, by node.
+        barred: receivers that had to remove node a.
+        known: the barred receivers that it had sent to before.
         echo: the answers.
-        seen: how often each thing worth seeing happened.
-        probing: what rows belong to once all is judged, while the engines are tried once more.
-        routings: of each transfer.
+        seen: the coverage counters.
+        probing: the owner of rows once all is judged, while the engines are tried once more.
+        routings: routings of each transfer.
         find_read: the read that a posted row belongs to.
     """
 
@@ -194,7 +194,7 @@ class Stage:
 
     @property
     def harmed(self) -> bool:
-        """Whether anything happened, or may happen, that a row or message fails for."""
+        """Return True if any fault happened, or may happen, that fails a row or message."""
         chaos = self.scenario.chaos
         risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0 or chaos.odd_errors > 0
         risky = risky or chaos.connect_fails > 0
@@ -206,12 +206,12 @@ class Stage:
         self.sender.ledger.unsure.add(f"sim:{host.name}#{host.desc.addr.epoch}".encode())
 
     def must_refuse(self, hosts: Iterable[Host]) -> bool:
-        """Whether node a takes no requests to one of these, since it lets go of it."""
+        """Return True if node a must refuse requests to one of these, since it removes it."""
         leaving = (host for host in hosts if host in self.known)
         return any(not self.removals[host.name].finished for host in leaving)
 
     def may_refuse(self, hosts: Iterable[Host]) -> bool:
-        """Whether node a refuses requests to one of these: it is closed, or lets go of a peer."""
+        """Return True if node a may refuse requests to these: it is closed, or removes a peer."""
         found = (self.removals.get(host.name) for host in hosts)
         leaving = any(removal is not None and not removal.finished for removal in found)
         return leaving or not self.sender.live
@@ -252,7 +252,7 @@ class Stage:
         self.over.setdefault(place, self.lab.env.now)
 
     def dues(self, place: int, number: int, name: str) -> list[Due]:
-        """What one try of a transfer brings one receiver, by the public rule of counting."""
+        """Return the immediates of a transfer's try for one receiver, by the rule of counting."""
         key = (place, number, name)
         found = self._dues.get(key)
         if found is None:
@@ -361,7 +361,7 @@ class Echo:
         return found
 
     def states(self, host: Host) -> list[str]:
-        """How the answers of an incarnation ended."""
+        """Return the final states of an incarnation's answers."""
         found = self._of.get(host.name)
         mine = found.handles if found is not None and found.host is host else ()
         return [handle.state.value for handle in mine]
@@ -385,7 +385,7 @@ class Echo:
 
 
 def _ended_badly(run: Run) -> bool:
-    """Whether a run has failed or was cancelled; its callback may still be to come."""
+    """Return True if a run has failed or was cancelled; its callback may still be to come."""
     if run.settled:
         return run.state != "done"
     return run.handle is not None and run.handle.finished and not run.handle.ok

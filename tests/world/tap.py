@@ -1,7 +1,7 @@
-"""What crosses the seam, written down: rows posted and returned, immediates handed out.
+"""The record of a backend interface: rows posted and returned, immediates delivered.
 
-A Tap stands between an engine and one simulated NIC. It changes nothing; the oracle judges by what
-is written here, and shares no code with the engine.
+A Tap stands between an engine and one simulated NIC. It changes nothing; the oracle judges by this
+record, and shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OK = int(Status.OK)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Mover:
-    """What rows belong to: one transfer, as far as a tap is concerned.
+    """The owner of rows, as a tap sees it: one transfer.
 
     Attributes:
         posted, back, failed: rows that NICs took, handed back, and handed back with an error.
@@ -58,7 +58,7 @@ class Mover:
         return ""
 
     def is_failing(self) -> bool:
-        """Whether it has an error, and will fail although none of its rows did."""
+        """Return True if it has an error, and will fail although none of its rows did."""
         return False
 
 
@@ -72,11 +72,13 @@ class Ledger:
         silent: NICs of peers that did not answer one of this engine's, by node: its number and
             their address; all of them again once all were silent.
         was_silent: all that ever were.
-        unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
-            rows to them were flushed with a control message that got lost, or a message did not
-        get there. rows, nbytes: what each NIC took; reads, read_bytes: of rows that read.
-        turns: who waits for whom.
-        seen: what happened here, for suites that want to have seen it.
+        unsure: nodes that an engine may know more about: a NIC of theirs answered again, rows
+            to them were flushed with a control message that got lost, or a message did not
+            arrive.
+        rows, nbytes: rows and bytes that each NIC took.
+        reads, read_bytes: rows that read, and their bytes.
+        turns: the record of waits at the NICs.
+        seen: the coverage counters.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class Tap:
         self.arm = nic.arm
 
     def is_closed_to(self, other: Tap) -> bool:
-        """Whether another NIC may know of no way: one is dead, was silent, or was fenced off."""
+        """Return True if another NIC may have no route: one is dead, was silent, or is fenced."""
         alive = self.is_useful and other.is_useful
         ledger = other._ledger
         unheard = self.address in ledger.was_silent or _node_of(self.address) in ledger.unsure
@@ -158,7 +160,7 @@ class Tap:
 
     @property
     def is_useful(self) -> bool:
-        """Whether its NIC lives, and its engine has not given it up."""
+        """Return True if its NIC lives, and its engine has not given it up."""
         return self.nic.state is NicState.UP and not self.down
 
     def fence(self, source: bytes, ctx: int) -> None:

@@ -16,7 +16,7 @@ from tep.core.posting import TURNS_MAX
 
 
 class Waiting(Protocol):
-    """What rows belong to; here it matters only whether they may still be posted.
+    """The owner of rows; here it matters only whether they may still be posted.
 
     Attributes:
         failed: rows that came back with an error.
@@ -28,22 +28,22 @@ class Waiting(Protocol):
         """Why no row of it may be posted now; "" if it may."""
 
     def is_failing(self) -> bool:
-        """Whether it has an error without a row that failed: e.g. every path is fenced off."""
+        """Return True if it has an error without a failed row: e.g. every path is fenced off."""
 
 
 class Turns:
-    """Who waits at the NICs of one engine.
+    """The batches that wait at the NICs of one engine.
 
     Args:
-        nics: how many.
+        nics: number of NICs.
         rows_max: most rows of one turn while others wait.
         depth: rows that a NIC holds.
-        blame: takes who had to wait for whom, in words.
-        in_pieces: whether an idle NIC may be given queued rows of another one, which no tap sees:
-            then nobody knows what waits at one NIC, and only the rule about all NICs is left.
+        blame: takes the unfair wait, in words.
+        in_pieces: True if an idle NIC may get queued rows of another one, which no tap sees:
+            then the queue of one NIC is unknown, and only the rule about all NICs is left.
 
     Attributes:
-        crowded: turns that somebody had while others waited.
+        crowded: turns of a batch while others waited.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Turns:
         self.forget()
 
     def offered(self, nic: int, who: Waiting, ctx: int, taken: int, left: int) -> None:
-        """A NIC was offered a batch, of which it took some rows."""
+        """Note a batch that a NIC was offered, and the rows that it took."""
         self._fresh.pop(who, None)
         queued = self._queued[nic]
         self._offered[nic].add(ctx)
