@@ -127,7 +127,6 @@ class Member:
         self._meeting: Meeting | None = None
         self._sender: WeightSender | None = None
         self._hub: Hub | None = None
-        self._world = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------------ coming together
@@ -145,9 +144,9 @@ class Member:
         """Be training rank 0 of `world`: the hub is here."""
         meeting = self.meet()
         if self._sender is None:
-            self._world = world
             self._sender = WeightSender(self._open(), 0, world, compute=Threads())
-            self._start(self._greet())
+            self._hub = Hub([self._sender], timeout_s=self._fabric.timeout_s)
+            self._start(self._greet(self._hub))
         return meeting
 
     def follow(self, meeting: Meeting, rank: int, world: int) -> None:
@@ -192,20 +191,13 @@ class Member:
 
         self._call(start())
 
-    async def _greet(self) -> None:
+    async def _greet(self, hub: Hub) -> None:
         """Take in rollout ranks as they come."""
         assert self._listener is not None
-        hub = self._hub_here()
         while True:
             caller = await self._listener.next("receiver")
             with contextlib.suppress(TepError, OSError):  # it is gone again
                 await hub.welcome(caller.hello.name, RemoteReceiver(caller))
-
-    def _hub_here(self) -> Hub:
-        if self._hub is None:
-            assert self._sender is not None
-            self._hub = Hub([self._sender], timeout_s=self._fabric.timeout_s)
-        return self._hub
 
     async def _answer(
         self, service: WeightSender | WeightReceiver, meeting: Meeting, hello: Hello
@@ -248,33 +240,34 @@ class Member:
 
     async def _send(self, sender: WeightSender, version: int) -> UpdateReport | None:
         sending = asyncio.ensure_future(sender.send(version, 3 * self._fabric.timeout_s))
-        if self._listener is None or self._world == 0:
+        if self._hub is None:
             await sending
             return None
         try:
-            report = await (await self._whole_hub()).update(version)
+            await self._gather_senders(self._hub, sender.world)
+            report = await self._hub.update(version)
             await sending
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
         return report
 
-    async def _whole_hub(self) -> Hub:
-        """The hub, with all training ranks."""
+    async def _gather_senders(self, hub: Hub, world: int) -> None:
+        """Wait until the hub has all training ranks."""
         assert self._listener is not None
-        hub = self._hub_here()
-        for rank in range(len(hub.trains), self._world):
+        for rank in range(len(hub.trains), world):
             try:
                 caller = await self._listener.wait_for("sender", str(rank), self._fabric.timeout_s)
             except TimeoutError:
-                text = f"training rank {rank} of {self._world} has not come to the hub"
+                text = f"training rank {rank} of {world} has not come to the hub"
                 raise FabricError(text, code="TIMEOUT") from None
             hub.append(RemoteSender(caller))
-        return hub
 
     def keep(self, names: Iterable[str]) -> None:
         """At rank 0: only these rollout ranks take part from now on."""
-        self._hub_here().keep(list(names))
+        if self._hub is None:
+            raise UsageError(f"{self.name} does not lead; lead() first")
+        self._hub.keep(list(names))
 
     # ------------------------------------------------------------------ rollout ranks
 
