@@ -116,17 +116,9 @@ class Queues(NamedTuple):
     depths: Depths
 
 
-class Run:
-    """Rows of one batch, posted as one chain on one queue pair; they come back first to last."""
-
-    __slots__ = ("back", "ctx", "kind", "n", "start")
-
-    def __init__(self, kind: int, ctx: int, start: int, n: int) -> None:
-        self.kind = kind
-        self.ctx = ctx
-        self.start = start
-        self.n = n
-        self.back = 0
+Run = tuple[int, int, int, int]
+"""(kind, ctx, start, n): rows of one batch, posted as one chain on one queue pair; they come back
+first to last."""
 
 
 class Conn:
@@ -147,6 +139,7 @@ class Conn:
         msg_qp: the one for messages.
         ece: what its queue pairs can do beyond the standard; once they receive, what is in use.
         runs: chains on `qp` that have not come back, oldest first.
+        back: rows of the oldest run that have.
         lost: nothing more can be posted.
     """
 
@@ -165,6 +158,7 @@ class Conn:
         self.lost = False
         self.reads = 0
         self.runs: deque[Run] = deque()
+        self.back = 0
         self.deadline_s = 0.0
         self._device = device
         self._rng = rng

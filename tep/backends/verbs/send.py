@@ -33,7 +33,7 @@ from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status
 from tep.backends.columns import most, part, row_of
 from tep.backends.ffi.ibverbs import Ref, ref
 from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR, SGE
-from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Run, Tag, tag
+from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 
 __all__ = ["RKEY_MAX", "Limits", "Writer"]
@@ -223,7 +223,7 @@ class Writer:
             if rc:
                 at += self._take_part(ring, conn, batch, at, n, rc)
                 break
-            conn.runs.append(Run(ring.kind, batch.ctx, at, n))
+            conn.runs.append((ring.kind, batch.ctx, at, n))
             at += n
         return at - start
 
@@ -235,7 +235,7 @@ class Writer:
         assert bad is not None, "a refused post must name the request that it refused"
         taken = (bad - ring.ptr) // SEND_WR.itemsize
         if taken:
-            conn.runs.append(Run(ring.kind, batch.ctx, start, taken))
+            conn.runs.append((ring.kind, batch.ctx, start, taken))
             if not ring.is_signaled(taken - 1, n):
                 self.tails[conn] = tag(Tag.TAIL) + taken - 1
         if rc in _LATER:
@@ -335,28 +335,31 @@ class Writer:
 
         A row behind the end of that run is of a later one: it tells that all before it went well.
         """
-        row = wr_id & ROW_MASK
-        if not conn.runs:
+        row, runs = wr_id & ROW_MASK, conn.runs
+        if not runs:
             return  # a tail's own, after the row that it stands behind has failed and had one too
-        while row >= (run := conn.runs[0]).n:
-            self._finish(conn.runs.popleft(), run.n - run.back, _OK)
-        before = row - run.back
+        while row >= (n := runs[0][3]):
+            self._finish(conn, n - conn.back, _OK)
+        before = row - conn.back
         if before < 0:
             return  # likewise
         if status == _OK:
-            self._finish(run, before + 1, _OK)
+            self._finish(conn, before + 1, _OK)
         else:
             if before:
-                self._finish(run, before, _OK)
-            if status == _NIC_DOWN and run.kind == _READ:
+                self._finish(conn, before, _OK)
+            if status == _NIC_DOWN and runs[0][0] == _READ:
                 status = _FLUSHED  # it has come back, so it is over
-            self._finish(run, 1, status)
-        if run.back == run.n:
-            conn.runs.popleft()
+            self._finish(conn, 1, status)
 
-    def _finish(self, run: Run, count: int, status: int) -> None:
-        self._ready.append((run.kind, status, count, 0, run.start + run.back, run.ctx, 0))
-        run.back += count
+    def _finish(self, conn: Conn, count: int, status: int) -> None:
+        """End the next rows of a connection's oldest run."""
+        kind, ctx, start, n = conn.runs[0]
+        self._ready.append((kind, status, count, 0, start + conn.back, ctx, 0))
+        conn.back += count
+        if conn.back == n:
+            conn.runs.popleft()
+            conn.back = 0
 
     def complete_loose(self, wr_id: int, status: int) -> None:
         """Take the completion of a loose row."""
@@ -390,9 +393,7 @@ class Writer:
         lost = set(conns)
         for conn in lost:
             while conn.runs:
-                run = conn.runs.popleft()
-                while run.back < run.n:
-                    self._finish(run, 1, status)
+                self._finish(conn, 1, status)
         for number, found in list(self._sets.items()):
             for row, done in enumerate(found.done):
                 if not done and found.conns[row] in lost:
