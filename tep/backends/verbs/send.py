@@ -133,7 +133,7 @@ class Writer:
         self._run = _RunRing(min(depths.rows, _RUN_MAX), device.settings.signal_rows)
         self._reads = _ReadRing(max(1, depths.reads), device.settings.signal_rows)
         self._loose = _LooseRing(min(depths.rows, LOOSE_MAX))
-        self._few = _LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
+        self._one = _One()
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
         self._bad_ref = ref(self._bad_ptr)
@@ -252,17 +252,13 @@ class Writer:
         """Post rows to one peer one by one; return how many were taken, a prefix."""
         self._number = number = self._number + 1 & _SETS_MASK
         wr_id = tag(Tag.LOOSE, number)
-        ring = self._few
-        n = stop - start
-        inline_max = 0 if batch.lkey in self._not_inline else self._inline_max
-        rows = (row_of(batch, start),) if n == 1 else batch.rows(start, stop)
-        for k, row in enumerate(rows):
-            flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
-            ring.write(k, row, wr_id + k, flags)
+        one, inline_max = self._one, 0 if batch.lkey in self._not_inline else self._inline_max
         taken = refused = 0
-        for at in ring.ptrs[:n]:
+        for row in (row_of(batch, start),) if stop - start == 1 else batch.rows(start, stop):
+            flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
+            one.write(row, wr_id + taken, flags)
             qp = conn.qp if self._one_qp else conn.pick()
-            rc = self._post_send(qp, at, self._bad_ptr)
+            rc = self._post_send(qp, one.ptr, self._bad_ptr)
             if rc:
                 if rc not in _LATER:
                     self._refuse(rc, batch.ctx, start + taken)
@@ -326,7 +322,8 @@ class Writer:
 
     def post_marker(self, qp: int, wr_id: int) -> bool:
         """Put a last request on a failed queue pair; its completion comes after all others."""
-        return self._post_send(qp, self._few.write_nothing(wr_id), self._bad_ptr) == 0
+        self._one.write(_NOTHING, wr_id, _SIGNALED)
+        return self._post_send(qp, self._one.ptr, self._bad_ptr) == 0
 
     # --- completing
 
@@ -535,11 +532,8 @@ class _LooseRing(_Ring):
         super().__init__(n)
         self._flags[:] = _SIGNALED
         self.ptrs = [self.ptr + k * _WR_BYTES for k in range(n)]
-        self._wr_bytes = self._wr.view(np.uint8).data
-        self._sge_bytes = self._sge.view(np.uint8).data
         self._keys: tuple[object, ...] = ()
         self._lengths: tuple[object, ...] = ()
-        self._sge_ptrs = [self._sge_ptr + k * _SGE_BYTES for k in range(n)]
 
     def fill(self, batch: WriteBatch, start: int, n: int, wr_id: int) -> None:
         """Write rows start.. of a batch into the first `n` requests; ids count up from `wr_id`."""
@@ -553,20 +547,26 @@ class _LooseRing(_Ring):
             self._lengths = lengths
         np.add(self._iota[:n], np.uint64(wr_id), out=self._wr_id[:n])
 
-    def write(self, slot: int, row: Row, wr_id: int, flags: int = _SIGNALED) -> None:
-        """Write one row into one request."""
-        self._keys = self._lengths = ()
+
+class _One(_Ring):
+    """One request, packed anew for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._wr_bytes = self._wr.view(np.uint8).data
+        self._sge_bytes = self._sge.view(np.uint8).data
+
+    def write(self, row: Row, wr_id: int, flags: int) -> None:
+        """Write a row."""
         _, src, lkey, dst, rkey, nbytes, imm = row
         opcode, imm = (_OP_WRITE, 0) if imm is None else (_OP_WRITE_IMM, htonl(imm))
-        sge, sges = self._sge_ptrs[slot], 1 if nbytes else 0
-        at = slot * _WR_BYTES
-        _PACK_WR(self._wr_bytes, at, wr_id, 0, sge, sges, opcode, flags, imm, dst, rkey)
-        _PACK_SGE(self._sge_bytes, slot * _SGE_BYTES, src, nbytes, lkey)
+        sge, sges = self._sge_ptr, 1 if nbytes else 0
+        _PACK_WR(self._wr_bytes, 0, wr_id, 0, sge, sges, opcode, flags, imm, dst, rkey)
+        _PACK_SGE(self._sge_bytes, 0, src, nbytes, lkey)
 
-    def write_nothing(self, wr_id: int) -> int:
-        """Make request 0 a row without bytes or immediate; return its pointer."""
-        self.write(0, _NOTHING, wr_id)
-        return self.ptr
+
+_NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
+"""A row without bytes or immediate."""
 
 
 class _Fan(_Ring):
@@ -628,9 +628,6 @@ class _Fan(_Ring):
             self._usual = True
         self._length[:] = nbytes
         return True
-
-
-_NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
 
 
 def _frozen(column: Column, start: int, n: int) -> int | bytes:
