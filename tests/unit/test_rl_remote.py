@@ -182,6 +182,18 @@ def test_a_hub_that_never_comes_is_an_error_in_time() -> None:
     asyncio.run(main())
 
 
+def test_a_port_that_is_taken_is_named_with_the_way_out() -> None:
+    """Under torchrun the controller listens beside torch's own store, and its port may be taken."""
+
+    async def main() -> None:
+        async with Listener(TOKEN) as first:
+            with pytest.raises(tep.UsageError, match=f"{first.port}.*set TEP_RENDEZVOUS_PORT"):
+                async with Listener(TOKEN, "127.0.0.1", first.port):
+                    pass
+
+    asyncio.run(main())
+
+
 def test_the_error_of_another_hub_names_places_and_no_token() -> None:
     """The token of the weights' hub was in the text of an error, and so in everybody's logs."""
     worker = Worker(Fabric())
