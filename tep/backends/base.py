@@ -49,7 +49,7 @@ Column = int | npt.NDArray[np.unsignedinteger]
 
 
 class Kind(IntEnum):
-    """What a completion is about."""
+    """The kind of a completion."""
 
     WRITE = 1  # `count` rows of batch `ctx` finished here, at the sender
     IMM = 2  # `count` immediates `imm` arrived here, each with all bytes of its row
@@ -62,7 +62,7 @@ class Kind(IntEnum):
 
 
 class Status(IntEnum):
-    """How it ended: the union of what verbs and EFA can say, in our words."""
+    """The status of a completion: the union of the statuses of verbs and EFA."""
 
     OK = 0
     FLUSHED = 1  # not tried, or given up, because the queue or the domain was closed
@@ -82,7 +82,7 @@ _TARGET, _READABLE, _SINK = 2, 4, 8  # plain numbers: `&` of two flags takes 1 u
 
 
 class Access(IntFlag):
-    """What NICs may do with a registered region. Rows written from here may read every region.
+    """The rights of NICs on a registered region. Rows written from here may read every region.
 
     Members combine: `Access.SOURCE_AND_TARGET | Access.READABLE`.
     """
@@ -95,17 +95,17 @@ class Access(IntFlag):
 
     @property
     def target(self) -> bool:
-        """Whether peers may write to the region."""
+        """True if peers may write to the region."""
         return int(self) & _TARGET != 0
 
     @property
     def readable(self) -> bool:
-        """Whether peers may read the region."""
+        """True if peers may read the region."""
         return int(self) & _READABLE != 0
 
     @property
     def sink(self) -> bool:
-        """Whether reads of this engine may write here."""
+        """True if reads of this engine may write here."""
         return int(self) & (_TARGET | _SINK) != 0
 
 
@@ -271,7 +271,7 @@ def _spelled(column: Column, start: int, stop: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainCaps:
-    """What one NIC can do; data, asked once at opening.
+    """The abilities of one NIC; data, asked once at opening.
 
     Attributes:
         backend: the registry's name, for people to read; no code may branch on it.
@@ -430,7 +430,7 @@ class ControlDomain(Domain, Protocol):
         """Return a control message that has arrived, and its sender's address. Once a slot."""
 
     def engine_of(self, address: bytes) -> bytes:
-        """What the addresses of all NICs of one engine's incarnation share, and no other's has.
+        """Return the identity that the addresses of one engine's incarnation share, and no others.
 
         Any bytes may be asked about: a peer may have made them up. Those that are no address of
         this backend are returned as they are.
@@ -476,15 +476,15 @@ class CallersTurn(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a backend's `open()` returns to the engine.
+    """The result of a backend's `open()`, for the engine.
 
     Attributes:
         domains: the NICs of one device, in NIC order.
         epoch: this incarnation's number; later incarnations at the same addresses have larger ones.
-        name: how reports call this engine.
-        driver: None = a worker thread turns the engine. A backend that needs another driver says
-            so: CallersTurn, or a driver of its own (a `Driver`, which the seam does not know).
-        cpus: where the engine's worker belongs; () = anywhere.
+        name: the engine's name in reports.
+        driver: None = a worker thread steps the engine. A backend that needs another driver says
+            so: CallersTurn, or its own driver (a `Driver`, which this interface does not know).
+        cpus: the CPUs for the engine's worker; () = anywhere.
         about: why these NICs and CPUs were chosen, for `explain`; "" = nothing to say.
         pin: maps host memory into the address space of the engine's GPU, so that kernels can write
             it, and returns the address that they use; None = no GPU was named.

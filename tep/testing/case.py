@@ -99,7 +99,7 @@ class Case:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.nics)
 
     @property
@@ -119,7 +119,7 @@ class Case:
 
     @property
     def may_fail(self) -> bool:
-        """Whether anything in it makes a transfer or message of a correct engine fail."""
+        """True if anything in it makes a transfer or message of a correct engine fail."""
         chaos = self.faults.chaos
         harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss or chaos.odd_errors
         harm = harm or chaos.post_fails or chaos.connect_fails or chaos.register_fails
@@ -213,7 +213,7 @@ def shape_text(nodes: int, nics: Nics, faults: str | Sequence[str]) -> str:
 
 
 def _knobs_text(chaos: Chaos) -> str:
-    """What differs from a calm fabric: in a shrunk case, that is what matters."""
+    """Name the differences from a calm fabric: in a shrunk case, only these matter."""
     calm = Chaos.calm()
     knobs = [(f.name, getattr(chaos, f.name)) for f in fields(chaos)]
     odd = ", ".join(f"{k}={v!r}" for k, v in knobs if v != getattr(calm, k))

@@ -305,7 +305,7 @@ class LifeContract:
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> bool:
-    """Whether a call raises that kind of exception; others go through."""
+    """Return True if a call raises that kind of exception; others go through."""
     try:
         call()
     except kind:

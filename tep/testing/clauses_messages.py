@@ -258,7 +258,7 @@ def _sleep(net: Net, side: Side) -> list[int]:
 
 
 def _woken(side: Side, calls: list[int]) -> bool:
-    """Whether the waker was called, or a descriptor is readable."""
+    """Return True if the waker was called, or a descriptor is readable."""
     fds = [fd for domain in side.domains if (fd := domain.wakeup_fd()) is not None]
     return bool(calls) or bool(fds and select.select(fds, [], [], 0)[0])
 
@@ -308,7 +308,7 @@ def _unfence(a: Side, b: Side) -> None:
 
 
 def _engine_of_each(a: Side, b: Side) -> tuple[set[bytes], set[bytes]]:
-    """What each NIC of a says of all NICs of both."""
+    """Return engine_of() of each NIC of a, for all NICs of both."""
     mine, theirs = (
         {_nic(a, k).engine_of(other.address) for k in range(2) for other in side.domains}
         for side in (a, b)
@@ -430,7 +430,7 @@ class ControlContract:
             assert all(seen.ctx < 2**32 for seen in mine), "the number has 32 bits"
 
     def test_c26_nothing_of_a_fenced_sender_lands_any_more(self, world: World) -> None:
-        """What lands after the fence was counted as missing, and is sent again: once too often."""
+        """A row that lands after the fence was counted as missing, and sent again by then."""
         net, a, b = _fencing(world, nics=2)
         net.write(a.batch(b, imm=1), a)
         _fence(net, b, a.domains[0].address, 5)
@@ -545,7 +545,7 @@ class ControlContract:
             _nic(c).unfence(b.domains[0].address)
 
     def test_c27_other_pairs_stay_as_they_are(self, world: World) -> None:
-        """What another NIC lost is not made good yet: its rows must not come."""
+        """Another NIC's lost rows are not retried yet: they must not come."""
         net, a, b = _fencing(world, nics=2)
         for nic in range(2):
             _fence(net, b, a.domains[nic].address, nic)

@@ -83,7 +83,7 @@ class ReadsContract:
         assert a.target.guards_hold()
 
     def test_c29_columns_may_be_scalars_or_arrays(self, world: World) -> None:
-        """As for writes: a scalar holds for every row, in a batch of few or of many."""
+        """A scalar must hold for every row, like for writes, in a batch of few or of many."""
         net, a, b, memory = _reading(world)
         for n in (1, 3, 50):
             at = [64 * k for k in range(n)]
@@ -106,7 +106,7 @@ class ReadsContract:
             assert (a.target.data[:4096] == value).all()
 
     def test_c29_every_nic_reads_from_every_nic(self, world: World) -> None:
-        """A row's keys are those of its two NICs, in both directions."""
+        """A row's keys must belong to its two NICs, in both directions."""
         net, a, b, memory = _reading(world, nics=2)
         for nic in range(2):
             for far in range(2):
@@ -241,7 +241,7 @@ class ReadsContract:
         assert a.accepted[batch.ctx] == a.rows_ended(batch.ctx).total()
 
     def test_c31_memory_that_is_not_readable_is_refused(self, world: World) -> None:
-        """Who may write to a region may not read it, and a source is nobody's business."""
+        """The right to write a region is no right to read it, and a source is private."""
         net, a, b, memory = _reading(world)
         for private in (b.target, b.source, b.buffer(4096, Access.SINK)):
             bad = a.read(b, private, local=4096)
@@ -275,7 +275,7 @@ class ReadsContract:
         assert a.untouched(64 * bad, 64 * bad + 64)
 
     def test_c31_readable_memory_is_no_target(self, world: World) -> None:
-        """Who shares its pages for reading does not want them changed."""
+        """Pages that are shared for reading must not be changed by peers."""
         net, a, b, memory = _reading(world)
         before = memory.data.copy()
         batch = a.batch(b, target=memory, imm=8)
@@ -300,7 +300,7 @@ class ReadsContract:
         assert np.array_equal(both.data, a.target.data[4096:8192])
 
     def test_c31_a_sink_takes_reads_and_no_writes(self, world: World) -> None:
-        """Who pulls its pages need not let anybody push."""
+        """A process that reads its pages need not let peers write them."""
         net, a, b, memory = _reading(world)
         sink = a.buffer(4096, Access.SINK)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, into=sink, nbytes=4096))
@@ -415,7 +415,7 @@ class ReadsContract:
         assert set(a.rows_ended(batch.ctx)) <= {Status.OK, Status.FLUSHED}
 
     def test_c33_a_fence_shuts_out_reads(self, world: World) -> None:
-        """What is read after the fence may be the memory's next contents."""
+        """A read after the fence could return the memory's next contents."""
         net, a, b, memory = _reading(world, nics=2)
         if not b.domains[0].caps.imm_source:
             pytest.skip("this backend has no fences")

@@ -40,11 +40,11 @@ _BLANK = 0x5A
 
 
 class Engines:
-    """Where the engines of one test come from. Subclass it, or use OpenEngines.
+    """The maker of one test's engines. Subclass it, or use OpenEngines.
 
     Attributes:
-        timeout_s: how long a wait may take, on the engines' clock.
-        can_restart: whether restart() works.
+        timeout_s: time limit of a wait, on the engines' clock.
+        can_restart: True if restart() works.
     """
 
     timeout_s: float = 30.0
@@ -227,7 +227,7 @@ class EngineContract:
         assert 7 not in dict(reborn.stats().imms_unexpected)
 
     def test_c13_addresses_survive_bytes(self, engines: Engines) -> None:
-        """What a peer publishes is read in another process, by another Python."""
+        """A published address must be readable in another process, by another Python."""
         a, b = engines.engine(), engines.engine()
         got: list[bytes] = []
         b.submit_recvs(256, 2, lambda view: got.append(bytes(view)))
@@ -301,7 +301,7 @@ class EngineContract:
         assert again is not None, "a freed region is a source again"
 
     def test_c17_a_closed_peer_fails_transfers_and_messages(self, engines: Engines) -> None:
-        """Who writes to a peer that has gone is told so, by name."""
+        """A writer to a peer that is gone must get an error that names the peer."""
         a, b = engines.engine(), engines.engine()
         source, target = _Memory(a, 4096, noise=True), _Memory(b, 4096)
         a.submit_single_write(4096, (source.mr, 0), (target.desc, 0)).wait(engines.timeout_s)

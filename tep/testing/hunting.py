@@ -137,7 +137,7 @@ class Trial(Cluster):
                 raise Violation(what) from error
 
     def _finding(self, error: Exception) -> str:
-        """What is wrong with ending in this error; "" if a fault excuses it."""
+        """Describe the fault of ending in this error; "" if a fault of the network excuses it."""
         if isinstance(error, Violation):
             return str(error)
         if isinstance(error, StallError):
@@ -208,8 +208,8 @@ async def _start(protocol: Protocol[T], cluster: Cluster) -> T:
 
 
 _EXCUSED: Final = (FabricError, StaleEpoch, BurntImm, Cancelled, WaitTimeout)
-"""What a fault can make a correct protocol end in, beside the ClosedError of a crashed engine.
-All others say that a call was wrong, or came too early: those no fault excuses."""
+"""The errors that a correct protocol can get from a fault, beside a crashed engine's ClosedError.
+All others say that a call was wrong, or came too early: no fault excuses these."""
 
 
 def _leaves(error: Exception) -> Iterator[Exception]:
@@ -249,7 +249,7 @@ def verify(cluster: Cluster) -> None:
 
 
 def sights(cluster: Cluster) -> Counter[str]:
-    """What happened in a cluster that a suite should have met: by name, how often.
+    """Count the events of a cluster that a suite should have met, by name.
 
     "short post", "post refused", "row without a receive", "row X" for each status X that rows and
     messages failed with, and the name of each kind of fault.

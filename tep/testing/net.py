@@ -81,7 +81,7 @@ class Buffer:
         self.keys: list[DomainKey] = [domain.register(self.memory, access) for domain in domains]
 
     def guards_hold(self) -> bool:
-        """Whether nobody wrote before or after the buffer."""
+        """Return True if nothing was written before or after the buffer."""
         before, after = self._whole[:GUARD], self._whole[-GUARD:]
         return bool((before == _GUARD_BYTE).all() and (after == _GUARD_BYTE).all())
 
@@ -131,7 +131,7 @@ class Side:
         return Buffer(self.domains, np.full(nbytes, _BLANK, np.uint8), access)
 
     def readable(self, nbytes: int, access: Access = Access.READABLE) -> Buffer:
-        """Register more memory that peers may read, with bytes of which none is blank."""
+        """Register more memory that peers may read, with no blank byte in it."""
         found = self.buffer(nbytes, access)
         seed = [nbytes, len(self.net.sides)]
         found.data[:] = np.random.default_rng(seed).integers(_BLANK + 1, 255, nbytes, np.uint8)
@@ -140,7 +140,7 @@ class Side:
     def untouched(
         self, start: int = 0, stop: int | None = None, buffer: Buffer | None = None
     ) -> bool:
-        """Whether bytes start .. stop of the target, and the guards, are as they were made."""
+        """Return True if bytes start .. stop of the target, and the guards, are unchanged."""
         buffer = self.target if buffer is None else buffer
         return bool((buffer.data[start:stop] == _BLANK).all()) and buffer.guards_hold()
 
@@ -334,7 +334,7 @@ class Side:
         return found
 
     def rows_ended(self, ctx: int) -> Counter[Status]:
-        """How the rows of a batch ended."""
+        """Return the final statuses of a batch's rows."""
         found: Counter[Status] = Counter()
         for seen in self.seen:
             if seen.kind in (Kind.WRITE, Kind.READ) and seen.ctx == ctx:

@@ -26,7 +26,7 @@ RUNS_MAX: Final = 3000
 """Some seconds: a run takes one to five milliseconds."""
 
 _HALVINGS: Final = 6
-"""How often the step by which a number gets smaller is halved."""
+"""Number of times that the step by which a number gets smaller is halved."""
 
 
 def shrink(finding: Violation, *, runs_max: int = RUNS_MAX) -> Violation:
@@ -88,7 +88,7 @@ class _Search:
 
 
 def _kind(finding: Violation) -> str:
-    """What is wrong, without the numbers and names of one run."""
+    """Return the fault without the numbers and names of one run."""
     return re.split(r"[0-9:(]", str(finding), maxsplit=1)[0]
 
 

@@ -140,7 +140,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a worker answers: it judged so many seeds of its share, from the first on."""
+    """The answer of a worker: the number of seeds that it judged, from its share's first on."""
 
     count: int
     findings: tuple[Finding, ...]
@@ -228,15 +228,12 @@ def search_in_ranks(
     In each turn every rank judges some seeds, and all tell each other what they found.
 
     Args:
-        judge: of one seed, the same in all ranks.
-        seeds: consecutive, the same in all ranks.
-        group: all ranks, of `tep.rendezvous.join`.
-        most: the search ends with so many findings.
-        timeout_s: how long a turn of the slowest rank may take.
+        judge: judges one seed, the same in all ranks.
+        seeds: consecutive seeds, the same in all ranks.
+        group: all ranks, from `tep.rendezvous.join`.
+        most: number of findings at which the search ends.
+        timeout_s: time limit for a turn of the slowest rank.
         judged: called with the number of seeds that all ranks together have judged in a turn.
-
-    Returns:
-        At most `most` findings, those of the first seeds; their texts may be cut.
 
     Raises:
         WaitTimeout, RendezvousError: a rank was late, or is lost.
@@ -260,7 +257,7 @@ class Pool(Interface):
     """Workers that may die. Calls come from one thread."""
 
     def room(self) -> int:
-        """How many shares should be under way now; at least 1, also while no worker is there."""
+        """The number of shares to have in progress now; at least 1, even without a worker."""
         ...
 
     def start(self, share: Share) -> None:
@@ -278,11 +275,11 @@ class Pool(Interface):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What a spread search gave.
+    """The result of a spread search.
 
     Attributes:
         findings: in the order of the seeds, no more than were asked for.
-        again: how often a share was given out again because its worker was lost.
+        again: number of shares that were assigned again because their worker was lost.
     """
 
     findings: tuple[Finding, ...]
@@ -299,15 +296,15 @@ def spread(
 ) -> Spread:
     """Search seeds on the workers of a pool.
 
-    The share of a lost worker is cut in two and given out again, so that a seed of which workers
-    die is soon alone in its share. Seeds behind the last finding that is asked for may be judged as
-    well; what is found there is not returned.
+    The share of a lost worker is cut in two and assigned again, so that a seed that kills workers
+    is soon alone in its share. Seeds behind the last finding that is asked for may be judged as
+    well; findings there are not returned.
 
     Args:
-        seeds: consecutive.
+        seeds: consecutive seeds.
         pool: judges shares with `judge_share` and the same `most`.
-        most: the search ends with so many findings.
-        timeout_s: so long no worker may answer.
+        most: number of findings at which the search ends.
+        timeout_s: longest time without an answer of any worker.
         judged: called with the number of seeds that a worker has judged, each time one answers.
 
     Raises:
@@ -338,7 +335,7 @@ def spread(
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """Which seeds are judged, under way, or still to be given out."""
+    """The seeds that are judged, in progress, or still to be assigned."""
 
     seeds: range
     most: int
@@ -355,7 +352,7 @@ class _Search:
 
     @property
     def end(self) -> int:
-        """Where the search ends, by what is known now: seeds from here on are not needed."""
+        """The end of the search, as known now: seeds from here on are not needed."""
         enough = len(self.findings) >= self.most
         return self.findings[self.most - 1].seed + 1 if enough else self.seeds.stop
 
@@ -409,7 +406,7 @@ class _Search:
         heappush(self._parts, Share(share.first + half, share.count - half))
 
     def told(self) -> str:
-        """What was found so far, for a message that ends the search."""
+        """Describe the findings so far, for a message that ends the search."""
         seeds = ", ".join(str(found.seed) for found in self.findings[: self.most])
         return f"found so far: {f'seeds {seeds}' if seeds else 'nothing'}"
 

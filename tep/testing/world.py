@@ -1,4 +1,4 @@
-"""What the contract suite asks of a backend: to make nodes, let time pass, and break things.
+"""The world of the contract suite on one backend: it makes nodes, lets time pass, breaks things.
 
 A backend's test file gives the suite a World. Nothing here posts or polls.
 """
@@ -31,7 +31,7 @@ class Node(Protocol):
 
 
 class Ability(Enum):
-    """What a world can do besides making nodes; a test that needs more is skipped there."""
+    """The abilities of a world besides making nodes; a test that needs more is skipped there."""
 
     KILL = auto()  # end a node as a killed process ends: nothing is said to anybody
     RESTART = auto()  # bring a node back: same name, later incarnation
@@ -41,12 +41,12 @@ class Ability(Enum):
 
 
 class World:
-    """Where the nodes of one test live. Subclass it, or use OpenWorld.
+    """The world of one test's nodes. Subclass it, or use OpenWorld.
 
     Attributes:
-        abilities: what it can do.
+        abilities: its abilities.
         turns_max: turns after which a test gives up waiting.
-        quiet_turns: turns after which what has not come by then never will.
+        quiet_turns: turns after which nothing more arrives.
         burst_rows: immediates in the suite's largest burst; more than any receive queue holds.
         patience_s: real seconds within which a call that must not block has to return.
     """

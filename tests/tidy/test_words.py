@@ -34,7 +34,7 @@ OPENINGS = ("What ", "Who ", "Whom ", "Of ", "Where ", "How ", "As ")
 INVERSIONS = re.compile(r"\b(?:of which|of whom|to whom|that of)\b", re.IGNORECASE)
 """Words that no docstring has: name the thing again."""
 
-LEFT = {"tep/apps": 56, "tep/backends": 11, "tep/testing": 29}
+LEFT = {"tep/apps": 56}
 """Riddles that were left on 27 November 2026, by package. A number may only become smaller."""
 
 

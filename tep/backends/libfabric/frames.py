@@ -290,7 +290,7 @@ class Outgoing:
                 self._again(peers, frame.number, message, now_s)
 
     def _again(self, peers: Talk, number: int, message: _Message, now_s: float) -> None:
-        """Send a message once more, of which the peer has said that it did not keep it."""
+        """Send a message again that the peer reported as dropped."""
         message.waiting = 0
         message.since_s = now_s
         peers.say(message.peer, Data(self._me, number, message.payload))

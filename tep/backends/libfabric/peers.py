@@ -217,7 +217,7 @@ class Peers:
         return peer
 
     def take_stale(self, frame: frames.Stale) -> None:
-        """Somebody else has the address of whom we greeted."""
+        """End a peer that we greeted if another process has its address now."""
         self.known(frame.sender)  # as the later incarnation, which ends the earlier
 
     def take_bye(self, frame: frames.Bye, now_s: float) -> Peer | None:

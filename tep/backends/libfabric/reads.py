@@ -277,7 +277,7 @@ class TcpReads:
     # --- ends
 
     def expire(self, peer: Peer, now_s: float) -> bool:
-        """End the reads of a peer of which nothing has come for too long; whether they were."""
+        """End the reads of a peer that has been silent for too long; return whether it was."""
         reads = peer.reading
         if not reads or now_s - reads.moved_s < self._timeout_s:
             return False

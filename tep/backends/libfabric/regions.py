@@ -172,7 +172,7 @@ class Regions:
     def cut(self, key: DomainKey, reads_at: Callable[[Region], list[bool]]) -> None:
         """End at once what peers of a device may read, and what reads of ours write.
 
-        The device ends such rows by itself. `reads_at` is that of Slots.
+        The device ends such rows by itself. `reads_at` is the one of Slots.
         """
         region = self.by_lkey.get(key.lkey)
         if region is None:

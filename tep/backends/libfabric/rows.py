@@ -355,7 +355,7 @@ class Rows:
             self.waiting -= 1
 
     def said(self) -> None:
-        """poll() has handed out all that had ended: rows to whom they concern are tried anew."""
+        """Allow rows to peers whose failures poll() has returned by now to be tried again."""
         self._fresh.clear()
 
     def end(self, peer: Peer, status: Status, *, gone: bool, spare: bool = False) -> None:

@@ -123,7 +123,7 @@ class Slots:
         rows_max: rows that may be in flight.
         flags: of every write, besides FI_REMOTE_CQ_DATA.
         more: several rows go to the device by one doorbell (FI_MORE). The caller sees to it that
-            `rows_max` fit into its queue: of a chain that does not fit, libfabric may drop all.
+            `rows_max` fit into its queue: libfabric may drop a whole chain that does not fit.
 
     Attributes:
         chunk_rows: rows that post() takes at the most.
