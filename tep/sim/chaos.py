@@ -81,7 +81,7 @@ class ChaosNode:
         """Draw how long this kick takes to become a step."""
         self._steps = entity = self._steps + 1
         bits = self._next_step()
-        delay_ps = 1 + ((bits >> 32) * self._delay_ps >> 32)  # below(), without the call
+        delay_ps = 1 + below(bits, self._delay_ps)
         if self._pause_ps and bits & 0x3F == 0 and not self.fabric.healed:
             delay_ps += below(self.fabric.draws.step(entity, 1), self._pause_ps)
         if self._paused_ps:

@@ -175,8 +175,7 @@ class FabricEnv(simpy.Environment):
             event.arg = arg
         else:
             event = Call(fn, arg)
-        # As _rank(), without the call.
-        rank = NORMAL if self._next_tie is None else EventPriority(1 + (self._next_tie() >> 8))
+        rank = NORMAL if self._next_tie is None else self._rank()
         heappush(self._queue, (t_ps, rank, next(self._eid), event))
 
     def reserve(self, t_ps: int) -> Place:
@@ -187,8 +186,7 @@ class FabricEnv(simpy.Environment):
         assert t_ps >= self._now, (t_ps, self._now)
         rank = NORMAL if self._next_tie is None else self._rank()
         place = t_ps, rank, next(self._eid)
-        if place > self._reserved:  # noqa: PLR1730  # max() takes twice as long
-            self._reserved = place
+        self._reserved = max(self._reserved, place)
         return place
 
     def is_ahead(self, place: Place) -> bool:

@@ -329,19 +329,13 @@ class SimDriver:
             place = env.reserve(self._next_ps())
         self._silent = place
         node = self.node
-        after_ps, busy_ps = place[0] + node.step_delay_ps(), node.busy_until_ps
-        if after_ps < busy_ps:  # noqa: PLR1730  # max() takes twice as long
-            after_ps = busy_ps
-        self._idle = env.reserve(after_ps)
+        self._idle = env.reserve(max(place[0] + node.step_delay_ps(), node.busy_until_ps))
         return True
 
     def _next_ps(self) -> int:
         """The time of a step that is asked for now."""
         node = self.node
-        due_ps, busy_ps = self.env.now + node.step_delay_ps(), node.busy_until_ps
-        if due_ps < busy_ps:  # noqa: PLR1730  # max() takes twice as long
-            due_ps = busy_ps
-        return due_ps
+        return max(self.env.now + node.step_delay_ps(), node.busy_until_ps)
 
     def look(self) -> None:
         """Make the step that was left out: a NIC has a completion that wakes nobody."""

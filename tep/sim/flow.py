@@ -125,9 +125,7 @@ class FlowNode:
     def charge(self, n: int) -> tuple[int, int]:
         """Give the worker n rows to post; return when it begins and ends."""
         profile, now = self.profile, self._fabric.env.now
-        begin_ps = self.cpu_free_ps
-        if begin_ps < now:  # noqa: PLR1730  # max() takes twice as long
-            begin_ps = now
+        begin_ps = max(self.cpu_free_ps, now)
         end_ps = begin_ps + profile.post_first_ps + (n - 1) * profile.post_next_ps
         self.cpu_free_ps = end_ps
         self.busy_until_ps = min(end_ps, now + self._turn_ps)
@@ -314,13 +312,9 @@ class FlowNic:
         cost = self._costs.get((n, nbytes))
         first_ps, wire_ps, last_ps = self._cost(n, nbytes) if cost is None else cost
         begin_ps, end_ps = cpu_ps
-        leave_ps, free_ps = begin_ps + first_ps, self._tx_free_ps
-        if leave_ps < free_ps:  # noqa: PLR1730  # max() takes twice as long, here and below
-            leave_ps = free_ps
+        leave_ps = max(begin_ps + first_ps, self._tx_free_ps)
         # The last row is posted at the end of the worker's time, and leaves then at the earliest.
-        least_ps = end_ps + last_ps - leave_ps
-        if wire_ps < least_ps:  # noqa: PLR1730  # as above
-            wire_ps = least_ps
+        wire_ps = max(wire_ps, end_ps + last_ps - leave_ps)
         self._tx_free_ps = leave_ps + wire_ps
         return leave_ps, wire_ps
 
@@ -355,10 +349,7 @@ class FlowNic:
 
     def _serve(self, flow: _Flow) -> int:
         """Take a flow whose first bytes are here; return when its last row is in."""
-        begin_ps, free_ps = flow.arrive_ps, self._rx_free_ps
-        if begin_ps < free_ps:  # noqa: PLR1730  # max() takes twice as long
-            begin_ps = free_ps
-        self._rx_free_ps = done_ps = begin_ps + flow.holds_ps
+        self._rx_free_ps = done_ps = max(flow.arrive_ps, self._rx_free_ps) + flow.holds_ps
         if flow.holds_ps < flow.wire_ps:  # a slower sender: not before it was sent
             done_ps = max(done_ps, flow.arrive_ps + flow.wire_ps)
         return done_ps
