@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, assert_never, cast
+from typing import Final, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from tep.backends.base import (
     COMPLETION_BYTES,
     Completions,
-    ControlDomain,
     Domain,
     Entry,
     Kind,
@@ -318,8 +317,7 @@ class Worker:
     def _sender(self, domain: Domain, slot: int) -> Sender:
         """Return the sender of a message."""
         nic = domain.recv_source(slot)
-        speaks = domain.caps.control_bytes > 0
-        engine_of = cast("ControlDomain", domain).engine_of if speaks else bytes
+        engine_of = getattr(domain, "engine_of", bytes)  # each NIC for itself, where none knows
         link = self.peers.find(nic)
         return Sender(nic, engine_of(nic), None if link is None else link.addr, engine_of)
 

@@ -396,6 +396,11 @@ class FlowNic:
     def recv_source(self, slot: int) -> bytes:
         return self._slots[slot][0]
 
+    def engine_of(self, address: bytes) -> bytes:
+        """An address is flow:name/nic#epoch."""
+        name, _, rest = address.rpartition(b"/")
+        return name + b"#" + rest.rpartition(b"#")[2]
+
     def recv_done(self, slot: int) -> None:
         del self._slots[slot]
         self._free_slots.append(slot)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import tep
-from tep.apps.kvcache.launch import Cluster, Shape
+from tep.apps.kvcache.launch import Cluster, RankedCluster
 from tep.apps.kvcache.model import Completion
 from tep.apps.kvcache.pipes import Line, Pipe, Ready
-from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
+from tep.apps.kvcache.process import Shape, work_as_rank
 from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
 from tep.base.errors import UsageError
 from tep.rendezvous import Place
@@ -94,7 +94,7 @@ def test_a_killed_prefiller_costs_no_request() -> None:
             cluster.scheduler.lease = note  # type: ignore[method-assign]  # to see when p0 has work
             work = asyncio.create_task(cluster.generate(asked, 10))
             await busy.wait()
-            cluster.kill("p0")
+            await cluster.kill("p0")
             return await work
 
     check(asked, asyncio.run(main()))
@@ -117,9 +117,9 @@ def test_a_wrong_number_of_ranks_is_refused() -> None:
     """A rank too few would be waited for, a rank too many would wait."""
     shape = Shape(prefillers=1, decoders=1)
     with pytest.raises(UsageError, match="2 processes were started, and the cluster takes 3"):
-        RankedCluster(shape, Place(rank=0, size=2, token=TOKEN), "127.0.0.1")
+        RankedCluster(shape, Place(rank=0, size=2, token=TOKEN))
     with pytest.raises(UsageError, match="not the launcher"):
-        RankedCluster(shape, Place(rank=1, size=3, token=TOKEN), "127.0.0.1")
+        RankedCluster(shape, Place(rank=1, size=3, token=TOKEN))
     with pytest.raises(UsageError, match="4 processes were started"):
         work_as_rank(shape, Place(rank=1, size=4, token=TOKEN))
     with pytest.raises(UsageError, match="rank 0 is the launcher"):
@@ -154,27 +154,25 @@ async def connect(
 
 
 @pytest.mark.parametrize("proven", [True, False], ids=["hung up", "timed out"])
-def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
-    proven: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> None:
     """A stranger admitted without the secret would take a rank's place; the pages of a process
     that is fenced while it still writes would be given to others.
     """
 
     async def main(addr: bytes, epoch: int) -> None:
-        said: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        async def exchange(data: bytes, *_: object, **__: object) -> None:
-            said.set_result(data)
+        class Watched(RankedCluster):
+            async def _start(self) -> None:
+                listens.set_result(self.port)
 
-        monkeypatch.setattr(tep.rendezvous, "exchange_async", exchange)
         place = Place(rank=0, size=2, token=TOKEN)
-        cluster = RankedCluster(Shape(prefillers=1, decoders=0), place, "127.0.0.1")
+        cluster = Watched(Shape(prefillers=1, decoders=0), place)
         entering = asyncio.create_task(cluster.__aenter__())
-        host, port = (await said).decode().split()
+        host, port = place.host, await listens
         writers: list[asyncio.StreamWriter] = []
 
-        call = partial(connect, host, int(port), writers)
+        call = partial(connect, host, port, writers)
         async with asyncio.timeout(60):
             for token, who in (
                 ("wrong", ("kvcache", "p0")),
@@ -182,16 +180,16 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
                 (TOKEN, ()),
             ):
                 with pytest.raises(UsageError):
-                    await enter(host, int(port), token, who, 60.0)
+                    await enter(host, port, token, who, 60.0)
             silent = [await asyncio.open_connection(host, port) for _ in range(65)]
             await silent[0][0].read()
-            _, writer = await call("p0", Ready(epoch, addr))
+            _, writer = await call("p0", Ready((addr,)))
             await entering
             with pytest.raises(UsageError, match="is here already"):
                 await call("p0")
             assert ["p0"] == cluster.scheduler.prefillers
             with pytest.raises(UsageError, match="another program"):
-                cluster.kill("p0")
+                await cluster.kill("p0")
 
             witness, child = Witness(), cluster._children["p0"]
             cluster.scheduler.join_decoder(witness)

@@ -39,7 +39,7 @@ def weights(infers: int) -> str:
         (moe_step, 16, 2015, 52, 341_284),
         (alltoall, 64, 4231, 7, 625_031),
         (weights, 4, 9053, 486, 1_660_184),
-        (kvcache, 2, 5203, 0, 349_990),
+        (kvcache, 2, 5530, 0, 569_959),
     ],
 )
 def test_no_more_events_than_when_this_was_written(work, size, events, passes, calls) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of one decoder and its prefillers: handshake, count, cancel, silence, fences."""
+"""One decoder and its prefillers: handshake, count, cancel, silence, fences."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ import pytest
 
 import tep
 import tep.sim
-from tep.apps.kvcache.check import CheckedModel
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
-from tep.apps.kvcache.memory import no_memory
-from tep.apps.kvcache.messages import Beat, Ended, Hello
+from tep.apps.kvcache.memory import SideOptions, no_memory
+from tep.apps.kvcache.messages import Beat
 from tep.apps.kvcache.model import Completion, PrefillWork, Request
-from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.routing import PrefillerCard
-from tep.apps.kvcache.scheduler import Scheduler
-from tep.apps.kvcache.sessions import make_hello
+from tep.apps.kvcache.scheduler import PrefillerCard, Scheduler
 from tep.apps.kvcache.world import World
+from tests.support.kv_check import CheckedModel, PaintedWorld
 
 LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 3, 2, 8, planes=2),))
-PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, hello_s=1e-3, cancel_s=1e-3, request_s=0.1)
+PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, cancel_s=1e-3, request_s=0.1, linger_s=0.01)
 SIDE = SideOptions(npages=16, tail_slots=4, tail_bytes=32, patience=PATIENCE)
 IDS = np.arange(10, dtype=np.int32)
 
@@ -77,7 +74,7 @@ def world(model: CheckedModel, **more: Any) -> World:
     env = tep.sim.FabricEnv()
     fabric = tep.sim.ChaosFabric(env, tep.sim.Chaos(seed=3, poll_delay_ps=20_000))
     settings: dict[str, Any] = {"prefiller": SIDE, "decoder": SIDE, "chunk_tokens": 8} | more
-    return World(fabric, LAYOUT, model, **settings)
+    return settings.pop("kind", PaintedWorld)(fabric, LAYOUT, model, **settings)
 
 
 def run(model: CheckedModel, main: Any, **more: Any) -> Any:
@@ -87,10 +84,9 @@ def run(model: CheckedModel, main: Any, **more: Any) -> Any:
     with world(model, **more) as one:
         coroutine: Coroutine[Any, Any, Any] = whole(one)
         found = one.run(coroutine)
-        for member in one.everybody:
-            if member.paint is not None:
-                member.paint.look(np.flatnonzero(member.side.pool._refs == 0))
-                assert [] == member.paint.violations
+        for member in one.everybody if isinstance(one, PaintedWorld) else ():
+            one.paint(member).look(np.flatnonzero(member.side.pool._refs == 0))
+            assert [] == one.paint(member).violations + one.violations
         assert [] == model.violations
         return found
 
@@ -116,22 +112,15 @@ async def caught(one: World, model: Held) -> tuple[Prefiller, Decoder, asyncio.T
 def test_the_count_is_pages_times_layers_and_one() -> None:
     """No message says that a transfer is over: one immediate more or less hangs or starts early."""
 
-    async def main(one: World) -> tuple[int, ...]:
+    async def main(one: World) -> int:
         prefiller, decoder = couple(one)
-        counts: list[tuple[int, ...]] = []
-        dispatch = decoder._dispatch
-
-        def note(request: Request, attempt: Any) -> None:
-            counts.append(attempt.counts)
-            dispatch(request, attempt)
-
-        decoder._dispatch = note  # type: ignore[method-assign]  # to look at what it expects
         done = await ask(decoder, prefiller)
         assert done.ok
         assert (3,) == done.tokens  # three pages had the right bytes
-        return counts[0]
+        await prefiller.leave()
+        return prefiller.stats.rows
 
-    assert (3 * 3 * 2 + 1,) == run(CheckedModel(lambda _: 1e-6), main)
+    assert 3 * 3 * 2 + 1 == run(CheckedModel(lambda _: 1e-6), main)
 
 
 class Tensor:
@@ -155,7 +144,7 @@ def test_tensors_of_other_libraries_are_caches_as_well() -> None:
         prefiller, decoder = couple(one)
         done = await ask(decoder, prefiller)
         assert (3,) == done.tokens
-        assert decoder.memory.kv[0][0].memory.data.any()  # type: ignore[attr-defined]  # a Tensor
+        assert decoder.memory.pages(0, 0).any()
 
     run(CheckedModel(lambda _: 1e-6), main, prefiller=side, decoder=side)
 
@@ -169,7 +158,7 @@ def test_memory_that_is_none_is_not_looked_at() -> None:
             decoder.memory.tail(0)
 
     side = replace(SIDE, allocate=no_memory)
-    run(CheckedModel(), main, prefiller=side, decoder=side, paint=False)
+    run(CheckedModel(), main, prefiller=side, decoder=side, kind=World)
 
 
 def test_mismatched_layouts_are_refused_with_both_shown() -> None:
@@ -193,22 +182,6 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
     assert "8 tokens a page" in reason
 
 
-def test_a_fingerprint_that_lies_is_refused() -> None:
-    """A peer whose hash and layout disagree has a bug, and its pages are not to be trusted."""
-
-    async def main(one: World) -> int:
-        prefiller, decoder = couple(one)
-        hello = make_hello("d", decoder.memory)
-        wrong = Hello(
-            **{name: getattr(hello, name) for name in hello.__struct_fields__}
-            | {"fingerprint": b"?" * 32}
-        )
-        prefiller._on_message(wrong)
-        return prefiller.stats.refused
-
-    assert 1 == run(CheckedModel(), main)
-
-
 def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> None:
     """A write that lands after the reuse corrupts a request that has nothing to do with it."""
 
@@ -218,29 +191,24 @@ def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> N
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (13, 3) == (decoder.pool.nfree, decoder.pool.nquarantined)
+        assert 13 == decoder.pool.nfree
         await decoder.settled()
-        assert (16, 0) == (decoder.pool.nfree, decoder.pool.nquarantined)
-        assert (1, 1, 0) == (
-            decoder.stats.unclean,
-            decoder.stats.confirmed,
-            len(decoder.imms.live),
-        )
-        assert 1 == prefiller.stats.cancelled
-        assert 16 == prefiller.pool.nfree
+        assert 16 == decoder.pool.nfree
+        assert (1, 0) == (decoder.stats.unclean, len(decoder.receivers[0].imms.live))
+        await prefiller.leave()
+        assert (1, 16) == (prefiller.stats.failed, prefiller.pool.nfree)
 
     run(CheckedModel(), main)
 
 
-def test_a_silent_prefiller_is_cancelled_and_quarantined_until_fenced() -> None:
-    """Silence is no proof of death: pages may be written until somebody is certain."""
+def test_a_silent_prefiller_costs_its_request_an_attempt_and_its_pages_come_back() -> None:
+    """A prefiller whose loop hangs is asked to stop by its engine, which answers all the same."""
 
     async def main(one: World) -> None:
         model = Held(1)
         one.model = model
         prefiller, decoder = couple(one)
-        other_model = CheckedModel(lambda _: 1e-6)
-        one.model = other_model
+        one.model = CheckedModel(lambda _: 1e-6)
         other = one.add_prefiller("q", 1)
         cards = iter([prefiller.card, other.card])
 
@@ -253,22 +221,35 @@ def test_a_silent_prefiller_is_cancelled_and_quarantined_until_fenced() -> None:
             decoder.generate(Request("r", 10, IDS), Next(prefiller.card, []))
         )
         await model.reached.wait()
-        # Deaf and dumb from here on, though it may still write.
-        prefiller._closed = True
-        prefiller._pulse.close()
+        prefiller._closed = True  # deaf from here on
         done = await task
         assert done.ok
         assert ("q", 2) == (done.prefiller, done.attempts)
         assert 1 == decoder.stats.silent
-        assert 3 == decoder.pool.nquarantined
-        assert 13 == decoder.pool.nfree
-        decoder.fenced("p", prefiller.card.epoch)
         await decoder.settled()
         assert 16 == decoder.pool.nfree
-        assert 1 == len(decoder.imms.burnt)
+        assert 1 == len(decoder.receivers[0].imms.burnt)
         prefiller._closed = False
 
     run(CheckedModel(lambda _: 1e-6), main)
+
+
+def test_pages_of_a_dead_prefiller_are_used_again_once_it_is_fenced() -> None:
+    """Silence is no proof of death: pages may be written until somebody is certain."""
+    patience = replace(PATIENCE, linger_s=1e3)  # the engine is never asked to fence it off
+
+    async def main(one: World) -> None:
+        model = Held(1)
+        prefiller, decoder, task = await caught(one, model)
+        one.crash("p")
+        assert not (await task).ok
+        await asyncio.sleep(0.05)
+        assert 3 == decoder.pool.nheld
+        decoder.fenced("p", prefiller.card.epoch)
+        await decoder.settled()
+        assert 16 == decoder.pool.nfree
+
+    run(CheckedModel(), main, decoder=replace(SIDE, patience=patience), fence_s=1e3)
 
 
 def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
@@ -285,7 +266,7 @@ def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
         assert 16 == decoder.pool.nfree
         return done.reason
 
-    assert "no answer to 3 hellos" in run(CheckedModel(lambda _: 1e-6), main)
+    assert "prefiller p is dead" in run(CheckedModel(lambda _: 1e-6), main)
 
 
 def test_a_dead_decoder_frees_the_prefillers_pages() -> None:
@@ -369,44 +350,7 @@ def test_a_model_that_raises_fails_its_request_and_nothing_else() -> None:
     run(Broken(lambda _: 1e-6), main)
 
 
-def test_an_end_of_another_incarnation_confirms_nothing() -> None:
-    """A restarted prefiller knows nothing of the writes of the one before."""
-
-    async def main(one: World) -> None:
-        model = Held(1)
-        prefiller, decoder, task = await caught(one, model)
-        (serial,) = decoder._open
-        decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, False, ""))
-        decoder._on_message(Ended("q", prefiller.card.epoch, serial, False, ""))
-        assert not decoder._open[serial].ended.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await decoder.settled()
-
-    run(CheckedModel(), main)
-
-
-def test_after_an_error_pages_stay_in_quarantine_for_what_may_still_land() -> None:
-    """A link that flaps holds writes back and lets them go long after their errors."""
-    patience = replace(PATIENCE, linger_s=5e-3)
-
-    async def main(one: World) -> None:
-        model = Held(1)
-        prefiller, decoder, task = await caught(one, model)
-        (serial,) = decoder._open
-        decoder._on_message(Ended("p", prefiller.card.epoch, serial, True, "a write failed"))
-        await asyncio.sleep(4e-3)
-        assert 3 == decoder.pool.nquarantined
-        await asyncio.sleep(2e-3)
-        assert (0, 1) == (decoder.pool.nquarantined, len(decoder.imms.burnt))
-        model.go.set()
-        task.cancel()
-
-    run(CheckedModel(lambda _: 1e-6), main, decoder=replace(SIDE, patience=patience))
-
-
-def test_a_lost_dispatch_is_sent_again() -> None:
+def test_a_lost_order_is_sent_again() -> None:
     """A message that is lost costs a moment; an attempt costs the whole prompt."""
 
     async def main(one: World) -> tuple[int, int]:
@@ -415,7 +359,7 @@ def test_a_lost_dispatch_is_sent_again() -> None:
         send = engine.submit_send
 
         def lose(peer: Any, payload: bytes, **more: Any) -> Any:
-            if b"Dispatch" in payload and len(lost) < 2:
+            if b"Order" in payload and len(lost) < 2:
                 lost.append(payload)
                 raise tep.FabricError("lost")
             return send(peer, payload, **more)
@@ -424,7 +368,7 @@ def test_a_lost_dispatch_is_sent_again() -> None:
         done = await ask(decoder, prefiller)
         assert done.ok
         assert lost[0] == lost[1]
-        return done.attempts, decoder._post.lost
+        return done.attempts, len(lost)
 
     assert (1, 2) == run(CheckedModel(lambda _: 1e-6), main)
 
@@ -439,10 +383,10 @@ def test_beats_do_not_pile_up_in_front_of_a_dead_peer() -> None:
         silence = lambda *args, **more: waiting.append(args)  # noqa: E731  # takes any arguments
         engine.submit_send = silence  # type: ignore[method-assign]  # nobody answers
         for _ in range(9):
-            decoder._post.send(decoder.addr, Beat("d", 1, 0), topic="p")
+            decoder._mail.send(decoder.addr, Beat(), 0)
         return len(waiting)
 
-    assert 1 == run(CheckedModel(), main)
+    assert 3 == run(CheckedModel(), main)
 
 
 def test_a_known_prefix_does_not_travel() -> None:
@@ -471,3 +415,34 @@ def test_a_scheduler_without_members_says_so() -> None:
         return (await scheduler.submit(Request("r", 1))).reason
 
     assert "no decoder has joined within 2.0 s" in tep.sim.run(main())
+
+
+def test_a_refusal_that_is_lost_is_said_again() -> None:
+    """A decoder that has not heard of it would wait for as long as a request may take."""
+
+    class Broken(CheckedModel):
+        async def prefill(self, work: PrefillWork) -> bytes:
+            raise ValueError("no such token")
+
+    async def main(one: World) -> str:
+        prefiller, decoder = couple(one)
+        engine, lost = prefiller.memory.engines[0], []
+        send = engine.submit_send
+
+        def lose(peer: Any, payload: bytes, **more: Any) -> Any:
+            if b"too many" in payload and not lost:
+                lost.append(payload)
+                raise tep.FabricError("lost")
+            return send(peer, payload, **more)
+
+        async def fail(*_: Any) -> Any:
+            raise tep.UsageError("too many")
+
+        engine.submit_send = lose  # type: ignore[method-assign]  # a network that loses it
+        prefiller.pool.acquire = fail  # type: ignore[method-assign]  # before anything is begun
+        done = await ask(decoder, prefiller)
+        assert lost
+        await decoder.settled()
+        return done.reason
+
+    assert "too many" in run(Broken(), main)

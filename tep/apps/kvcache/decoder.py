@@ -1,10 +1,8 @@
-"""The decoder: allocates pages and an immediate, dispatches, counts, decodes; cleans up after ends.
+"""The decoder: gets pages, expects them, orders a prefill, decodes; and cleans up after what fails.
 
-Rule 1: the cache of a request is complete when every rank has counted what was agreed, and for no
-other reason. Rule 2: pages that a prefiller was told of are used again only when they were counted
-complete, or the prefiller has confirmed the end, or it is certain to be dead; until then they are
-in quarantine, and so is the immediate; after an error a while longer, since what failed may still
-land. Rule 3: a retry never waits for Rule 2.
+Rule 1: the cache of a request is complete when every rank's `KvLoad` is done, and for no other
+reason. Rule 2: pages that a prefiller was told of are used again only when each load is finished:
+done, or free. Rule 3: a retry never waits for Rule 2.
 """
 
 from __future__ import annotations
@@ -12,37 +10,81 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tep import Expectation, FabricError, NetAddr, TepError, TransferEngine
+from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.immediates import KVCACHE
-from tep.apps.kvcache.attempt import Attempt, DecoderStats
-from tep.apps.kvcache.immediates import ImmSpace
-from tep.apps.kvcache.layout import KvLayout, rows_per_page
-from tep.apps.kvcache.messages import (
-    Beat,
-    Cancel,
-    Dispatch,
-    Ended,
-    Message,
-    Refuse,
-    Welcome,
-)
+from tep.apps.kvcache.blocks import KvLoad, KvReceiver
+from tep.apps.kvcache.heartbeat import Pulse
+from tep.apps.kvcache.layout import KvLayout
+from tep.apps.kvcache.memory import SideOptions
+from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order
 from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request, page_keys
-from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.pool import PageIndices, PagePool, PrefixCache
-from tep.apps.kvcache.post import Post
-from tep.apps.kvcache.routing import PrefillerCard, Router
-from tep.apps.kvcache.sessions import Session, Sessions, make_hello
+from tep.apps.kvcache.scheduler import PrefillerCard, Router
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "DecoderStats"]
 
 _KEY_LOST = "REMOTE_KEY"  # the seam's name for it, as errors say it
 
+_SERIALS_MAX = 512  # in one beat
+
 _log = logging.getLogger("tep.kvcache")
+
+
+@dataclass(slots=True)
+class DecoderStats:
+    """Counts of a decoder.
+
+    Attributes:
+        dispatched: attempts.
+        completed: those of them whose cache came whole.
+        unclean: those that ended otherwise.
+        silent: times that a prefiller fell silent.
+        fenced: attempts that ended because their prefiller was certain to be dead.
+        reused_pages: pages of prefixes that did not travel.
+        renewed: times that the memory was registered anew, because a NIC had lost it.
+    """
+
+    dispatched: int = 0
+    completed: int = 0
+    unclean: int = 0
+    silent: int = 0
+    fenced: int = 0
+    reused_pages: int = 0
+    renewed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One order, from its pages to their end.
+
+    Attributes:
+        serial: of this decoder's attempts.
+        request, card: the prompt, and the prefiller.
+        fresh, held: pages it brought, and those of a known prefix.
+        slot: of its tail.
+        number: of its order among the notes.
+        ended: "" when the cache is complete, else why it will not be.
+        loads: one a rank.
+        order: the message.
+        taken: whether the prefiller has it.
+    """
+
+    serial: int
+    request: Request
+    card: PrefillerCard
+    fresh: PageIndices
+    held: PageIndices
+    slot: PageIndices
+    number: int
+    ended: asyncio.Future[str]
+    loads: list[KvLoad] = field(default_factory=list)
+    order: Order | None = None
+    taken: bool = False
 
 
 class Decoder:
@@ -60,9 +102,10 @@ class Decoder:
         pool: of the pages; None: a plain one.
 
     Attributes:
-        name, memory, pool, stats: as they say.
+        name, memory, pool, stats: of this instance.
         tails: the tail slots.
-        imms: the immediates.
+        prefixes: pages of past prompts, or None.
+        receivers: one a rank.
     """
 
     def __init__(
@@ -83,94 +126,84 @@ class Decoder:
         self.pool = pool or PagePool(side.npages)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self.tails = PagePool(side.tail_slots)
-        self.imms = ImmSpace(imms)
         self.stats = DecoderStats()
-        self._model = model
-        self._layout = layout
-        self._patience = side.patience
+        self.receivers = [
+            KvReceiver(one, imms=imms, patience=side.patience) for one in self.memory.blocks
+        ]
+        self._model, self._layout, self._patience = model, layout, side.patience
         self._attempts_max = attempts_max
-        self._epoch = engines[0].main_address.epoch
         self._serial = 0
-        self._open: dict[int, Attempt] = {}
-        self._fenced: dict[str, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[int, _Attempt] = {}
+        self._dead: dict[str, int] = {}  # prefillers, and the epochs that are certain to be dead
         self._busy = 0
         self._quiet = asyncio.Event()
         self._closed = asyncio.get_running_loop().create_future()
-        self._post = Post(
-            engines[0],
-            self._on_message,
-            buffers=side.buffers,
-            message_bytes=side.message_bytes,
-            pause_s=side.patience.beat_s,
-        )
-        self._sessions = Sessions(
-            make_hello(name, self.memory),
-            self._post,
-            side.patience,
-            oldest=self._oldest,
-            on_silent=self._on_silent,
-            on_replaced=self._on_replaced,
+        self._mail = Mail(self.memory.blocks[0], self._on_message)
+        self._hello = self._greet()
+        self._pulse = Pulse(
+            side.patience, beat=self._beat, on_silent=self._on_silent, turn=self._poll
         )
 
     @property
     def addr(self) -> NetAddr:
-        """Of the first rank."""
+        """The address of the first rank."""
         return self.memory.engines[0].main_address
 
     @property
     def nopen(self) -> int:
-        """Attempts that have not ended, with those whose end is not confirmed."""
+        """Attempts that have not ended, with those whose pages may still be written."""
         return len(self._open)
 
     async def settled(self) -> None:
-        """Return when every end is confirmed, or settled by a fence."""
-        while self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        """Return when the pages of every failed attempt are free."""
+        await self._until(lambda: not any(one.ended.done() for one in self._open.values()))
 
     async def drained(self) -> None:
         """Return when no request is under way, and every end is settled."""
-        while self._busy or self._tasks:
+        await self._until(lambda: not (self._busy or self._open))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             self._quiet.clear()
             await self._quiet.wait()
 
     def close(self) -> None:
         """Stop at once, as if it died: what waits here fails. Idempotent."""
-        if self._post.loop.is_closed():
+        if self._mail.loop.is_closed():
             return  # and with it all that waited
         if not self._closed.done():
             self._closed.set_result(None)
-        self._sessions.close()
+        self._pulse.close()
         self.pool.close()
         self.tails.close()
         for attempt in self._open.values():
-            attempt.fail(f"decoder {self.name} was closed")
-        for task in self._tasks:
-            task.cancel()
+            if not attempt.ended.done():
+                attempt.ended.set_result(f"decoder {self.name} was closed")
 
     def fenced(self, prefiller: str, epoch: int) -> None:
         """An incarnation is certain to be dead, e.g. its process ended: none of its writes lands.
 
         Args:
             prefiller: its name.
-            epoch: it, and all before it.
+            epoch: of its first rank: it, and all before it.
         """
-        self._fenced[prefiller] = max(epoch, self._fenced.get(prefiller, epoch))
-        self._sessions.end(prefiller, epoch)
+        self._dead[prefiller] = max(epoch, self._dead.get(prefiller, epoch))
         for attempt in tuple(self._open.values()):
-            card = attempt.session.card
-            if card.name == prefiller and card.epoch <= epoch and not attempt.confirmed.done():
+            card = attempt.card
+            if card.name == prefiller and card.epoch <= epoch:
                 self.stats.fenced += 1
-                attempt.confirm()
-                attempt.fail(f"prefiller {prefiller} is dead")
+                self._fail(attempt, f"prefiller {prefiller} is dead")
+                for receiver in self.receivers:
+                    for addr in card.addrs:
+                        receiver.fenced(addr.name, addr.epoch)
 
     # ------------------------------------------------------------------ one request
 
     async def generate(self, request: Request, router: Router) -> Completion:
         """Have a prompt computed somewhere, and decode it here.
 
-        It does not raise for what goes wrong on the way: the completion has the reasons. Cancelling
-        the task cancels the request.
+        It does not raise for anything that goes wrong on the way: the completion has the reasons.
+        Cancelling the task cancels the request.
         """
         self._busy += 1
         try:
@@ -180,7 +213,8 @@ class Decoder:
             self._quiet.set()
 
     async def _see_through(self, request: Request, router: Router) -> Completion:
-        start_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         keys = page_keys(request, self._layout) if self.prefixes is not None else []
         tried: list[str] = []
         reasons: list[str] = []
@@ -201,7 +235,7 @@ class Decoder:
                 lease.close()
                 raise
             lease.close()
-            ttft_s = asyncio.get_running_loop().time() - start_s
+            ttft_s = loop.time() - start_s
             tokens = await self._decode(request, attempt, keys)
             return Completion(
                 request.name,
@@ -217,33 +251,27 @@ class Decoder:
 
     async def _attempt(
         self, request: Request, card: PrefillerCard, keys: Sequence[bytes]
-    ) -> Attempt:
+    ) -> _Attempt:
         """Return a complete attempt, its pages held; or clean up behind the scenes and raise."""
         attempt = await self._open_attempt(request, card, keys)
         try:
-            self._dispatch(request, attempt)
-            await asyncio.wait((attempt.ended,), timeout=self._patience.request_s)
+            self._order(attempt)
+            await asyncio.wait((attempt.ended,))
         except BaseException:
-            self._end_unclean(attempt)
+            if attempt.ended.done() and not attempt.ended.result():  # it was complete just now
+                self.pool.free(np.concatenate([attempt.held, attempt.fresh]))
+                self.tails.free(attempt.slot)
+            self._fail(attempt, "given up")
             raise
-        if not attempt.ended.done():
-            told = ", ".join(one.describe() for one in attempt.expectations)
-            attempt.fail(f"not complete after {self._patience.request_s} s: {told}")
-        reason = attempt.ended.result()
-        if reason:
-            self._end_unclean(attempt)
+        if reason := attempt.ended.result():
             raise FabricError(reason)
-        self.stats.completed += 1
-        self._forget(attempt)
-        self.imms.end(attempt.imm)
         return attempt
 
     async def _open_attempt(
         self, request: Request, card: PrefillerCard, keys: Sequence[bytes]
-    ) -> Attempt:
+    ) -> _Attempt:
         """Get everything that an attempt needs, or raise and keep nothing."""
-        layout, loop = self._layout, asyncio.get_running_loop()
-        npages = layout.npages(request.ntokens)
+        layout = self._layout
         total = layout.npages(request.ntokens + request.max_tokens)
         with contextlib.ExitStack() as undo:
             try:
@@ -253,42 +281,26 @@ class Decoder:
                     full = keys[: request.ntokens // layout.page_tokens]
                     held, fresh = await self._acquire(total, full)
                     undo.callback(self.pool.free, np.concatenate([held, fresh]))
-                    imm = await self.imms.acquire(self._patience.beat_s)
-                    undo.callback(self.imms.end, imm)
             except TimeoutError:
                 raise FabricError(self._no_room(total)) from None
-            session = await self._sessions.get(card)
-            if session.card.epoch <= self._fenced.get(card.name, -1):
-                # The lease is from before, and its fence will not come again.
-                raise FabricError(f"prefiller {card.name} is dead")
+            if card.epoch <= self._dead.get(card.name, -1):
+                raise FabricError(f"prefiller {card.name} is dead")  # the lease is from before
             undo.pop_all()
+        for other in tuple(self._open.values()):
+            if other.card.name == card.name and other.card.epoch < card.epoch:
+                self.fenced(card.name, other.card.epoch)  # a later incarnation runs
         self._serial += 1
-        attempt = Attempt(
-            self._serial,
-            session,
-            imm,
-            fresh,
-            held,
-            slot,
-            loop.create_future(),
-            loop.create_future(),
-            self.stats.renewed,
-        )
-        tp, src_tp = self.memory.tp, session.welcome.result()
-        sent = npages - len(held)
-        attempt.counts = tuple(
-            sent * rows_per_page(layout, src_tp, tp, rank) + (rank == 0) for rank in range(tp)
-        )
+        ended = self._mail.loop.create_future()
+        number = self._mail.number()
+        attempt = _Attempt(self._serial, request, card, fresh, held, slot, number, ended)
         self._open[attempt.serial] = attempt
-        self._sessions.watch(session)
         return attempt
 
     def _no_room(self, wanted: int) -> str:
         pool, tails = self.pool, self.tails
         return (
             f"no room on {self.name} within {self._patience.request_s} s: {wanted} pages wanted, "
-            f"{pool.nfree} of {pool.npages} free, {pool.nquarantined} in quarantine; "
-            f"{tails.nfree} of {tails.npages} tail slots free, {tails.nquarantined} in quarantine"
+            f"{pool.nfree} of {pool.npages} free; {tails.nfree} of {tails.npages} tail slots free"
         )
 
     async def _acquire(self, total: int, keys: Sequence[bytes]) -> tuple[PageIndices, PageIndices]:
@@ -309,51 +321,30 @@ class Decoder:
     def _find(self, keys: Sequence[bytes]) -> PageIndices:
         return np.zeros(0, np.int64) if self.prefixes is None else self.prefixes.find(keys)
 
-    def _dispatch(self, request: Request, attempt: Attempt) -> None:
-        loop = asyncio.get_running_loop()
-        attempt.ranks_left = self.memory.tp
-
-        def tell(expectation: Expectation) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._rank_done, attempt, expectation)
-
-        for engine, count in zip(self.memory.engines, attempt.counts, strict=True):
-            attempt.expectations.append(engine.expect_imm_count(attempt.imm, count, on_done=tell))
-        npages = self._layout.npages(request.ntokens)
-        first = len(attempt.held)
+    def _order(self, attempt: _Attempt) -> None:
+        """Expect the pages on every rank, the tail on the first, and order them."""
+        request, reused = attempt.request, len(attempt.held)
+        fresh = attempt.fresh[: self._layout.npages(request.ntokens) - reused].tolist()
+        for rank, receiver in enumerate(self.receivers):
+            load = receiver.expect(request.name, [fresh, [] if rank else attempt.slot.tolist()])
+            attempt.loads.append(load)
+            load.on_change(lambda: self._mail.call(self._look, attempt))
         ids = request.input_ids
-        order = Dispatch(
-            self.name,
-            self._epoch,
+        attempt.order = Order(
             attempt.serial,
+            self._hello.version,
             request.name,
-            attempt.imm,
-            attempt.fresh[: npages - first].astype("<u4").tobytes(),
-            first,
-            int(attempt.slot[0]),
+            tuple(load.ticket for load in attempt.loads),
             request.ntokens,
             b"" if ids is None else np.ascontiguousarray(ids, "<i4").tobytes(),
-            zlib.crc32(request.name.encode()),
         )
         self.stats.dispatched += 1
-        self.stats.reused_pages += first
-        self._post.send(
-            attempt.session.card.addr,
-            order,
-            on_lost=lambda why: attempt.fail(f"the dispatch was lost: {why}"),
-            tries=self._patience.sends,
-        )
-
-    def _rank_done(self, attempt: Attempt, expectation: Expectation) -> None:
-        if not expectation.ok:
-            attempt.fail(f"the count ended early: {expectation.error}")
-            return
-        attempt.ranks_left -= 1
-        if attempt.ranks_left == 0 and not attempt.ended.done():
-            attempt.ended.set_result("")
+        self.stats.reused_pages += reused
+        self._mail.send(attempt.card.addr, attempt.order, attempt.number)
+        self._pulse.watch(attempt.card.addr)
 
     async def _decode(
-        self, request: Request, attempt: Attempt, keys: Sequence[bytes]
+        self, request: Request, attempt: _Attempt, keys: Sequence[bytes]
     ) -> tuple[int, ...]:
         pages = np.concatenate([attempt.held, attempt.fresh])
         slot = int(attempt.slot[0])
@@ -368,79 +359,52 @@ class Decoder:
             self.pool.free(pages)
             self.tails.free(attempt.slot)
 
-    # ------------------------------------------------------------------ unclean ends
+    # ------------------------------------------------------------------ ends
 
-    def _end_unclean(self, attempt: Attempt) -> None:
-        """Put everything in quarantine, and have the end confirmed in the background."""
+    def _look(self, attempt: _Attempt) -> None:
+        """A load has changed."""
+        if attempt.serial not in self._open or self._closed.done():
+            return
+        if not attempt.ended.done():
+            bad = next((one for one in attempt.loads if one.state in {"failed", "free"}), None)
+            if bad is not None:
+                self._fail(attempt, bad.reason)
+                return
+            if all(one.ok for one in attempt.loads):
+                self.stats.completed += 1
+                attempt.ended.set_result("")
+                self._forget(attempt)
+                return
+        if attempt.ended.done() and all(one.finished for one in attempt.loads):
+            self.pool.free(attempt.fresh)
+            self.tails.free(attempt.slot)
+            self._forget(attempt)
+
+    def _fail(self, attempt: _Attempt, reason: str) -> None:
+        """Take back the right to write, and tell who waits; a first verdict stays."""
+        if attempt.ended.done():
+            return
+        attempt.ended.set_result(reason)
         self.stats.unclean += 1
         self.pool.free(attempt.held)  # nobody was told to write there
-        self.pool.quarantine(attempt.fresh)
-        self.tails.quarantine(attempt.slot)
-        for expectation in attempt.expectations:
-            expectation.cancel()
-        if self._closed.done():
-            return
-        task = asyncio.get_running_loop().create_task(
-            self._settle(attempt), name=f"{self.name}: end of #{attempt.serial}"
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        for load in attempt.loads:
+            load.cancel(reason)
+        order = attempt.order
+        if _KEY_LOST in reason and order is not None and order.version == self._hello.version:
+            self._renew()
+        self._look(attempt)
 
-    async def _settle(self, attempt: Attempt) -> None:
-        pause_s = self._patience.cancel_s
-        while not attempt.confirmed.done():
-            cancel = Cancel(self.name, self._epoch, attempt.serial)
-            self._post.send(attempt.session.card.addr, cancel, topic=attempt.serial)
-            await asyncio.wait((attempt.confirmed,), timeout=pause_s)
-            pause_s = min(2 * pause_s, 16 * self._patience.cancel_s)
-        if attempt.unsure:
-            await asyncio.sleep(self._patience.linger_s)
-        for expectation in attempt.expectations:
-            with contextlib.suppress(TepError):
-                await expectation
-        self.imms.burn(attempt.imm)
-        self.pool.release(attempt.fresh)
-        self.tails.release(attempt.slot)
-        self._forget(attempt)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _forget(self, attempt: _Attempt) -> None:
+        del self._open[attempt.serial]
+        if not self._with(attempt.card.addr):
+            self._pulse.leave(attempt.card.addr)
         self._quiet.set()
 
-    def _forget(self, attempt: Attempt) -> None:
-        del self._open[attempt.serial]
-        if not any(other.session is attempt.session for other in self._open.values()):
-            self._sessions.rest(attempt.session)
-
-    # ------------------------------------------------------------------ messages
-
-    def _on_message(self, message: Message) -> None:
-        if self._closed.done():
-            return
-        match message:
-            case Ended():
-                self._on_ended(message)
-            case Welcome() | Refuse() | Beat():
-                self._sessions.take(message)
-            case _:
-                pass  # what decoders send, and none is meant to get
-
-    def _on_ended(self, message: Ended) -> None:
-        attempt = self._open.get(message.serial)
-        if attempt is None or attempt.session.card.name != message.sender:
-            return
-        if attempt.session.card.epoch != message.epoch:
-            return  # of another incarnation, which knows nothing of it
-        if _KEY_LOST in message.reason and attempt.keys == self.stats.renewed:
-            self._renew()
-        if not attempt.confirmed.done():
-            self.stats.confirmed += 1
-        attempt.unsure = message.unsure
-        attempt.confirm()
-        attempt.fail(message.reason or "the prefiller ended it")
+    def _with(self, prefiller: NetAddr) -> list[_Attempt]:
+        return [one for one in self._open.values() if one.card.addr == prefiller]
 
     def _renew(self) -> None:
-        """A NIC here has lost its registrations: register anew, and say hello to all again.
+        """A NIC here has lost its registrations: register anew; prefillers need another hello.
 
         Writes under the old keys fail from here on; their attempts are tried again.
         """
@@ -450,21 +414,54 @@ class Decoder:
             _log.warning("%s cannot register its memory again: %s", self.name, error)
             return
         self.stats.renewed += 1
-        self._sessions.renew(make_hello(self.name, self.memory))
+        self._hello = self._greet()
 
-    def _oldest(self, prefiller: str) -> int:
-        mine = (
-            serial
-            for serial, attempt in self._open.items()
-            if attempt.session.card.name == prefiller
-        )
-        return min(mine, default=self._serial + 1)
+    # ------------------------------------------------------------------ messages and time
 
-    def _on_replaced(self, card: PrefillerCard) -> None:
-        self.fenced(card.name, card.epoch)  # a later incarnation runs: the earlier does not
+    def _greet(self) -> Hello:
+        self._hello_number = self._mail.number()
+        cards = tuple(one.card() for one in self.memory.blocks)
+        return Hello(self.name, self.stats.renewed, self._layout, cards)
 
-    def _on_silent(self, session: Session) -> None:
+    def _on_message(self, peer: NetAddr, message: Message) -> None:
+        if self._closed.done():
+            return
+        self._pulse.heard(peer)
+        if not isinstance(message, Answer):
+            return
+        if message.state == "known":
+            for one in self._with(peer):  # a copy that was answered may not be known as sent
+                one.number = self._mail.number()
+            self._repeat(peer)
+            return
+        attempt = self._open.get(message.serial)
+        if attempt is None or attempt.card.addr != peer:
+            return
+        match message.state:
+            case "taken":
+                attempt.taken = True
+            case "hello":
+                self._mail.send(peer, self._hello, self._hello_number)
+            case _:
+                self._fail(attempt, message.reason)
+
+    def _repeat(self, peer: NetAddr) -> list[int]:
+        """Send orders again that nobody has taken; return the serials of the others."""
+        mine = [one for one in self._with(peer) if not one.ended.done()]
+        for attempt in mine:
+            if not attempt.taken and attempt.order is not None:
+                self._mail.send(peer, attempt.order, attempt.number)
+        return [one.serial for one in mine if one.taken]
+
+    def _beat(self, peer: NetAddr) -> None:
+        self._mail.send(peer, Beat(tuple(self._repeat(peer)[:_SERIALS_MAX])), 0)
+
+    def _on_silent(self, peer: NetAddr) -> None:
         self.stats.silent += 1
-        for attempt in tuple(self._open.values()):
-            if attempt.session is session:
-                attempt.fail(f"silent for {self._patience.silent_s} s")
+        for attempt in self._with(peer):
+            self._fail(attempt, f"silent for {self._patience.silent_s} s")
+
+    def _poll(self) -> bool:
+        for receiver in self.receivers:
+            receiver.poll()
+        return bool(self._open)

@@ -1,25 +1,29 @@
-"""A disaggregated cluster of real processes on this machine: starts them, schedules, compares.
+"""The launcher of a cluster of real processes: admits its members, schedules, settles deaths.
 
-The launcher knows for certain when a process has ended, and fences it. `ranks` is the same for
-processes that others have started.
+The members are ranks that torchrun, srun or Ray has started on any machines (`RankedCluster`), or
+processes that the launcher starts here (`Cluster`). A connection that the other host closes proves
+that the process has let go of its engines: it is fenced. One that times out proves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+import secrets
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Final, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tep import BadDescriptor, FabricError, NetAddr, TepError
+from tep import BadDescriptor, FabricError, NetAddr, TepError, UsageError
 from tep.apps.kvcache.model import Completion, Request
 from tep.apps.kvcache.pipes import (
+    SERVICE,
     Done,
     Fenced,
     Generate,
@@ -29,77 +33,27 @@ from tep.apps.kvcache.pipes import (
     Ready,
     Stop,
     WantLease,
+    keep_alive,
 )
-from tep.apps.kvcache.process import Settings
-from tep.apps.kvcache.routing import Lease, PrefillerCard, Router
-from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.process import Role, Shape, check_size
+from tep.apps.kvcache.scheduler import Lease, PrefillerCard, Router, Scheduler
+from tep.rendezvous import Place
+from tep.rendezvous.door import Door, listen
+from tep.rendezvous.launch import RankProcesses
+from tep.rendezvous.proof import challenge, refuse, welcome
+from tep.rendezvous.wire import Peer
 
-__all__ = ["Cluster", "Role", "Shape", "Started"]
+__all__ = ["Cluster", "RankedCluster"]
 
-Role = Literal["prefiller", "decoder"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What to start.
-
-    Attributes:
-        prefillers, decoders: processes of each kind.
-        prefill_tp, decode_tp: engines in each.
-        backend, options: of tep.TransferEngine.open.
-        npages: of each cache.
-        seed: of the model's weights.
-        silent_s: when a peer counts as silent; a shared machine can be slow.
-        start_s: how long a process may take to start.
-    """
-
-    prefillers: int = 2
-    decoders: int = 2
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    backend: str = "libfabric"
-    options: Mapping[str, Any] = field(default_factory=lambda: {"provider": "tcp"})
-    npages: int = 256
-    seed: int = 0
-    silent_s: float = 5.0
-    start_s: float = 60.0
-
-    @property
-    def members(self) -> list[tuple[Role, str]]:
-        """Role and name of each process."""
-        members: list[tuple[Role, str]] = [("prefiller", f"p{k}") for k in range(self.prefillers)]
-        return members + [("decoder", f"d{k}") for k in range(self.decoders)]
-
-    def settings(self, role: Role, name: str) -> Settings:
-        """What a process of this cluster is told."""
-        return Settings(
-            role,
-            name,
-            self.prefill_tp if role == "prefiller" else self.decode_tp,
-            self.backend,
-            dict(self.options),
-            self.npages,
-            self.seed,
-            self.silent_s,
-        )
-
-
-class Started(Protocol):
-    """A process, whoever has started it."""
-
-    def kill(self) -> None:
-        """End it, or at least have no more to do with it."""
-
-    async def wait(self) -> object:
-        """Its exit status, once its pipe has ended."""
+_END_S: Final = 20.0
 
 
 @dataclass(slots=True, eq=False)
 class _Child:
-    """One process."""
+    """One member."""
 
-    settings: Settings
-    process: Started
+    role: Role
+    name: str
     pipe: Pipe
     ready: asyncio.Future[PrefillerCard]
     task: asyncio.Task[None] | None = None
@@ -115,7 +69,7 @@ class _RemoteDecoder:
 
     @property
     def name(self) -> str:
-        return self._child.settings.name
+        return self._child.name
 
     async def generate(
         self,
@@ -136,21 +90,33 @@ class _RemoteDecoder:
         self._child.pipe.send(Fenced(prefiller, epoch))
 
 
-class Cluster:
-    """Prefiller and decoder processes, and their scheduler. An async context manager.
+class RankedCluster:
+    """Rank 0 of a cluster whose processes others have started. An async context manager.
 
     Args:
-        shape: what to start.
+        shape: what was started.
+        place: of this process: rank 0 of as many as there are members, and itself.
 
     Attributes:
-        scheduler: of the cluster.
+        shape, scheduler: of the cluster.
+        port: where members connect.
+
+    Raises:
+        UsageError: another number of processes was started, or this is another rank.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, place: Place) -> None:
+        check_size(shape, place)
+        if place.rank:
+            raise UsageError(f"rank {place.rank} is a member, not the launcher: work_as_rank")
         self.shape = shape
         self.scheduler = Scheduler()
+        self.port = place.port
+        self._place = place
         self._children: dict[str, _Child] = {}
         self._asking: set[asyncio.Task[None]] = set()
+        self._came: dict[str, asyncio.Future[Pipe]] = {}
+        self._door: Door | None = None
 
     async def generate(
         self, prompts: Sequence[npt.NDArray[np.int32]], max_tokens: int
@@ -161,78 +127,118 @@ class Cluster:
         ]
         return list(await asyncio.gather(*map(self.scheduler.submit, requests)))
 
-    def kill(self, name: str) -> None:
-        """Kill a process, as a machine's failure would."""
-        self._children[name].process.kill()
-
-    async def add(self, role: Role, name: str) -> None:
-        """Start one more process and have it join.
+    async def kill(self, name: str) -> None:
+        """Not from here: whoever has started a process can kill it.
 
         Raises:
-            FabricError: it did not start; its stderr says why.
+            UsageError: always.
         """
-        shape = self.shape
-        settings = shape.settings(role, name)
-        process, pipe = await self._start(settings)
+        raise UsageError(f"{name} was started by another program; kill its process on its host")
+
+    # ------------------------------------------------------------------ coming and going
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._came = {name: loop.create_future() for _, name in self.shape.members}
+        try:
+            sockets = await listen(self._place.host, self._place.port)
+        except OSError as error:
+            raise FabricError(f"the launcher cannot listen at {self._place}: {error}") from error
+        self.port = sockets[0].getsockname()[1]
+        self._door = Door(sockets, self._admit)
+        try:
+            await self._start()
+            await asyncio.gather(*(self._add(*pair) for pair in self.shape.members))
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _start(self) -> None:
+        """Start the members, where that is the launcher's business."""
+
+    async def _gone(self, name: str) -> object:
+        """Wait for the end of a process whose connection has ended; return its exit status."""
+        self._children[name].pipe.hang_up()
+        return "unknown"
+
+    async def close(self) -> None:
+        """Stop every member, decoders first; hang up on those that do not go."""
+        for role in ("decoder", "prefiller"):
+            mine = [one for one in self._children.values() if one.role == role]
+            for child in mine:
+                child.pipe.send(Stop())
+            await asyncio.gather(*(self._end(child) for child in mine))
+        if self._door is not None:
+            await self._door.close()
+        for came in self._came.values():
+            if came.done() and not came.cancelled():
+                came.result().hang_up()
+
+    async def _end(self, child: _Child) -> None:
+        assert child.task is not None
+        await asyncio.wait({child.task}, timeout=_END_S)
+        if not child.task.done():
+            child.pipe.hang_up()
+        await child.task
+
+    async def _admit(self, peer: Peer) -> None:
+        """Let a member in that is awaited."""
+        asked = await challenge(peer, self._place.token)
+        match asked.who:
+            case (str(service), str(name)) if service == SERVICE:
+                place = self._came.get(name)
+            case _:
+                place = None
+        if place is None or place.done():
+            await refuse(peer, f"{asked.who} is not awaited, or is here already")
+        reader, writer = peer.streams()
+        keep_alive(writer)
+        place.set_result(Pipe(reader, writer))
+        await welcome(peer, self._place.token, asked)
+
+    async def _add(self, role: Role, name: str) -> None:
+        """Wait until a member has come and is ready; have it join."""
+        start_s = self.shape.start_s
+        try:
+            pipe = await asyncio.wait_for(self._came[name], start_s)
+        except TimeoutError:
+            raise FabricError(f"{name} has not come within {start_s:g} s", peer=name) from None
         ready: asyncio.Future[PrefillerCard] = asyncio.get_running_loop().create_future()
-        child = _Child(settings, process, pipe, ready)
-        self._children[name] = child
+        child = self._children[name] = _Child(role, name, pipe, ready)
         child.task = asyncio.create_task(self._listen(child), name=f"pipe of {name}")
         try:
-            card = await asyncio.wait_for(asyncio.shield(ready), shape.start_s)
+            card = await asyncio.wait_for(asyncio.shield(ready), start_s)
         except TimeoutError:
-            raise FabricError(f"{role} {name} did not start within {shape.start_s} s") from None
+            raise FabricError(f"{role} {name} did not start within {start_s} s") from None
         if role == "prefiller":
             self.scheduler.join_prefiller(card)
         else:
             self.scheduler.join_decoder(_RemoteDecoder(child))
 
-    async def _start(self, settings: Settings) -> tuple[Started, Pipe]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tep.apps.kvcache.process",
-            msgspec.json.encode(settings).decode(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        return process, Pipe(process.stdout, process.stdin)
-
-    async def close(self) -> None:
-        """Stop every process, decoders first; kill what does not go."""
-        for role in ("decoder", "prefiller"):
-            mine = [c for c in self._children.values() if c.settings.role == role]
-            for child in mine:
-                child.pipe.send(Stop())
-            await asyncio.gather(*(self._end(child) for child in mine))
-
-    async def _end(self, child: _Child) -> None:
-        assert child.task is not None
-        await asyncio.wait({child.task}, timeout=20.0)
-        if not child.task.done():
-            child.process.kill()
-        await child.task
+    # ------------------------------------------------------------------ what members say
 
     async def _listen(self, child: _Child) -> None:
-        """Take what a process says until it ends; then settle what it leaves behind."""
-        who, pipe = f"{child.settings.role} {child.settings.name}", child.pipe
+        """Take what a member says until it ends; then settle what it leaves behind."""
+        pipe = child.pipe
         try:
             await self._take_all(child)
         except BadDescriptor as error:
             pipe.lost = str(error)
-            child.process.kill()
-        code = await child.process.wait()
+            pipe.hang_up()
+        code = await self._gone(child.name)
         how = f"was lost: {pipe.lost}" if pipe.lost else f"has ended, exit {code}"
-        self._mourn(child, f"{who} {how}")
+        self._mourn(child, f"{child.role} {child.name} {how}")
 
     async def _take_all(self, child: _Child) -> None:
         while (line := await child.pipe.receive()) is not None:
             match line:
                 case Ready():
-                    addr = NetAddr.from_bytes(line.addr)
-                    child.ready.set_result(PrefillerCard(child.settings.name, line.epoch, addr))
+                    addrs = tuple(NetAddr.from_bytes(raw) for raw in line.addrs)
+                    child.ready.set_result(PrefillerCard(child.name, addrs))
                 case Done():
                     self._take_done(child, line)
                 case WantLease():
@@ -253,12 +259,12 @@ class Cluster:
             place.set_result(Completion(line.name, line.tokens, *told))
 
     def _mourn(self, child: _Child, what: str) -> None:
-        name = child.settings.name
+        name = child.name
         if not child.ready.done():
             child.ready.set_exception(FabricError(f"{what}, before it was ready"))
         elif child.pipe.lost:  # nobody knows whether it writes on: a fence would be a lie
             self.scheduler.leave_prefiller(name)
-        elif child.settings.role == "prefiller" and child.ready.exception() is None:
+        elif child.role == "prefiller" and child.ready.exception() is None:
             self.scheduler.fenced(name, child.ready.result().epoch)
         self.scheduler.leave_decoder(name)
         for lease in child.leases.values():
@@ -271,18 +277,60 @@ class Cluster:
         try:
             lease = await self.scheduler.lease(Request(want.name, want.ntokens), want.exclude)
         except TepError as error:
-            child.pipe.send(Leased(want.number, "", 0, b"", str(error)))
+            child.pipe.send(Leased(want.number, "", (), str(error)))
             return
         child.leases[want.number] = lease
-        card = lease.card
-        child.pipe.send(Leased(want.number, card.name, card.epoch, card.addr.to_bytes(), ""))
+        addrs = tuple(addr.to_bytes() for addr in lease.card.addrs)
+        child.pipe.send(Leased(want.number, lease.card.name, addrs, ""))
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(self.close)
-            await asyncio.gather(*(self.add(*pair) for pair in self.shape.members))
-            undo.pop_all()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+class Cluster(RankedCluster):
+    """A cluster whose members are processes of this host; it starts them.
+
+    Args:
+        shape: what to start.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        size = 1 + len(shape.members)
+        super().__init__(shape, Place(rank=0, size=size, token=secrets.token_hex(16)))
+        self._ranks = {name: rank for rank, (_, name) in enumerate(shape.members, 1)}
+        self._folder = tempfile.TemporaryDirectory(prefix="tep-kvcache-")
+        self._processes: RankProcesses | None = None
+
+    async def _start(self) -> None:
+        place = dataclasses.replace(self._place, port=self.port)
+        processes = self._processes = RankProcesses(place, self._folder.name)
+        shape = msgspec.json.encode(self.shape).decode()
+        command = (sys.executable, "-m", "tep.apps.kvcache.process", shape)
+        await asyncio.gather(*(processes.start(rank, command) for rank in self._ranks.values()))
+
+    async def _add(self, role: Role, name: str) -> None:
+        """Wait for a member, or for its end."""
+        assert self._processes is not None
+        rank = self._ranks[name]
+        ended = asyncio.ensure_future(self._processes.ended(rank))
+        joined = asyncio.ensure_future(super()._add(role, name))
+        await asyncio.wait({ended, joined}, return_when=asyncio.FIRST_COMPLETED)
+        if not joined.done():
+            joined.cancel()
+            words = self._processes.last_words(rank)
+            raise FabricError(f"{role} {name} has ended, exit {ended.result()}:\n{words}")
+        ended.cancel()
+        joined.result()
+
+    async def kill(self, name: str) -> None:
+        """Kill a process, as a machine's failure would."""
+        assert self._processes is not None
+        await self._processes.kill(self._ranks[name])
+
+    async def _gone(self, name: str) -> object:
+        assert self._processes is not None
+        return await self._processes.ended(self._ranks[name])
+
+    async def close(self) -> None:
+        """Stop every process, decoders first; kill those that do not go."""
+        await super().close()
+        if self._processes is not None:
+            await self._processes.close()
+        self._folder.cleanup()

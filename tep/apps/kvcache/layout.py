@@ -1,6 +1,6 @@
-"""What a KV cache looks like in memory, on each rank, and which heads go where between two of them.
+"""The shape of a KV cache: the whole model's, and each rank's part of it in memory.
 
-Pure: no engine, no memory, no time. Everything that both sides must count alike is here.
+Pure: no engine, no memory, no time.
 
 One buffer of one rank is `u8[layers, planes, npages, heads, page_tokens, token_bytes]`. Heads stand
 before the tokens of a page, so that neighbouring heads are one run of bytes: one long write takes
@@ -10,25 +10,14 @@ them all. Planes let one page list cover K and V.
 from __future__ import annotations
 
 import hashlib
-import random
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
 from tep import UsageError
 
-__all__ = [
-    "HeadSlice",
-    "KvBuffer",
-    "KvLayout",
-    "RankShape",
-    "head_slices",
-    "held_heads",
-    "match_ranks",
-    "rows_per_page",
-]
+__all__ = ["KvBuffer", "KvLayout", "RankShape", "held_heads"]
 
 
 class KvBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +115,7 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """What one rank of a tensor-parallel instance holds.
+    """The part of a cache that one rank of a tensor-parallel instance holds.
 
     Attributes:
         layout: of the model.
@@ -180,86 +169,3 @@ def held_heads(heads: int, tp: int, rank: int, what: str) -> range:
         raise UsageError(f"{what}: {tp} ranks cannot hold equal copies of {heads} heads")
     head = rank * heads // tp
     return range(head, head + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSlice:
-    """A run of heads that one rank there needs and one rank here can give in one write a page.
-
-    Attributes:
-        buffer: index of the buffer in the layout.
-        dst_rank: who needs it.
-        src_ranks: who has it; any of them will do.
-        src_head: first head, counted in the source's page.
-        dst_head: first head, counted in the target's page.
-        heads: how many.
-    """
-
-    buffer: int
-    dst_rank: int
-    src_ranks: tuple[int, ...]
-    src_head: int
-    dst_head: int
-    heads: int
-
-
-@lru_cache(maxsize=256)
-def head_slices(layout: KvLayout, src_tp: int, dst_tp: int) -> tuple[HeadSlice, ...]:
-    """Every run of heads that one page of each buffer needs between two instances.
-
-    A function of the layout and the two degrees alone: both sides count by it.
-
-    Raises:
-        UsageError: the heads cannot be shared out over so many ranks.
-    """
-    found: list[HeadSlice] = []
-    for index, buffer in enumerate(layout.buffers):
-        held = [_heads_of(layout, buffer, src_tp, rank) for rank in range(src_tp)]
-        for dst_rank in range(dst_tp):
-            needed = _heads_of(layout, buffer, dst_tp, dst_rank)
-            head = needed.start
-            while head < needed.stop:
-                holders = tuple(rank for rank in range(src_tp) if head in held[rank])
-                source = held[holders[0]]
-                stop = min(needed.stop, source.stop)
-                place = (head - source.start, head - needed.start, stop - head)
-                found.append(HeadSlice(index, dst_rank, holders, *place))
-                head = stop
-    return tuple(found)
-
-
-def rows_per_page(layout: KvLayout, src_tp: int, dst_tp: int, dst_rank: int) -> int:
-    """Writes, and so immediates, that one page makes at one rank, over all layers and planes."""
-    total = 0
-    for piece in head_slices(layout, src_tp, dst_tp):
-        if piece.dst_rank == dst_rank:
-            buffer = layout.buffers[piece.buffer]
-            total += buffer.layers * buffer.planes
-    return total
-
-
-def match_ranks(slices: tuple[HeadSlice, ...], seed: int) -> list[tuple[int, HeadSlice]]:
-    """Choose a source rank for every slice: at random where several have it, evenly all the same.
-
-    Args:
-        slices: of head_slices().
-        seed: of the draw; one a request, so that requests differ and a replay does not.
-
-    Returns:
-        (source rank, slice) pairs in the order of `slices`.
-    """
-    dice = random.Random(seed)
-    orders: dict[tuple[int, ...], list[int]] = {}
-    taken: dict[tuple[int, ...], int] = {}
-    found = []
-    for piece in slices:
-        holders = piece.src_ranks
-        if len(holders) == 1:
-            found.append((holders[0], piece))
-            continue
-        if holders not in orders:
-            orders[holders] = dice.sample(holders, len(holders))
-        turn = taken.get(holders, 0)
-        taken[holders] = turn + 1
-        found.append((orders[holders][turn % len(holders)], piece))
-    return found

@@ -1,136 +1,92 @@
-"""What decoders and prefillers say to each other, and its bytes. No behaviour lives here.
+"""The messages of decoders and prefillers, and their bytes: notes of the first ranks' `KvBlocks`.
 
-MessagePack arrays that begin with the name of the message; strict: what does not fit is refused. A
-message may be lost when its sender is told of an error, may have arrived all the same, and
-messages overtake each other: every receiver must bear repeats and any order.
+MessagePack arrays that begin with the name of the message; strict: what does not fit is refused.
+Notes may be lost, repeated and overtake each other. Who sent one is known from `KvBlocks`. What
+senders and receivers of blocks say to each other is in blocks/messages.py.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
-from tep import BadDescriptor
+from tep import BadDescriptor, NetAddr, TepError
+from tep.apps.kvcache.blocks import KvBlocks
 from tep.apps.kvcache.layout import KvLayout
 
-__all__ = [
-    "Beat",
-    "Cancel",
-    "Dispatch",
-    "Ended",
-    "Hello",
-    "Message",
-    "Refuse",
-    "Welcome",
-    "decode",
-    "encode",
-]
+__all__ = ["Answer", "Beat", "Hello", "Mail", "Message", "Order", "decode", "encode"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """The sender's name and incarnation come first, so that old ones can be told."""
-
-    NAMED: ClassVar[bool] = True
-
-    sender: str
-    epoch: int
+    """One message."""
 
 
 class Hello(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Decoder -> prefiller: who I am, and where you may write.
 
     Attributes:
-        addr: NetAddr of my first rank.
-        fingerprint: of the layout.
-        layout: whole, for the refusal's text.
-        kv: MrDesc bytes, one a buffer, for each rank.
-        tail: MrDesc bytes of the tail slots, on the first rank.
-        npages: pages of each buffer.
-        tail_bytes: length of one tail slot.
+        name: of the instance.
+        version: grows each time that the memory is registered anew.
+        layout: of the model.
+        cards: one a rank.
     """
 
-    addr: bytes
-    fingerprint: bytes
+    name: str
+    version: int
     layout: KvLayout
-    kv: tuple[tuple[bytes, ...], ...]
-    tail: bytes
-    npages: int
-    tail_bytes: int
+    cards: tuple[bytes, ...]
 
 
-class Welcome(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Prefiller -> decoder: the layouts agree; I have so many ranks."""
-
-    tp: int
-
-
-class Refuse(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Prefiller -> decoder: no dealings with you, and why."""
-
-    reason: str
-
-
-class Dispatch(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Decoder -> prefiller: compute this prompt and write its cache to my pages.
+class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Decoder -> prefiller: compute this prompt, and write what the tickets are for.
 
     Attributes:
         serial: of this attempt; grows with each that this incarnation makes.
+        version: of the Hello that you must know.
         request: its name.
-        imm: what every write is to carry.
-        pages: u32 little-endian, one for each page from `first_page` on.
-        first_page: pages before it are here already, and are neither sent nor counted.
-        tail_slot: where the tail goes.
+        tickets: one a rank.
         ntokens: length of the prompt.
         input_ids: i32 little-endian; empty where the model needs none.
-        seed: of the random matching of ranks.
     """
 
     serial: int
+    version: int
     request: str
-    imm: int
-    pages: bytes
-    first_page: int
-    tail_slot: int
+    tickets: tuple[bytes, ...]
     ntokens: int
     input_ids: bytes
-    seed: int
 
 
-class Cancel(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Decoder -> prefiller: stop this attempt, and tell me when no write of it is under way."""
-
-    serial: int
-
-
-class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Prefiller -> decoder: nothing of this attempt is under way, nor ever will be again.
-
-    The answer to a Cancel; also sent unasked when an attempt failed. A request that went well ends
-    without a message.
+class Answer(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Prefiller -> decoder: what becomes of an order.
 
     Attributes:
-        serial: of the attempt.
-        unsure: a write of it failed, and may land after its error.
-        reason: why it failed; "" if it was cancelled, was over before, or never came.
+        serial: of the order.
+        state: "taken": it is being done, or was. "refused": it is not. "hello": say hello first;
+            "known": that answers the hello, whose version is in place of the serial.
+        reason: why it is refused.
     """
 
     serial: int
-    unsure: bool
-    reason: str
+    state: Literal["taken", "refused", "hello", "known"]
+    reason: str = ""
 
 
 class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Both ways: I live.
+    """Decoder -> prefiller, and back: I live.
 
     Attributes:
-        oldest: decoder's: attempts before this serial are over; 0 from a prefiller.
+        serials: orders that the decoder knows to be taken, and waits for; none from a prefiller.
     """
 
-    oldest: int
+    serials: tuple[int, ...] = ()
 
 
-Message = Hello | Welcome | Refuse | Dispatch | Cancel | Ended | Beat
+Message = Hello | Order | Answer | Beat
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -141,7 +97,7 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(payload: bytes | memoryview) -> Message:
+def decode(payload: bytes) -> Message:
     """Read a message.
 
     Raises:
@@ -149,5 +105,53 @@ def decode(payload: bytes | memoryview) -> Message:
     """
     try:
         return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TepError) as error:
         raise BadDescriptor(f"{len(payload)} bytes are no KV cache message: {error}") from error
+
+
+class Mail:
+    """The messages of one instance, handed over on the event loop's thread.
+
+    Args:
+        blocks: of the first rank.
+        take: called with the address of each message's sender, and the message.
+
+    Attributes:
+        loop: of the instance.
+        garbled: notes that were no messages.
+    """
+
+    def __init__(self, blocks: KvBlocks, take: Callable[[NetAddr, Message], object]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.garbled = 0
+        self._blocks, self._take = blocks, take
+        self._numbers = itertools.count(1)
+        blocks.on_note(self._hear)
+
+    def number(self) -> int:
+        """A number for a message that is sent again and again."""
+        return next(self._numbers)
+
+    def send(self, peer: NetAddr, message: Message, number: int | None = None) -> None:
+        """Send a message that may be lost.
+
+        Args:
+            peer: the first rank of its instance.
+            message: to send.
+            number: the same each time that it is sent; None: it is not sent again.
+        """
+        self._blocks.send_note(peer, self.number() if number is None else number, encode(message))
+
+    def _hear(self, peer: NetAddr, body: bytes) -> None:
+        """Hand a note over, from the engine's thread."""
+        try:
+            message = decode(body)
+        except BadDescriptor:
+            self.garbled += 1
+            return
+        self.call(self._take, peer, message)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Have a function called on the event loop's thread, unless the loop is closed."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *args)

@@ -1,4 +1,4 @@
-"""What a model must do for this cache, and what it is given: the callbacks of an embedding engine.
+"""The model that a user writes for this cache, and its arguments: callbacks of an inference engine.
 
 Types only; `check` and `transformer` hold models.
 """
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How a request ended.
+    """The end of a request.
 
     Attributes:
         request: its name.
@@ -141,7 +141,7 @@ def page_keys(request: Request, layout: KvLayout) -> list[bytes]:
 
 @dataclass(slots=True)
 class PrefillWork:
-    """What a model's prefill is given.
+    """The argument of a model's prefill.
 
     Attributes:
         request: the prompt.
@@ -176,7 +176,7 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """What a model's decode is given: the whole cache of a prompt, complete.
+    """The argument of a model's decode: the whole cache of a prompt, complete.
 
     Attributes:
         request: the prompt.

@@ -1,4 +1,4 @@
-"""What a launcher and its prefiller and decoder processes say, over pipes or a socket, and how.
+"""The lines that a launcher and its members say over a socket, and their bytes.
 
 Each frame is 4 bytes of length, little-endian, and MessagePack. This is the control plane of a
 launcher, not a protocol between peers: those speak `messages` over the engine.
@@ -7,12 +7,15 @@ launcher, not a protocol between peers: those speak `messages` over the engine.
 from __future__ import annotations
 
 import asyncio
+import socket
+from typing import Final
 
 import msgspec
 
 from tep import BadDescriptor
 
 __all__ = [
+    "SERVICE",
     "Done",
     "Fenced",
     "Generate",
@@ -23,7 +26,20 @@ __all__ = [
     "Ready",
     "Stop",
     "WantLease",
+    "keep_alive",
 ]
+
+SERVICE: Final = "kvcache"
+"""The name by which members introduce themselves to a launcher."""
+
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+)
+"""A host that has vanished ends its connections within 20 s."""
 
 _FRAME_BYTES_MAX = 1 << 26
 
@@ -33,10 +49,9 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class Ready(_Line, frozen=True, forbid_unknown_fields=True):
-    """Process -> launcher: I run; this is my first rank's address."""
+    """Process -> launcher: I run; these are my engines' addresses."""
 
-    epoch: int
-    addr: bytes
+    addrs: tuple[bytes, ...]
 
 
 class Generate(_Line, frozen=True, forbid_unknown_fields=True):
@@ -73,8 +88,7 @@ class Leased(_Line, frozen=True, forbid_unknown_fields=True):
 
     number: int
     name: str
-    epoch: int
-    addr: bytes
+    addrs: tuple[bytes, ...]
     error: str
 
 
@@ -133,6 +147,10 @@ class Pipe:
         if not self._writer.is_closing():
             self._writer.write(len(payload).to_bytes(4, "little") + payload)
 
+    def hang_up(self) -> None:
+        """End the connection at once. Idempotent."""
+        self._writer.transport.abort()
+
     async def receive(self) -> Line | None:
         """The next line; None at the end.
 
@@ -151,3 +169,9 @@ class Pipe:
                 self.lost = str(error)
             return None
         return decode(payload)
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Have a connection end some time after its other host has vanished."""
+    for option in _KEEPALIVE:
+        writer.get_extra_info("socket").setsockopt(*option)

@@ -1,8 +1,7 @@
-"""Pages of a cache and who holds them: free, held, kept for their prefix, or in quarantine.
+"""Pages of a cache and who holds them: free, held, or kept for their prefix.
 
 Bookkeeping only: no bytes, no engine. A page is one index for all layers, buffers and ranks of an
-instance. Rule: a page leaves quarantine by `release` alone, which says who has confirmed that no
-write can land there any more.
+instance.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class PagePool:
 
     Attributes:
         npages: how many there are.
-        nfree, nheld, nquarantined: how many of them are in which state.
+        nfree, nheld: how many of them are free, and how many somebody holds.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class PagePool:
         # late hits a page in use, in every test.
         self._stack: PageIndices = np.arange(npages - 1, -1, -1)
         self.nfree = npages
-        self.nquarantined = 0
         self._refs = np.zeros(npages, np.int32)
         self._waiting: deque[tuple[int, asyncio.Future[PageIndices]]] = deque()
         self._serving = self._closed = False
@@ -62,12 +60,12 @@ class PagePool:
 
     @property
     def nheld(self) -> int:
-        """Pages that somebody holds, without those in quarantine."""
-        return self.npages - self.nfree - self.nquarantined
+        """Pages that somebody holds."""
+        return self.npages - self.nfree
 
     @property
     def nwaiting(self) -> int:
-        """How many callers of acquire() wait."""
+        """The number of callers of acquire() that wait."""
         return len(self._waiting)
 
     def take(self, n: int) -> PageIndices | None:
@@ -119,19 +117,6 @@ class PagePool:
         assert (self._refs[pages] > 0).all(), f"freed twice: {pages[self._refs[pages] <= 0]}"
         self._refs[pages] -= 1
         self._push(pages[self._refs[pages] == 0])
-
-    def quarantine(self, pages: PageIndices) -> None:
-        """Keep pages out of use: somebody may still write to them. They have one holder."""
-        assert (self._refs[pages] == 1).all(), "only a single holder can put pages in quarantine"
-        self._refs[pages] = -1
-        self.nquarantined += len(pages)
-
-    def release(self, pages: PageIndices) -> None:
-        """End the quarantine: it is certain now that no write can land."""
-        assert (self._refs[pages] == -1).all(), "not in quarantine"
-        self._refs[pages] = 0
-        self.nquarantined -= len(pages)
-        self._push(pages)
 
     def _make_room(self, n: int) -> bool:
         if self.nfree < n and self.reclaim is not None:

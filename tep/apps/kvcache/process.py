@@ -1,7 +1,9 @@
-"""One prefiller or decoder as a process of its own: `python -m tep.apps.kvcache.process SETTINGS`.
+"""One prefiller or decoder as a process: a rank of a cluster, whoever has started it.
 
-It speaks with its launcher over stdin and stdout, and with its peers over the engine. SETTINGS is a
-JSON document of `Settings`. What others have started speaks over a socket: see `ranks`.
+Rank 0 is the launcher; the next ranks are the prefillers, the last ones the decoders. A member
+connects to rank 0, both prove that they know the token, and it speaks `pipes` over this connection,
+and with its peers over the engine. `python -m tep.apps.kvcache.process SHAPE` is one member, at the
+place that the environment says; SHAPE is a JSON document.
 """
 
 from __future__ import annotations
@@ -9,20 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
-from tep import FabricError, NetAddr, TepError, TransferEngine
+from tep import FabricError, NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Request
-from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.pipes import (
+    SERVICE,
     Done,
     Fenced,
     Generate,
@@ -32,107 +34,129 @@ from tep.apps.kvcache.pipes import (
     Ready,
     Stop,
     WantLease,
+    keep_alive,
 )
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.routing import PrefillerCard
+from tep.apps.kvcache.scheduler import PrefillerCard
 from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+from tep.rendezvous import Place
+from tep.rendezvous.proof import enter
 
-__all__ = ["Settings", "main", "serve"]
+__all__ = ["Role", "Shape", "check_size", "main", "work_as_rank"]
+
+Role = Literal["prefiller", "decoder"]
+
+_CALL_S: Final = 60.0
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one process is told.
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cluster.
 
     Attributes:
-        role: what it is.
-        name: of the instance.
-        tp: its ranks; each is an engine with a worker thread.
+        prefillers, decoders: processes of each kind.
+        prefill_tp, decode_tp: engines in each; each has a worker thread.
         backend, options: of tep.TransferEngine.open.
-        npages: of its cache.
+        npages: of each cache.
         seed: of the model's weights.
-        silent_s: when a peer counts as silent.
+        silent_s: when a peer counts as silent; a shared machine can be slow.
+        start_s: how long a process may take to start.
     """
 
-    role: Literal["prefiller", "decoder"]
-    name: str
-    tp: int
-    backend: str
-    options: dict[str, Any]
-    npages: int
-    seed: int
-    silent_s: float
+    prefillers: int = 2
+    decoders: int = 2
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    backend: str = "libfabric"
+    options: dict[str, Any] = msgspec.field(default_factory=lambda: {"provider": "tcp"})
+    npages: int = 256
+    seed: int = 0
+    silent_s: float = 5.0
+    start_s: float = 60.0
+
+    @property
+    def members(self) -> list[tuple[Role, str]]:
+        """Role and name of each process, from rank 1 on."""
+        members: list[tuple[Role, str]] = [("prefiller", f"p{k}") for k in range(self.prefillers)]
+        return members + [("decoder", f"d{k}") for k in range(self.decoders)]
 
 
-class _RemoteLease:
-    """A lease that the launcher keeps."""
-
-    def __init__(self, router: _RemoteRouter, number: int, card: PrefillerCard) -> None:
-        self._router, self._number, self.card = router, number, card
-
-    def close(self, failure: str = "") -> None:
-        self._router.pipe.send(LeaseOver(self._number, failure))
-
-
-class _RemoteRouter:
-    """Asks the launcher's scheduler."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self.pipe = pipe
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Leased]] = {}
-        self._addresses: dict[bytes, NetAddr] = {}
-
-    async def lease(self, request: Request, exclude: Collection[str]) -> _RemoteLease:
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self.pipe.send(WantLease(number, request.name, request.ntokens, tuple(exclude)))
-        leased = await answer
-        if leased.error:
-            raise FabricError(leased.error)
-        addr = self._addresses.setdefault(leased.addr, NetAddr.from_bytes(leased.addr))
-        return _RemoteLease(self, number, PrefillerCard(leased.name, leased.epoch, addr))
-
-    def take(self, leased: Leased) -> None:
-        waiting = self._waiting.pop(leased.number, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(leased)
+def check_size(shape: Shape, place: Place) -> None:
+    """Raise UsageError where another number of processes was started than a cluster takes."""
+    wanted = 1 + len(shape.members)
+    if place.size != wanted:
+        raise UsageError(
+            f"{place.size} processes were started, and the cluster takes {wanted}: a launcher, "
+            f"prefillers={shape.prefillers}, decoders={shape.decoders}"
+        )
 
 
-async def serve(settings: Settings, pipe: Pipe) -> None:
-    """Be one process of a cluster until its launcher says stop, or hangs up."""
-    config = TinyConfig(seed=settings.seed)
+def work_as_rank(shape: Shape, place: Place) -> None:
+    """Be one member of a cluster, by rank, until the launcher says stop.
+
+    Raises:
+        UsageError: rank 0, which is the launcher; or another number of processes was started.
+        FabricError: the launcher is not there, or has hung up.
+    """
+    check_size(shape, place)
+    if not place.rank:
+        raise UsageError("rank 0 is the launcher: RankedCluster")
+    asyncio.run(_work(shape, place))
+
+
+async def _work(shape: Shape, place: Place) -> None:
+    role, name = shape.members[place.rank - 1]
+    launcher = f"the launcher at {place.host}:{place.port}"
+    try:
+        peer = await enter(place.host, place.port, place.token, (SERVICE, name), _CALL_S)
+    except (TimeoutError, TepError) as error:
+        raise FabricError(f"{role} {name}: {launcher} is not there: {error}") from error
+    reader, writer = peer.streams()
+    keep_alive(writer)
+    pipe = Pipe(reader, writer)
+    try:
+        await _serve(shape, role, name, pipe)
+    finally:  # its engines are closed by now, which the end of this connection tells the launcher
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    if pipe.over:
+        raise FabricError(f"{role} {name}: {launcher} hung up. {pipe.lost}".rstrip())
+
+
+async def _serve(shape: Shape, role: Role, name: str, pipe: Pipe) -> None:
+    """Be one member until the launcher says stop, or hangs up."""
+    config = TinyConfig(seed=shape.seed)
     model = TinyTransformer(config)
     side = SideOptions(
-        npages=settings.npages,
+        npages=shape.npages,
         tail_bytes=config.tail_bytes,
-        patience=Patience(beat_s=settings.silent_s / 10, silent_s=settings.silent_s),
-        message_bytes=16384,
+        patience=Patience(beat_s=shape.silent_s / 10, silent_s=shape.silent_s),
     )
+    tp = shape.prefill_tp if role == "prefiller" else shape.decode_tp
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
-                TransferEngine.open(
-                    settings.backend, name=f"{settings.name}.{rank}", **settings.options
-                )
+                TransferEngine.open(shape.backend, name=f"{name}.{rank}", **shape.options)
             )
-            for rank in range(settings.tp)
+            for rank in range(tp)
         ]
-        if settings.role == "prefiller":
+        ready = Ready(tuple(one.main_address.to_bytes() for one in engines))
+        if role == "prefiller":
             prefiller = Prefiller(
-                settings.name, engines, config.layout, model, side, chunk_tokens=config.chunk_tokens
+                name, engines, config.layout, model, side, chunk_tokens=config.chunk_tokens
             )
-            card = prefiller.card
-            pipe.send(Ready(card.epoch, card.addr.to_bytes()))
+            pipe.send(ready)
             while not isinstance(await pipe.receive(), Stop | None):
                 pass
             await prefiller.leave()
         else:
-            await _serve_decoder(Decoder(settings.name, engines, config.layout, model, side), pipe)
+            decoder = Decoder(name, engines, config.layout, model, side)
+            pipe.send(ready)
+            await _serve_decoder(decoder, pipe)
 
 
 async def _serve_decoder(decoder: Decoder, pipe: Pipe) -> None:
     router = _RemoteRouter(pipe)
-    pipe.send(Ready(decoder.addr.epoch, decoder.addr.to_bytes()))
     tasks: set[asyncio.Task[None]] = set()
 
     async def see_through(order: Generate) -> None:
@@ -157,29 +181,47 @@ async def _serve_decoder(decoder: Decoder, pipe: Pipe) -> None:
     decoder.close()
 
 
-async def _connect() -> Pipe:
-    """Take stdout for the lines; what anybody prints goes to stderr from here on."""
-    loop = asyncio.get_running_loop()
-    sys.stdout.flush()
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, out)
-    return Pipe(reader, asyncio.StreamWriter(transport, protocol, None, loop))
+class _RemoteLease:
+    """A lease that the launcher keeps."""
+
+    def __init__(self, router: _RemoteRouter, number: int, card: PrefillerCard) -> None:
+        self._router, self._number, self.card = router, number, card
+
+    def close(self, failure: str = "") -> None:
+        self._router.pipe.send(LeaseOver(self._number, failure))
+
+
+class _RemoteRouter:
+    """Asks the launcher's scheduler."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Leased]] = {}
+
+    async def lease(self, request: Request, exclude: Collection[str]) -> _RemoteLease:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.pipe.send(WantLease(number, request.name, request.ntokens, tuple(exclude)))
+        leased = await answer
+        if leased.error:
+            raise FabricError(leased.error)
+        addrs = tuple(map(NetAddr.from_bytes, leased.addrs))
+        return _RemoteLease(self, number, PrefillerCard(leased.name, addrs))
+
+    def take(self, leased: Leased) -> None:
+        waiting = self._waiting.pop(leased.number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(leased)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one process to its end."""
-    settings = msgspec.json.decode(argv[0], type=Settings)
-
-    async def run() -> None:
-        await serve(settings, await _connect())
-
+    """Be one member of the cluster that is given."""
+    place = Place.from_env()
     try:
-        asyncio.run(run())
+        work_as_rank(msgspec.json.decode(argv[0], type=Shape), place)
     except TepError as error:
-        sys.stderr.write(f"{settings.role} {settings.name}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
         return 1
     return 0
 

@@ -11,11 +11,55 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from tep import UsageError, WaitTimeout
+from tep import NetAddr, UsageError, WaitTimeout
 from tep.apps.kvcache.model import Completion, Request
-from tep.apps.kvcache.routing import Lease, PrefillerCard, Router
 
-__all__ = ["DecodeSide", "Scheduler"]
+__all__ = ["DecodeSide", "Lease", "PrefillerCard", "Router", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillerCard:
+    """The name and addresses of a prefiller, for schedulers and decoders.
+
+    Attributes:
+        name: of the instance.
+        addrs: of its engines, one a rank.
+    """
+
+    name: str
+    addrs: tuple[NetAddr, ...]
+
+    @property
+    def addr(self) -> NetAddr:
+        """The address of the first rank, which messages go to."""
+        return self.addrs[0]
+
+    @property
+    def epoch(self) -> int:
+        """The number of this incarnation: its first rank's."""
+        return self.addr.epoch
+
+
+class Lease(Protocol):
+    """The use of one prefiller for one attempt."""
+
+    @property
+    def card(self) -> PrefillerCard:
+        """Which prefiller."""
+
+    def close(self, failure: str = "") -> None:
+        """The attempt is over; `failure` says why it did not work."""
+
+
+class Router(Protocol):
+    """Picks prefillers: a scheduler."""
+
+    async def lease(self, request: Request, exclude: Collection[str]) -> Lease:
+        """Pick one; of those in `exclude` only if there is no other.
+
+        Raises:
+            TepError: there is none.
+        """
 
 
 class DecodeSide(Protocol):

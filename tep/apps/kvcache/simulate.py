@@ -1,7 +1,8 @@
 """Whole clusters under load: requests at a rate, layer-wise transfer, and what it costs.
 
 Capacity runs keep time and move no bytes: on the flow fabric (large clusters), or on the timing
-fabric (exact, and some twenty times dearer). Checks with bytes are `trial`'s.
+fabric (exact, and some twenty times dearer). On the chaos fabric the small transformer computes for
+real, and the tokens of each answer are compared with those of one place.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tep import UsageError
+import numpy as np
+
+from tep import EngineOptions, UsageError
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
-from tep.apps.kvcache.memory import no_memory
-from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request
-from tep.apps.kvcache.options import SideOptions
+from tep.apps.kvcache.memory import SideOptions, host_memory, no_memory
+from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.transformer import TinyTransformer
 from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
-from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
 from tep.base.units import PS_PER_S
-from tep.sim import FabricEnv, FlowFabric, Network, Profile, TimingFabric
+from tep.sim import Chaos, ChaosFabric, FabricEnv, FlowFabric, Network, Profile, TimingFabric
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]
 
@@ -43,12 +45,15 @@ class Plant:
         prefill_tp, decode_tp: ranks of each; each rank is an engine.
         profile: the machine: a name of tep.sim.profiles(), or a Profile.
         decode_profile: the decoders' machine; None: the same.
-        fabric: "flow" or "timing".
+        fabric: "flow", "timing" or "chaos".
+        chaos: its knobs there; None: drawn from the load's seed.
         network: what stands between the NICs of the timing fabric.
         slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
-        model: gives the layout, the chunk and compute times.
+        model: gives the layout, the chunk and compute times; but on chaos.
         token_s: between two generated tokens; the decoder's time.
+        layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
+        attempts_max: decoders tried for a request, and prefillers by each.
         ack_gather_s: see FlowFabric.
         patience: times of both sides.
     """
@@ -59,17 +64,18 @@ class Plant:
     decode_tp: int = 4
     profile: Profile | str = "efa_2x200"
     decode_profile: Profile | str | None = None
-    fabric: Literal["flow", "timing"] = "flow"
+    fabric: Literal["flow", "timing", "chaos"] = "flow"
+    chaos: Chaos | None = None
     network: Network | None = None
     slow_nic: float = 1.0
     model: TtftModel = PUBLISHED
     token_s: float = 0.02
+    layer_s: float = 5e-6
     npages: int = 4096
+    attempts_max: int = 3
     ack_gather_s: float = 0.02
     patience: Patience = field(
-        default_factory=lambda: Patience(
-            beat_s=0.5, silent_s=5.0, hello_s=1.0, cancel_s=1.0, request_s=600.0
-        )
+        default_factory=lambda: Patience(beat_s=0.5, silent_s=5.0, cancel_s=1.0, request_s=600.0)
     )
 
     @property
@@ -99,11 +105,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a run. Times in seconds.
+    """The outcome of a run. Times in seconds.
 
     Attributes:
         completions: of every request, in the order of their ends.
         compute_s: for each of them, its prefill's compute alone, as the model says.
+        wrong: completions with other tokens than those of one place; they are compared on chaos.
         engines: at the start.
         writes, rows, nbytes: paged writes and tails; rows they made; their bytes.
         simulated_s: from the first arrival to the last end.
@@ -113,6 +120,7 @@ class Report:
 
     completions: list[Completion]
     compute_s: list[float]
+    wrong: list[Completion]
     engines: int
     writes: int
     rows: int
@@ -173,47 +181,20 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     """
     started_s = time.process_time()
     env = FabricEnv()
-    machines = [plant.profile, plant.decode_profile or plant.profile]
-    if plant.fabric == "flow":
-        fabric: FlowFabric | TimingFabric = FlowFabric(
-            env, machines, ack_gather_s=plant.ack_gather_s
-        )
-    elif plant.fabric == "timing":
-        network = plant.network
-        fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False, network=network)
-    else:
-        raise UsageError(f"Plant.fabric={plant.fabric!r} is neither 'flow' nor 'timing'")
-    side = SideOptions(
-        npages=plant.npages,
-        tail_slots=plant.npages,
-        patience=plant.patience,
-        allocate=no_memory,
-        message_bytes=8 * plant.npages + 4096,
-    )
-    world = World(
-        fabric,
-        plant.model.layout,
-        TimedModel(plant.model, plant.token_s),
-        prefiller=side,
-        decoder=side,
-        chunk_tokens=plant.model.chunk_tokens,
-        fence_s=2 * plant.patience.silent_s,
-        paint=False,
-        watch=told_word,
-        scheduler=Scheduler(wait_s=plant.patience.request_s),
-        decode_profile=plant.decode_profile,
-    )
-    arrivals = _arrivals(load)
+    world, tiny = _world(plant, load, env)
+    arrivals = _arrivals(load, ids=tiny is not None)
     completions: list[Completion] = []
     with world:
         world.run(_play(plant, world, arrivals, events, completions))
         moved = [stats for member in world.everybody for stats in (_moved(member.side),) if stats]
-    tokens = {request.name: request.ntokens for _, request in arrivals}
+    asked = {request.name: request for _, request in arrivals}
     writes, rows, nbytes = (sum(column) for column in zip(*moved, strict=True))
-    predicted = {n: plant.model.predict(n).ttft_same_node_s for n in set(tokens.values())}
+    lengths = {request.ntokens for request in asked.values()}
+    alone_s = {n: _compute_s(plant, n, tiny) for n in lengths}
     return Report(
         completions,
-        [predicted[tokens[done.request]] for done in completions],
+        [alone_s[asked[done.request].ntokens] for done in completions],
+        [done for done in completions if tiny and not _is_right(tiny, asked[done.request], done)],
         plant.engines,
         writes,
         rows,
@@ -224,6 +205,62 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     )
 
 
+def _world(plant: Plant, load: Load, env: FabricEnv) -> tuple[World, TinyTransformer | None]:
+    """The cluster; and the model that computes for real, on chaos."""
+    machines = [plant.profile, plant.decode_profile or plant.profile]
+    fabric: FlowFabric | TimingFabric | ChaosFabric
+    if plant.fabric == "flow":
+        fabric = FlowFabric(env, machines, ack_gather_s=plant.ack_gather_s)
+    elif plant.fabric == "timing":
+        network = plant.network
+        fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False, network=network)
+    elif plant.fabric == "chaos":
+        fabric = ChaosFabric(env, plant.chaos or Chaos.draw(load.seed))
+    else:
+        raise UsageError(f"Plant.fabric={plant.fabric!r} is not 'flow', 'timing' or 'chaos'")
+    tiny = TinyTransformer(layer_s=plant.layer_s) if plant.fabric == "chaos" else None
+    side = SideOptions(
+        npages=plant.npages,
+        tail_slots=plant.npages,
+        tail_bytes=1024 if tiny is None else tiny.config.tail_bytes,
+        patience=plant.patience,
+        allocate=no_memory if tiny is None else host_memory,
+    )
+    world = World(
+        fabric,
+        plant.model.layout if tiny is None else tiny.config.layout,
+        tiny or TimedModel(plant.model, plant.token_s),
+        prefiller=side,
+        decoder=side,
+        chunk_tokens=plant.model.chunk_tokens if tiny is None else tiny.config.chunk_tokens,
+        fence_s=2 * plant.patience.silent_s,
+        decoder_options={"attempts_max": plant.attempts_max},
+        scheduler=Scheduler(wait_s=plant.patience.request_s, attempts_max=plant.attempts_max),
+        decode_profile=None if tiny else plant.decode_profile,
+        options=EngineOptions() if tiny is None else _probing(plant.patience),
+    )
+    return world, tiny
+
+
+def _probing(patience: Patience) -> EngineOptions:
+    """Engines that look for a lost peer as often as the instances beat."""
+    return EngineOptions(probe_first_s=patience.beat_s, probe_max_s=patience.silent_s)
+
+
+def _compute_s(plant: Plant, ntokens: int, tiny: TinyTransformer | None) -> float:
+    if tiny is None:
+        return plant.model.predict(ntokens).ttft_same_node_s
+    config = tiny.config
+    chunks = cut_chunks(ntokens, config.chunk_tokens, config.page_tokens)
+    return len(chunks) * config.layers * plant.layer_s
+
+
+def _is_right(tiny: TinyTransformer, request: Request, done: Completion) -> bool:
+    assert request.input_ids is not None
+    alone = tiny.alone(request.input_ids, request.max_tokens)
+    return done.tokens is None or list(done.tokens) == alone
+
+
 def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
     if isinstance(side, Decoder):
         return 0, 0, 0
@@ -231,7 +268,7 @@ def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
     return stats.writes, stats.rows, stats.nbytes
 
 
-def _arrivals(load: Load) -> list[tuple[float, Request]]:
+def _arrivals(load: Load, *, ids: bool) -> list[tuple[float, Request]]:
     """(second, request) pairs, in order."""
     if load.rate <= 0 or load.duration_s <= 0 or not load.ntokens:
         raise UsageError(f"{load}: rate, duration and lengths are positive")
@@ -240,7 +277,10 @@ def _arrivals(load: Load) -> list[tuple[float, Request]]:
     at_s = dice.expovariate(load.rate)
     while at_s < load.duration_s:
         ntokens = dice.choice(load.ntokens)
-        request = Request(f"r{len(found)}", ntokens, max_tokens=load.max_tokens)
+        prompt = None
+        if ids:
+            prompt = np.array([dice.randrange(256) for _ in range(ntokens)], np.int32)
+        request = Request(f"r{len(found)}", ntokens, prompt, load.max_tokens)
         found.append((at_s, request))
         at_s += dice.expovariate(load.rate)
     return found

@@ -42,7 +42,7 @@ class TinyConfig:
 
     @property
     def layout(self) -> KvLayout:
-        """Of its cache: K and V as two planes of one buffer."""
+        """The layout of its cache: K and V as two planes of one buffer."""
         buffer = KvBuffer("kv", self.layers, self.kv_heads, 4 * self.head_dim, planes=2)
         return KvLayout(f"tiny-{self.seed}", self.page_tokens, (buffer,), dtype="float32")
 
@@ -136,9 +136,11 @@ class TinyTransformer:
 
     Attributes:
         config: its sizes.
+        layer_s: seconds that a prefill rests after each layer.
     """
 
     config: TinyConfig = field(default_factory=TinyConfig)
+    layer_s: float = 0.0
     _embed: Floats = field(init=False)
     _unembed: Floats = field(init=False)
     _layers: list[_Layer] = field(init=False)
@@ -206,7 +208,7 @@ class TinyTransformer:
         return found
 
     def logits(self, x: Floats) -> Floats:
-        """Of the last token: f32[vocab]."""
+        """The logits of the last token: f32[vocab]."""
         found: Floats = _norm(x[-1:])[0] @ self._unembed
         return found
 
@@ -256,7 +258,7 @@ class TinyTransformer:
                 x = self.attend(layer, x, chunk.start, cache)
                 work.layer_done()
                 x = self.feed(layer, x)
-                await asyncio.sleep(0)  # beats and cancels get their turn
+                await asyncio.sleep(self.layer_s)  # beats and cancels get their turn
         return self.logits(x).tobytes()
 
     async def decode(self, work: DecodeWork) -> Sequence[int]:

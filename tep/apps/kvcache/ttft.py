@@ -1,4 +1,4 @@
-"""How long until the first token: what layer-wise transfer adds to a prefill, in closed form.
+"""The time to the first token: layer-wise transfer added to a prefill, in closed form.
 
 The pipeline is modelled: a layer's pages leave when its attention output is there, the wire takes
 one layer after the other, a transfer takes a start and a time for each page, and the first token
@@ -58,7 +58,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of one prompt. Times in seconds.
+    """The model's times of one prompt, in seconds.
 
     Attributes:
         ntokens: its length.
@@ -120,7 +120,7 @@ class TtftModel:
         return _pages_of(self.layout, ntokens)
 
     def added_s(self, chunks: Sequence[Chunk]) -> float:
-        """What disaggregation adds to a prompt beside the transfer of its layers."""
+        """The time that disaggregation adds to a prompt beside the transfer of its layers."""
         largest = max(self.pages_of(chunk.stop - chunk.start) for chunk in chunks)
         return len(chunks) * self.step_s + largest * self.hand_over_s
 
@@ -272,7 +272,7 @@ PUBLISHED: Final = fit(QWEN3_235B, 16384, PUBLISHED_ROWS)
   NIC's rate, while the same paper's paged writes reach 360 Gb/s: why is not known. So these two are
   this deployment's and no NIC's; for others see `simulate`.
 - step_s 29 ms, hand_over_s 73 us a page. The table does not say where the 46 to 321 ms over the
-  same node come from, of which the last layer's transfer is 2 ms. A part for each step and a part
+  same node come from; the last layer's transfer is 2 ms. A part for each step and a part
   for the size of a step reproduce them within 11 ms; that they are what they are called here is
   our reading, guessed.
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 from tep import EngineOptions, TransferEngine
-from tep.apps.kvcache.check import FreePaint
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.job import Watch
 from tep.apps.kvcache.layout import KvLayout
+from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Model
-from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.pool import PagePool
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
@@ -30,7 +28,7 @@ Made = TypeVar("Made", Prefiller, Decoder)
 
 
 class Fabric(Protocol):
-    """What makes hosts: the chaos fabric with so many NICs, the others with their profile's."""
+    """Makes hosts: the chaos fabric with so many NICs, the others with their profile's."""
 
     @property
     def env(self) -> FabricEnv:
@@ -44,14 +42,12 @@ class Member:
     Attributes:
         side: the prefiller or decoder.
         engines: one a rank.
-        paint: of its free pages, where bytes are checked.
         alive: whether it runs.
         maimed: ranks whose engine has lost a NIC.
     """
 
     side: Prefiller | Decoder
     engines: list[TransferEngine]
-    paint: FreePaint | None
     alive: bool = True
     maimed: set[int] = field(default_factory=set)
 
@@ -66,9 +62,8 @@ class World:
         chunk_tokens: of the prefillers.
         nics: of every host, on the chaos fabric.
         fence_s: from a death to the certainty of it.
-        paint: check that free pages are not written.
-        watch: see Prefiller; None: the engine's watched words.
         decoder_options: more arguments of Decoder.
+        options: of every engine.
         decode_profile: the decoders' machine, one of a fabric that has several.
 
     Attributes:
@@ -89,10 +84,9 @@ class World:
         chunk_tokens: int,
         nics: int = 2,
         fence_s: float = 0.05,
-        paint: bool = True,
-        watch: Watch | None = None,
         decoder_options: dict[str, Any] | None = None,
         scheduler: Scheduler | None = None,
+        options: EngineOptions | None = None,
         decode_profile: Profile | str | None = None,
     ) -> None:
         self.fabric = fabric
@@ -105,8 +99,7 @@ class World:
         self._chunk_tokens = chunk_tokens
         self._nics = nics
         self._fence_s = fence_s
-        self._paint = paint
-        self._watch = watch
+        self._options = options or EngineOptions()
         self._decoder_options = decoder_options or {}
         self._machines = {"d": decode_profile}
         self._fences: set[asyncio.Task[None]] = set()
@@ -129,8 +122,7 @@ class World:
         return node
 
     def _start_prefiller(self, name: str, nodes: Sequence[SimNode]) -> Prefiller:
-        engines = [_engine(self.env, node) for node in nodes]
-        more: dict[str, Any] = {} if self._watch is None else {"watch": self._watch}
+        engines = [_engine(self.env, node, self._options) for node in nodes]
 
         def make(pool: PagePool) -> Prefiller:
             return Prefiller(
@@ -141,7 +133,6 @@ class World:
                 self._sides["p"],
                 chunk_tokens=self._chunk_tokens,
                 pool=pool,
-                **more,
             )
 
         side = self._enrol(make, engines, self._sides["p"].npages)
@@ -149,7 +140,7 @@ class World:
         return side
 
     def _start_decoder(self, name: str, nodes: Sequence[SimNode]) -> Decoder:
-        engines = [_engine(self.env, node) for node in nodes]
+        engines = [_engine(self.env, node, self._options) for node in nodes]
 
         def make(pool: PagePool) -> Decoder:
             return Decoder(
@@ -169,13 +160,8 @@ class World:
     def _enrol(
         self, make: Callable[[PagePool], Made], engines: list[TransferEngine], npages: int
     ) -> Made:
-        paint = FreePaint() if self._paint else None
-        if paint is None:
-            side = make(PagePool(npages))
-        else:
-            side = make(PagePool(npages, on_take=paint.on_take, on_free=paint.on_free))
-            paint.watch(side.memory)
-        self.members[side.name] = Member(side, engines, paint)
+        side = make(PagePool(npages))
+        self.members[side.name] = Member(side, engines)
         return side
 
     # ------------------------------------------------------------------ going
@@ -288,11 +274,11 @@ class World:
         self.close()
 
 
-def _engine(env: FabricEnv, node: SimNode) -> TransferEngine:
+def _engine(env: FabricEnv, node: SimNode, options: EngineOptions) -> TransferEngine:
     return TransferEngine(
         node.domains,
         driver=SimDriver(env, node),
         name=node.name,
         epoch=node.epoch,
-        options=EngineOptions(),
+        options=options,
     )

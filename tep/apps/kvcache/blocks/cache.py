@@ -136,9 +136,12 @@ class KvBlocks:
         self.lock = RLock()
         self.placed: dict[str, Placed] = {}
         self.garbled = self.foreign = 0
+        self._smallest: dict[int, Placed] = {}  # of each group, the tensor with the fewest blocks
         self._by_address = False
         self._added: list[tuple[KvTensor, int, dict[str, tuple[int, int]], str, object]] = []
         self._regions: list[tuple[MrHandle, MrDesc]] = []
+        self._named: set[str] = set()
+        self._spans: list[tuple[int, int, str]] = []  # address, length and device of each region
         self._under_way: dict[Hashable, tuple[int, int]] = {}
         self._out: Counter[tuple[str, int]] = Counter()
         self._handlers: dict[type[Message], Callable[..., object]] = {}
@@ -177,13 +180,14 @@ class KvBlocks:
                 f"KvBlocks.add: {name!r} has {here[0]} heads here; rank {self.rank} of {self.tp} "
                 f"holds {held} of heads={total}"
             )
-        if self._regions or any(name == one[0].name for one in self._added):
+        if self._regions or name in self._named:
             raise UsageError(f"KvBlocks.add: {name!r} was added before, or the cache is in use")
         tensor = KvTensor(name, layer, total, tokens[0], run, group)
+        self._named.add(name)
         self._added.append((tensor, address, dims, device, array))
 
     def card(self) -> bytes:
-        """What senders must know of this cache; the first call registers the memory."""
+        """Describe this cache for senders; the first call registers the memory."""
         self.register()
         engine = self.engine
         regions = tuple(desc.to_bytes() for _, desc in self._regions)
@@ -211,8 +215,8 @@ class KvBlocks:
                 merged[-1] = (device, merged[-1][1], max(stop, merged[-1][2]))
             else:
                 merged.append((device, start, stop))
-        for device, start, stop in merged:
-            self._regions.append(self.engine.reg_mr((start, stop - start, device)))
+        self._spans = [(start, stop - start, device) for device, start, stop in merged]
+        self._regions = [self.engine.reg_mr(span) for span in self._spans]
         for tensor, address, dims, device, _ in self._added:
             region = next(
                 k for k, (d, a, b) in enumerate(merged) if d == device and a <= address < b
@@ -220,12 +224,27 @@ class KvBlocks:
             steps = (dims["b"][1], dims.get("h", (1, 0))[1], dims.get("t", (1, 0))[1])
             at = Placed(tensor, region, address - merged[region][1], dims["b"][0], *steps)
             self.placed[tensor.name] = at
+            least = self._smallest.setdefault(tensor.group, at)
+            if at.blocks < least.blocks:
+                self._smallest[tensor.group] = at
         self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message, with_sender=True)
+
+    def renew(self) -> None:
+        """Register the memory anew, after a NIC has lost its registrations; then card() is another.
+
+        Writes under the keys given out before fail from here on.
+
+        Raises:
+            BusyError: writes of ours still read it.
+        """
+        for index, (mr, _) in enumerate(self._regions):
+            self.engine.deregister(mr)
+            self._regions[index] = self.engine.reg_mr(self._spans[index])
 
     @property
     def groups(self) -> int:
-        """How many lists of blocks a request has."""
-        return 1 + max(one.tensor.group for one in self.placed.values())
+        """The number of lists of blocks that a request has."""
+        return 1 + max(self._smallest)
 
     def check_blocks(self, what: str, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """One list of distinct blocks a group, as integers; UsageError if they cannot be."""
@@ -234,14 +253,13 @@ class KvBlocks:
                 f"{what}: {len(block_ids)} lists of blocks, the cache has {self.groups} groups"
             )
         found = [[int(block) for block in group] for group in block_ids]
-        for one in self.placed.values():
-            ids = found[one.tensor.group]
-            if ids and not 0 <= min(ids) <= max(ids) < one.blocks:
+        for group, ids in enumerate(found):
+            one = self._smallest.get(group)
+            if ids and one is not None and not 0 <= min(ids) <= max(ids) < one.blocks:
                 raise UsageError(
                     f"{what}: blocks {min(ids)} .. {max(ids)}; {one.tensor.name!r} has 0 .. "
                     f"{one.blocks - 1}"
                 )
-        for group, ids in enumerate(found):
             if len(set(ids)) != len(ids):
                 raise UsageError(f"{what}: group {group} lists a block twice: {ids}")
         return found

@@ -1,4 +1,4 @@
-"""What `begin` and `expect` return, and what `poll` says."""
+"""The handles that `begin` and `expect` return, and the events of `poll`."""
 
 from __future__ import annotations
 
@@ -86,6 +86,10 @@ class KvRequest:
         for wake in tuple(self._wakes):
             wake()
 
+    def on_change(self, callback: Callable[[], object]) -> None:
+        """Have callback() called after each change of the state, by the thread that makes it."""
+        self._wakes.add(callback)
+
     async def wait_async(self, timeout_s: float = math.inf) -> Self:
         """Return once it is done or free; `ok` says which.
 
@@ -125,7 +129,7 @@ class KvRequest:
 
 
 class KvSide(ABC):
-    """What a sender and a receiver have in common: a cache, patience, and events for `poll`."""
+    """The base of senders and receivers: a cache, patience, and events for `poll`."""
 
     def __init__(self, blocks: KvBlocks, patience: Patience) -> None:
         self.blocks = blocks
@@ -133,7 +137,7 @@ class KvSide(ABC):
         self._events: deque[KvEvent] = deque()
 
     def poll(self) -> list[KvEvent]:
-        """What has happened since the last call; it also repeats messages and looks at deadlines.
+        """Return the events since the last call; also repeat messages and look at deadlines.
 
         Call it now and then, as from an engine's loop, unless requests are awaited.
         """

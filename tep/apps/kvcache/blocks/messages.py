@@ -1,4 +1,4 @@
-"""What senders and receivers of blocks say to each other, and what they hand to their engines.
+"""The messages of senders and receivers of blocks, and the cards and tickets that engines carry.
 
 MessagePack; strict. Messages may be lost, repeated and overtake each other. Each names the
 incarnation it is meant for, so that no later one takes it. Rule: what a message says of its sender
@@ -47,7 +47,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank expects; it travels by any way from the receiver's engine to the sender's.
+    """The blocks that one rank expects; it travels by any way to the sender.
 
     It allows nothing by itself: a sender has to claim it first, and the receiver may refuse.
 
@@ -66,7 +66,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Whom it is for (the epoch), and the sender's number of the claim."""
+    """The epoch of the engine that it is for, and the sender's number of the claim."""
 
     epoch: _U64
     claim: int

@@ -51,7 +51,7 @@ __all__ = ["KvLoad", "KvReceiver"]
 
 
 class _Grant:
-    """What one sender was granted for one request."""
+    """The grant of one sender for one request."""
 
     def __init__(self, addr: NetAddr, claim: int, imm: int, count: int) -> None:
         self.addr, self.claim, self.imm, self.count = addr, claim, imm, count
@@ -183,7 +183,7 @@ class KvReceiver(KvSide):
     # ------------------------------------------------------------------ claims
 
     def _heads_of(self, load: KvLoad) -> dict[str, int]:
-        """How many heads of each tensor are to come."""
+        """Count the heads of each tensor that are to come."""
         mine = (self.blocks.tp, self.blocks.rank)
         return {
             name: served_heads(one.tensor.heads, mine, mine, name)[2]

@@ -10,11 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from tep import BadDescriptor, NetAddr, Pages, Sender, TepError, Transfer, UsageError
+from tep import (
+    BadDescriptor,
+    NetAddr,
+    Pages,
+    Prepared,
+    Sender,
+    TepError,
+    Transfer,
+    UsageError,
+)
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
@@ -37,18 +47,47 @@ Blocks = npt.NDArray[np.int64]
 Row = tuple[Placed, Placed, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 
+class _Run:
+    """Tensors of one layer whose rows leave together: rows of one length between two regions.
+
+    Two runs are equal if they differ in their starts alone: layers of a cache mostly do.
+    """
+
+    def __init__(self, group: int, regions: tuple[int, int], length: int) -> None:
+        self.group, self.regions, self.length = group, regions, length
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        first, last = self.rows[0], row
+        self.starts = first[0].start, first[1].start
+        strides = last[0].block_stride, last[1].block_stride
+        away = last[0].start - self.starts[0], last[1].start - self.starts[1]
+        offsets = id(last[2][1]), id(last[2][2])  # which live as long as the run
+        before = self.key if len(self.rows) > 1 else (self.group, self.regions, self.length)
+        self.key: tuple[object, ...] = (*before, *strides, *away, *offsets)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Run) and self.key == other.key
+
+
 class _Claim:
     """One receiving rank of one request."""
 
     def __init__(self, send: KvSend, number: int, peer: PeerCache, ticket: Ticket) -> None:
         self.send, self.number, self.peer, self.ticket = send, number, peer, ticket
-        self.rows: dict[int, list[Row]] = {}  # by layer
+        self.runs: dict[int, list[_Run]] = {}  # by layer
+        self.prepared: dict[_Run, tuple[tuple[int, int], _Run, Prepared]] = {}
         self.dst = [np.frombuffer(raw, "<u4").astype(np.int64) for raw in ticket.blocks]
         self.src = [
             np.array(ids[len(ids) - len(dst) :], np.int64)
             for ids, dst in zip(send.blocks, self.dst, strict=True)
         ]
         self.sent: dict[tuple[int, int], int] = {}  # blocks of (layer, group) that were sent
+        self.unsent = 0  # those that were not sent whole
         self.missing = [np.zeros(len(dst), np.int64) for dst in self.dst]  # writes yet to succeed
         self.imm: int | None = None
         self.open: set[Transfer] = set()
@@ -59,7 +98,7 @@ class _Claim:
 
     @property
     def all_sent(self) -> bool:
-        return all(n == len(self.dst[group]) for (_, group), n in self.sent.items())
+        return not self.unsent
 
 
 class KvSend(KvRequest):
@@ -108,6 +147,7 @@ class KvSender(KvSide):
     Attributes:
         blocks: as given.
         layers: of the model that this cache holds.
+        writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
     """
 
     def __init__(self, blocks: KvBlocks, *, patience: Patience = Patience()) -> None:
@@ -116,9 +156,16 @@ class KvSender(KvSide):
         super().__init__(blocks, patience)
         self.layers = {one.tensor.layer for one in blocks.placed.values()}
         self._peers: dict[tuple[str, int], PeerCache] = {}
+        self._runs: WeakKeyDictionary[PeerCache, dict[int, list[_Run]]] = WeakKeyDictionary()
         self._claims: dict[int, _Claim] = {}
         self._open: set[KvSend] = set()
         self._number = 0
+        self.writes = self.rows = self.nbytes = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way, and every receiver knows the end of what was."""
+        return not self._claims
 
     def connect(self, card: bytes, peer: NetAddr | None = None) -> tuple[int, int]:
         """Get to know a receiver's cache; again after it has restarted.
@@ -217,27 +264,54 @@ class KvSender(KvSide):
             )
         self._number += 1
         claim = _Claim(send, self._number, peer, ticket)
-        for name, there in peer.tensors.items():
-            here = self.blocks.placed.get(name)
-            if here is None:
-                continue
-            served, tensor = self._served(there, peer), here.tensor
-            highest = int(claim.dst[tensor.group].max(initial=0))
-            if highest >= there.blocks:
-                raise UsageError(
-                    f"begin: {send.request!r}: {ticket.name} expects block {highest} of "
-                    f"{tensor.name!r}, which has {there.blocks}"
-                )
-            if served[2] and len(claim.dst[tensor.group]):
-                row = (here, there, rows_of(here, there, served))
-                claim.rows.setdefault(tensor.layer, []).append(row)
-                claim.sent[tensor.layer, tensor.group] = 0
-                claim.missing[tensor.group] += 1
-        if claim.rows:
+        for layer, runs in self._runs_to(peer).items():
+            for run in runs:
+                dst = claim.dst[run.group]
+                if len(dst):
+                    self._check_blocks(claim, run, int(dst.max()))
+                    claim.runs.setdefault(layer, []).append(run)
+                    claim.sent[layer, run.group] = 0
+                    claim.missing[run.group] += len(run.rows)
+        claim.unsent = len(claim.sent)
+        if claim.runs:
             send._claims.append(claim)
 
+    @staticmethod
+    def _check_blocks(claim: _Claim, run: _Run, highest: int) -> None:
+        for _, there, _ in run.rows:
+            if highest >= there.blocks:
+                raise UsageError(
+                    f"begin: {claim.send.request!r}: {claim.ticket.name} expects block {highest} "
+                    f"of {there.tensor.name!r}, which has {there.blocks}"
+                )
+
+    def _runs_to(self, peer: PeerCache) -> dict[int, list[_Run]]:
+        """The runs of each layer that this rank writes to a peer."""
+        found = self._runs.get(peer)
+        if found is None:
+            found = self._runs[peer] = {}
+            for name, there in peer.tensors.items():
+                here = self.blocks.placed.get(name)
+                served = (0, 0, 0) if here is None else self._served(there, peer)
+                if here is None or not served[2]:
+                    continue
+                row = (here, there, rows_of(here, there, served))
+                key = (here.tensor.group, (here.region, there.region), row[2][0])
+                runs = found.setdefault(here.tensor.layer, [])
+                run = next((r for r in runs if (r.group, r.regions, r.length) == key), None)
+                if run is None:
+                    run = _Run(*key)
+                    runs.append(run)
+                run.add(row)
+        return found
+
     def _ask(self, claim: _Claim) -> None:
-        rows = {here.tensor.name: r[0] for many in claim.rows.values() for here, _, r in many}
+        rows = {
+            here.tensor.name: run.length
+            for runs in claim.runs.values()
+            for run in runs
+            for here, _, _ in run.rows
+        }
         ticket, engine = claim.ticket, self.blocks.engine
         mine = (engine.main_address.to_bytes(), ticket.serial, ticket.request)
         place = (self.blocks.tp, self.blocks.rank)
@@ -248,28 +322,24 @@ class KvSender(KvSide):
 
     def _write(self, claim: _Claim, layer: int) -> None:
         """Write what is computed of a layer and was not written yet."""
-        if claim.imm is None or claim.why or layer not in claim.rows:
+        if claim.imm is None or claim.why or layer not in claim.runs:
             return
         done = claim.send._done.get(layer, 0.0)
-        together: dict[tuple[int, int, int, int], list[Row]] = {}
-        for row in claim.rows[layer]:
-            here, there, (length, *_) = row
-            key = (here.tensor.group, here.region, there.region, length)
-            together.setdefault(key, []).append(row)
         stops = {}
-        for (group, src_region, dst_region, length), rows in together.items():
-            first = claim.sent[layer, group]
-            stop = self._ready(claim, group, rows[0][0].tensor.tokens, done)
-            stops[group] = max(first, stop)
+        for run in claim.runs[layer]:
+            first = claim.sent[layer, run.group]
+            stop = self._ready(claim, run.group, run.rows[0][0].tensor.tokens, done)
+            stops[run.group] = max(first, stop)
             if stop > first and not claim.why:
-                regions = (src_region, dst_region)
-                self._submit(claim, group, (first, stop), regions, length, rows)
+                self._submit(claim, run, (first, stop))
         for group, stop in stops.items():
+            whole = len(claim.dst[group])
+            claim.unsent -= claim.sent[layer, group] < stop == whole
             claim.sent[layer, group] = stop
 
     @staticmethod
     def _ready(claim: _Claim, group: int, tokens: int, done: float) -> int:
-        """How many of the target's blocks are whole once `done` tokens are computed."""
+        """Count the target's blocks that are whole once `done` tokens are computed."""
         wanted, held = len(claim.dst[group]), len(claim.send.blocks[group])
         if done == math.inf:
             return wanted
@@ -277,33 +347,36 @@ class KvSender(KvSide):
         total = held if ntokens == math.inf else max(held, -(-int(ntokens) // tokens))
         return min(wanted, max(0, int(done) // tokens - (total - wanted)))
 
-    def _submit(
-        self,
-        claim: _Claim,
-        group: int,
-        span: tuple[int, int],
-        regions: tuple[int, int],
-        length: int,
-        rows: Sequence[Row],
-    ) -> None:
-        src, dst = claim.src[group][slice(*span), None], claim.dst[group][slice(*span), None]
+    def _prepare(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> Prepared:
+        src, dst = (blocks[run.group][slice(*span), None] for blocks in (claim.src, claim.dst))
         starts = [
             np.concatenate([
                 (blocks * at.block_stride + (at.start + offsets)).ravel()
                 for at, offsets in sides
             ])
             for blocks, sides in (
-                (src, [(here, r[1]) for here, _, r in rows]),
-                (dst, [(there, r[2]) for _, there, r in rows]),
+                (src, [(here, r[1]) for here, _, r in run.rows]),
+                (dst, [(there, r[2]) for _, there, r in run.rows]),
             )
         ]  # fmt: skip
-        source = (self.blocks.mr(regions[0]), Pages(starts[0], stride=1))
-        sink = (claim.peer.descs[regions[1]], Pages(starts[1], stride=1))
-        on_done = partial(self._written, claim, group, span, len(rows))
+        source = (self.blocks.mr(run.regions[0]), Pages(starts[0], stride=1))
+        sink = (claim.peer.descs[run.regions[1]], Pages(starts[1], stride=1))
+        return self.blocks.engine.prepare_paged_writes(run.length, source, sink)
+
+    def _submit(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> None:
+        """Write some blocks of a run: the layers of a chunk are one prepared write."""
+        on_done = partial(self._written, claim, run.group, span, len(run.rows))
         claim.under_way += 1
         try:
-            transfer = self.blocks.engine.submit_paged_writes(
-                length, source, sink, claim.imm, on_done=on_done
+            of_span, laid, prepared = claim.prepared.get(run, (None, run, None))
+            if prepared is None or of_span != span:
+                laid, prepared = run, self._prepare(claim, run, span)
+                claim.prepared[run] = span, run, prepared
+            transfer = prepared.submit(
+                claim.imm,
+                src_offset=run.starts[0] - laid.starts[0],
+                dst_offset=run.starts[1] - laid.starts[1],
+                on_done=on_done,
             )
         except TepError as error:
             claim.under_way -= 1
@@ -318,6 +391,9 @@ class KvSender(KvSide):
         with self.blocks.lock:
             claim.open.discard(transfer)
             claim.under_way -= 1
+            self.writes += 1
+            self.rows += transfer.rows
+            self.nbytes += transfer.job.total
             if transfer.ok:
                 claim.missing[group][slice(*span)] -= ntensors
             else:

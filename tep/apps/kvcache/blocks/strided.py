@@ -1,4 +1,4 @@
-"""Where the blocks of a KV cache lie, by strides, and which rows carry a block between two layouts.
+"""The blocks of a KV cache, by strides, and the rows that carry a block between two layouts.
 
 Pure arithmetic: no engine, no memory, no time. A block is what inference engines call a page: the
 cache of `tokens` neighbouring tokens. Each side describes its own tensors; the two sides may order
@@ -29,7 +29,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one tensor of a cache holds, which is the same on every rank of both sides.
+    """The contents of one tensor of a cache, the same on every rank of both sides.
 
     Attributes:
         name: unique, e.g. "3.k".
@@ -49,7 +49,7 @@ class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the blocks of a tensor lie on one rank, in bytes.
+    """The places of a tensor's blocks on one rank, in bytes.
 
     Attributes:
         tensor: what it holds.
@@ -125,26 +125,33 @@ def served_heads(
     return first - here.start, first - there.start, stop - first
 
 
-@lru_cache(maxsize=4096)
 def rows_of(src: Placed, dst: Placed, served: tuple[int, int, int]) -> tuple[int, Offsets, Offsets]:
     """The rows that carry one block: their length, and their offsets in the block on both sides.
 
     A row is as long as both layouts are contiguous.
     """
-    tensor, (src_head, dst_head, heads) = src.tensor, served
-    length = tensor.run
-    left = [
-        (tensor.tokens, src.token_stride, dst.token_stride),
-        (heads, src.head_stride, dst.head_stride),
-    ]
+    steps = ((src.token_stride, dst.token_stride), (src.head_stride, dst.head_stride))
+    return _rows(src.tensor.run, src.tensor.tokens, served, steps)
+
+
+@lru_cache(maxsize=4096)
+def _rows(
+    run: int,
+    tokens: int,
+    served: tuple[int, int, int],
+    steps: tuple[tuple[int, int], tuple[int, int]],
+) -> tuple[int, Offsets, Offsets]:
+    length, (src_head, dst_head, heads) = run, served
+    (src_token, dst_token), (src_step, dst_step) = steps
+    left = [(tokens, src_token, dst_token), (heads, src_step, dst_step)]
     left = [dim for dim in left if dim[0] > 1]
     while (next_dim := next((d for d in left if d[1] == d[2] == length), None)) is not None:
         left.remove(next_dim)
         length *= next_dim[0]
-    src_rows = np.array([src_head * src.head_stride], np.int64)
-    dst_rows = np.array([dst_head * dst.head_stride], np.int64)
+    src_rows = np.array([src_head * src_step], np.int64)
+    dst_rows = np.array([dst_head * dst_step], np.int64)
     for count, src_step, dst_step in left:
-        steps = np.arange(count)
-        src_rows = (src_rows[:, None] + steps * src_step).ravel()
-        dst_rows = (dst_rows[:, None] + steps * dst_step).ravel()
+        ticks = np.arange(count)
+        src_rows = (src_rows[:, None] + ticks * src_step).ravel()
+        dst_rows = (dst_rows[:, None] + ticks * dst_step).ravel()
     return length, src_rows, dst_rows

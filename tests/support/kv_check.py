@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
 from tep.apps.kvcache.layout import KvBuffer
 from tep.apps.kvcache.memory import KvMemory
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request, page_keys
-from tep.apps.kvcache.pool import PageIndices
-
-__all__ = ["CheckedModel", "FreePaint", "head_bytes_of", "tail_bytes_of"]
+from tep.apps.kvcache.pool import PageIndices, PagePool
+from tep.apps.kvcache.world import Member, World
 
 _PAINT = 0xA5
 
 
 def head_bytes_of(key: bytes, buffer: KvBuffer, place: tuple[int, int, int], nbytes: int) -> bytes:
-    """What one head of one page holds.
+    """The bytes of one head of one page.
 
     Args:
         key: of the page; see page_keys().
@@ -38,7 +38,7 @@ def head_bytes_of(key: bytes, buffer: KvBuffer, place: tuple[int, int, int], nby
 
 
 def tail_bytes_of(request: Request, nbytes: int) -> bytes:
-    """What the tail of a request holds."""
+    """The bytes of the tail of a request."""
     return hashlib.shake_128(b"tail of " + request.name.encode()).digest(nbytes)
 
 
@@ -165,3 +165,40 @@ class FreePaint:
             for rank, engine in enumerate(memory.engines)
             for index in range(len(memory.layout.buffers))
         ]
+
+
+class PaintedWorld(World):
+    """A world whose free pages are painted, and whose loop hides no error.
+
+    Attributes:
+        violations: errors of the event loop's callbacks, in words.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._paints: dict[int, FreePaint] = {}
+        self.violations: list[str] = []
+
+    def paint(self, member: Member) -> FreePaint:
+        """The paint of an incarnation."""
+        return self._paints[id(member)]
+
+    def _enrol(self, make: Any, engines: Any, npages: int) -> Any:
+        paint = FreePaint()
+        side = make(PagePool(npages, on_take=paint.on_take, on_free=paint.on_free))
+        paint.watch(side.memory)
+        member = self.members[side.name] = Member(side, engines)
+        self._paints[id(member)] = paint
+        return side
+
+    def run(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine, and note what callbacks of the loop raise."""
+
+        def note(_: Any, context: dict[str, Any]) -> None:
+            self.violations.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+        async def whole() -> Any:
+            asyncio.get_running_loop().set_exception_handler(note)
+            return await main
+
+        return super().run(whole())

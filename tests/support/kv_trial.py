@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from tep.apps.kvcache.check import CheckedModel
+from tep import EngineOptions
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
+from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Completion, Request
-from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
-from tep.apps.kvcache.words import late_words
-from tep.apps.kvcache.world import Member, World
+from tep.apps.kvcache.world import Member
 from tep.sim import Chaos, ChaosFabric, Clog, FabricEnv, Mute, Pause, Slow, Swizzle
+from tests.support.kv_check import CheckedModel, PaintedWorld
 
 __all__ = ["EVENTS", "LAYOUTS", "Trial", "Verdict", "member_flaws", "run_trial"]
 
@@ -53,7 +53,7 @@ EVENTS: Final = (
     "retire",
     "join",
 )
-"""What can happen to an instance, or to a NIC of it; a new pair joins."""
+"""The events that befall an instance, or one of its NICs; "join": a new pair comes."""
 
 _BRIEF: Final = frozenset({"none", "revoke", "slow", "pause", "restart", "join"})
 """After these everybody is there again, or has never been away for long."""
@@ -62,7 +62,7 @@ _LASTS: Final = (300_000, 2_000_000, 8_000_000, 100_000_000, None)
 """ps; None = for good. A choice, around the time that a row takes."""
 
 _REST_S: Final = 60.0
-"""How long everything may take to come to rest: an error of the fabric comes after up to 0.5 s, and
+"""The longest time until everything is at rest: an error of the fabric comes after up to 0.5 s, and
 messages are sent, and peers asked about rows, several times before they are given up.
 """
 
@@ -89,8 +89,6 @@ class Trial:
         event: what happens: one of EVENTS.
         event_us: when.
         more: further events, drawn, each after the one before.
-        engine_words: the engine looks at the watched words, which is dear; False: they are told of,
-            late.
         harm: the fabric loses messages, overruns queues, and lets failed rows land late.
         impatient: peers count as silent after a time in which a paused worker may say nothing.
         chaos: the fabric's knobs; None = drawn from the seed.
@@ -110,7 +108,6 @@ class Trial:
     event: str = "none"
     event_us: float = 60.0
     more: int = 0
-    engine_words: bool = False
     harm: bool = False
     impatient: bool = False
     chaos: Chaos | None = None
@@ -137,14 +134,13 @@ class Trial:
             "impatient": dice.random() < 0.25,
             "more": dice.choice((0, 0, 0, 1, 3)),
             "harm": dice.random() < 0.3,
-            "engine_words": dice.random() < 0.1,
         }
         return cls(**(drawn | fixed))
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a trial.
+    """The outcome of a trial.
 
     Attributes:
         violations: what must not be, in words; empty if all is well.
@@ -165,7 +161,7 @@ class Verdict:
     now_us: float = 0.0
 
 
-def run_trial(trial: Trial, change: Callable[[World], object] | None = None) -> Verdict:
+def run_trial(trial: Trial, change: Callable[[PaintedWorld], object] | None = None) -> Verdict:
     """Run one scenario and judge it.
 
     Args:
@@ -179,15 +175,13 @@ def run_trial(trial: Trial, change: Callable[[World], object] | None = None) -> 
     patience = Patience(
         beat_s=unit_s / 20,
         silent_s=unit_s,
-        hello_s=unit_s / 4,
         cancel_s=unit_s / 4,
         request_s=unit_s * 20,
-        linger_s=max(unit_s, 200 * _US),  # longer than any clog that ends
+        linger_s=max(unit_s, 10_000 * _US),  # longer than a clog that ends, or a worker's pause
     )
     side = SideOptions(npages=trial.npages, tail_slots=4, tail_bytes=24, patience=patience)
     model = CheckedModel(lambda tokens: tokens * 0.5 * _US, decode_s=5 * _US)
-    words = random.Random(f"kvcache words {trial.seed}")
-    with World(
+    with PaintedWorld(
         fabric,
         LAYOUTS[trial.layout],
         model,
@@ -195,13 +189,13 @@ def run_trial(trial: Trial, change: Callable[[World], object] | None = None) -> 
         decoder=side,
         chunk_tokens=2 * LAYOUTS[trial.layout].page_tokens,
         fence_s=1.5 * unit_s,
-        watch=None if trial.engine_words else late_words(lambda: words.uniform(0, 8 * _US)),
         decoder_options={
             "imms": range(1, 1 + trial.imms),
             "prefix_pages": trial.prefix_pages,
             "attempts_max": 4,
         },
         scheduler=Scheduler(wait_s=20 * unit_s, cool_s=unit_s),
+        options=EngineOptions(probe_first_s=50 * _US, probe_max_s=400 * _US),
     ) as world:
         if change is not None:
             change(world)
@@ -212,7 +206,7 @@ def run_trial(trial: Trial, change: Callable[[World], object] | None = None) -> 
     return verdict
 
 
-async def _play(trial: Trial, world: World, verdict: Verdict) -> None:
+async def _play(trial: Trial, world: PaintedWorld, verdict: Verdict) -> None:
     dice = random.Random(f"kvcache play {trial.seed}")
     for index in range(trial.prefillers):
         world.add_prefiller(f"p{index}", trial.prefill_tp)
@@ -250,12 +244,12 @@ def _requests(trial: Trial, dice: random.Random) -> list[Request]:
     return found
 
 
-async def _client(world: World, request: Request, delay_s: float, verdict: Verdict) -> None:
+async def _client(world: PaintedWorld, request: Request, delay_s: float, verdict: Verdict) -> None:
     await asyncio.sleep(delay_s)
     verdict.completions.append(await world.scheduler.submit(request))
 
 
-async def _events(trial: Trial, world: World, dice: random.Random, verdict: Verdict) -> None:
+async def _events(trial: Trial, world: PaintedWorld, dice: random.Random, verdict: Verdict) -> None:
     await asyncio.sleep(trial.event_us * _US)
     await _event(trial, trial.event, world, dice, verdict)
     for _ in range(trial.more):
@@ -264,7 +258,7 @@ async def _events(trial: Trial, world: World, dice: random.Random, verdict: Verd
 
 
 async def _event(
-    trial: Trial, event: str, world: World, dice: random.Random, verdict: Verdict
+    trial: Trial, event: str, world: PaintedWorld, dice: random.Random, verdict: Verdict
 ) -> None:
     """Let it happen to somebody who is there."""
     there = sorted(name for name, member in world.members.items() if member.alive)
@@ -307,7 +301,7 @@ async def _event(
             pass
 
 
-async def _wind_down(world: World, verdict: Verdict) -> None:
+async def _wind_down(world: PaintedWorld, verdict: Verdict) -> None:
     """Bring everything to rest, as an operator would: who cannot be reached is put down.
 
     The control path of some may be gone for good, with their first NIC: they can neither confirm
@@ -337,9 +331,9 @@ async def _wind_down(world: World, verdict: Verdict) -> None:
     await asyncio.sleep(1_000 * _US)  # what is on the wire lands
 
 
-def _judge(trial: Trial, world: World, model: CheckedModel, verdict: Verdict) -> None:
+def _judge(trial: Trial, world: PaintedWorld, model: CheckedModel, verdict: Verdict) -> None:
     found = verdict.violations
-    found += model.violations
+    found += model.violations + world.violations
     kinds = {"p": trial.prefillers, "d": trial.decoders}
     spared = not verdict.struck or verdict.struck[0][0] in _BRIEF
     spared = spared or kinds[verdict.struck[0][1][0]] > 1
@@ -358,23 +352,22 @@ def _judge(trial: Trial, world: World, model: CheckedModel, verdict: Verdict) ->
         side = member.side
         if isinstance(side, Decoder):
             verdict.unclean += side.stats.unclean
-        found += member_flaws(member)
+        found += member_flaws(world, member)
 
 
-def member_flaws(member: Member) -> list[str]:
-    """What is wrong with one incarnation of an instance, at rest if it lives."""
+def member_flaws(world: PaintedWorld, member: Member) -> list[str]:
+    """The faults of one incarnation of an instance, at rest if it lives."""
     found = [
         f"{engine.name}: {error}" for engine in member.engines for error in engine.callback_errors
     ]
     if member.alive:
         found += _leaks(member)
-    if member.paint is not None:
-        found += member.paint.violations
-    return found
+        world.paint(member).look(np.arange(member.side.pool.npages))
+    return found + world.paint(member).violations
 
 
 def _leaks(member: Member) -> list[str]:
-    """What a living instance at rest must not hold any more."""
+    """The things that a living instance at rest holds, and must not."""
     side = member.side
     found: list[str] = []
     if isinstance(side, Decoder):
@@ -382,15 +375,11 @@ def _leaks(member: Member) -> list[str]:
             side.prefixes.clear()
         for what, left in (
             ("attempts", side.nopen),
-            ("live immediates", len(side.imms.live)),
+            ("live immediates", sum(len(one.imms.live) for one in side.receivers)),
         ):
             if left:
                 found.append(f"{side.name}: {left} {what} left")
     for what, pool in (("page", side.pool), ("tail slot", side.tails)):
         if pool.nfree != pool.npages:
-            found.append(
-                f"{side.name}: {pool.nheld} {what}s leaked, {pool.nquarantined} in quarantine"
-            )
-    if member.paint is not None:
-        member.paint.look(np.arange(side.pool.npages))
+            found.append(f"{side.name}: {pool.nheld} {what}s leaked")
     return found
