@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from threading import RLock
 from typing import Any
 
@@ -58,6 +58,11 @@ _NOBODY = -1
 """A claim that does not exist: who is told about it does nothing."""
 
 
+_tensor = lru_cache(maxsize=4096)(KvTensor)
+_card = lru_cache(maxsize=64)(partial(decode_as, Card))
+"""The ranks of one process have the same tensors, and are handed the same cards."""
+
+
 class PeerCache:
     """Another rank's cache, from its card.
 
@@ -76,7 +81,7 @@ class PeerCache:
     """
 
     def __init__(self, raw: bytes, named: Callable[[NetAddr], NetAddr]) -> None:
-        card = self.card = decode_as(Card, raw)
+        card = self.card = _card(raw)
         addr = NetAddr.from_bytes(card.addr)
         self.addr = named(addr)
         descs = [MrDesc.from_bytes(one) for one in card.regions]
@@ -138,7 +143,8 @@ class KvBlocks:
         self.garbled = self.foreign = 0
         self._smallest: dict[int, Placed] = {}  # of each group, the tensor with the fewest blocks
         self._by_address = False
-        self._added: list[tuple[KvTensor, int, dict[str, tuple[int, int]], str, object]] = []
+        # The tensors, which start at an address until they are registered; device, end, and array.
+        self._added: list[tuple[Placed, str, int, object]] = []
         self._regions: list[tuple[MrHandle, MrDesc]] = []
         self._named: set[str] = set()
         self._spans: list[tuple[int, int, str]] = []  # address, length and device of each region
@@ -182,9 +188,12 @@ class KvBlocks:
             )
         if self._regions or name in self._named:
             raise UsageError(f"KvBlocks.add: {name!r} was added before, or the cache is in use")
-        tensor = KvTensor(name, layer, total, tokens[0], run, group)
+        tensor = _tensor(name, layer, total, tokens[0], run, group)
         self._named.add(name)
-        self._added.append((tensor, address, dims, device, array))
+        stop = address + sum((n - 1) * step for n, step in dims.values()) + run // dims["d"][0]
+        steps = (dims["b"][1], here[1], tokens[1])
+        at = Placed(tensor, 0, address, dims["b"][0], *steps)
+        self._added.append((at, device, stop, array))
 
     def card(self) -> bytes:
         """Describe this cache for senders; the first call registers the memory."""
@@ -204,11 +213,7 @@ class KvBlocks:
             return
         if not self._added:
             raise UsageError("KvBlocks: no tensor was added")
-        spans = sorted(
-            (device, address, address + sum((n - 1) * step for n, step in dims.values()) + tail)
-            for tensor, address, dims, device, _ in self._added
-            for tail in (tensor.run // dims["d"][0],)
-        )
+        spans = sorted((device, at.start, stop) for at, device, stop, _ in self._added)
         merged: list[tuple[str, int, int]] = []
         for device, start, stop in spans:
             if merged and merged[-1][0] == device and start <= merged[-1][2]:
@@ -217,16 +222,16 @@ class KvBlocks:
                 merged.append((device, start, stop))
         self._spans = [(start, stop - start, device) for device, start, stop in merged]
         self._regions = [self.engine.reg_mr(span) for span in self._spans]
-        for tensor, address, dims, device, _ in self._added:
+        for at, device, _, _ in self._added:
             region = next(
-                k for k, (d, a, b) in enumerate(merged) if d == device and a <= address < b
+                k for k, (d, a, b) in enumerate(merged) if d == device and a <= at.start < b
             )
-            steps = (dims["b"][1], dims.get("h", (1, 0))[1], dims.get("t", (1, 0))[1])
-            at = Placed(tensor, region, address - merged[region][1], dims["b"][0], *steps)
-            self.placed[tensor.name] = at
-            least = self._smallest.setdefault(tensor.group, at)
+            start = at.start - merged[region][1]
+            found = msgspec.structs.replace(at, region=region, start=start)
+            self.placed[at.tensor.name] = found
+            least = self._smallest.setdefault(at.tensor.group, found)
             if at.blocks < least.blocks:
-                self._smallest[tensor.group] = at
+                self._smallest[at.tensor.group] = found
         self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message, with_sender=True)
 
     def renew(self) -> None:
