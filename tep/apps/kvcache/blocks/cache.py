@@ -42,7 +42,7 @@ NOTE_PARTS = 4096
 """Most pieces of a note: 24 MiB."""
 
 NOTES_MAX = 1024
-"""Notes of which pieces are missing, of all peers; a new one is not taken beyond them."""
+"""Limit of incomplete notes of all peers; beyond it no new note is accepted."""
 
 NOTES_PEER_MAX = 64
 PIECES_PEER_MAX = 2 * NOTE_PARTS
