@@ -142,7 +142,8 @@ class FabricDomain:
         slots = Slots(rules.window_rows, flags, more=rules.more)
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         queue = Queue(nic, slots, mailbox, rules)
-        queue.landed, queue.landed_many = self._take_read, self._take_reads
+        if not rules.software:
+            queue.landed, queue.landed_many = self._take_read, self._take_reads
         return slots, Regions(nic, software=rules.software, dmabuf=dmabuf), mailbox, queue
 
     # --- what tcp.py does in another way
