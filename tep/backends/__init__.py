@@ -19,13 +19,8 @@ from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable, UsageError
 
 __all__ = [
-    "BACKENDS",
-    "BackendModule",
-    "BackendSpec",
-    "load_backend",
-    "open_backend",
-    "open_device",
-]
+    "BACKENDS", "BackendModule", "BackendSpec", "load_backend", "open_backend", "open_device",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,31 +18,11 @@ import numpy.typing as npt
 from tep.memory.source import Memory
 
 __all__ = [
-    "COMPLETION",
-    "COMPLETION_BYTES",
-    "Access",
-    "Batch",
-    "CallersTurn",
-    "Column",
-    "Completions",
-    "ControlDomain",
-    "Domain",
-    "DomainCaps",
-    "DomainKey",
-    "Entry",
-    "Kind",
-    "Opened",
-    "ReadBatch",
-    "ReadDomain",
-    "ReadRow",
-    "Row",
-    "Status",
-    "WriteBatch",
-    "first_completions",
-    "new_completions",
-    "put_completion",
-    "take_completion",
-]
+    "COMPLETION", "COMPLETION_BYTES", "Access", "Batch", "CallersTurn", "Column", "Completions",
+    "ControlDomain", "Domain", "DomainCaps", "DomainKey", "Entry", "Kind", "Opened", "ReadBatch",
+    "ReadDomain", "ReadRow", "Row", "Status", "WriteBatch", "first_completions",
+    "new_completions", "put_completion", "take_completion",
+]  # fmt: skip
 
 Column = int | npt.NDArray[np.unsignedinteger]
 """One value for every row (an int), or one value a row (an unsigned array)."""

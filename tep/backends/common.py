@@ -25,16 +25,9 @@ if TYPE_CHECKING:
     from tep.memory.source import Memory
 
 __all__ = [
-    "all_or_none",
-    "check_memory",
-    "check_timeout",
-    "closed",
-    "identity",
-    "keep_at_fork",
-    "meaning",
-    "orphan_at_fork",
-    "says",
-]
+    "all_or_none", "check_memory", "check_timeout", "closed", "identity", "keep_at_fork",
+    "meaning", "orphan_at_fork", "says",
+]  # fmt: skip
 
 DomainT = TypeVar("DomainT", bound=Domain)
 

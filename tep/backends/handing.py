@@ -10,14 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tep.backends.base import (
-    COMPLETION_BYTES,
-    Completions,
-    Entry,
-    Kind,
-    Status,
-    put_completion,
-)
+from tep.backends.base import COMPLETION_BYTES, Completions, Entry, Kind, Status, put_completion
 
 __all__ = ["ReceivePool", "Unread", "hand_out"]
 

@@ -27,19 +27,9 @@ from tep.base.wire import MrDesc, NetAddr
 from tep.memory.dlpack import as_array
 
 __all__ = [
-    "Barrier",
-    "CudaDevice",
-    "EngineOptions",
-    "Paged",
-    "Pages",
-    "Read",
-    "Routing",
-    "Scatter",
-    "ScatterDst",
-    "Sender",
-    "Shape",
-    "Single",
-]
+    "Barrier", "CudaDevice", "EngineOptions", "Paged", "Pages", "Read", "Routing", "Scatter",
+    "ScatterDst", "Sender", "Shape", "Single",
+]  # fmt: skip
 
 
 SHAPE_BYTES_MAX: Final = 2**50

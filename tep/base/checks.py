@@ -16,20 +16,9 @@ from typing import Final, NoReturn
 from tep.base.errors import BadRequest, UsageError
 
 __all__ = [
-    "FOREIGN",
-    "INT64_MAX",
-    "TIME_MAX_S",
-    "U64_MAX",
-    "check_flag",
-    "check_int",
-    "check_kind",
-    "check_seconds",
-    "check_text",
-    "is_bytes",
-    "nearest",
-    "shown",
-    "unpicklable",
-]
+    "FOREIGN", "INT64_MAX", "TIME_MAX_S", "U64_MAX", "check_flag", "check_int", "check_kind",
+    "check_seconds", "check_text", "is_bytes", "nearest", "shown", "unpicklable",
+]  # fmt: skip
 
 INT64_MAX: Final = 2**63 - 1
 U64_MAX: Final = 2**64 - 1

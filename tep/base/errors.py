@@ -24,22 +24,10 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
-    "BackendUnavailable",
-    "BadDescriptor",
-    "BadRequest",
-    "BurntImm",
-    "BusyError",
-    "CallbackError",
-    "Cancelled",
-    "ClosedError",
-    "FabricError",
-    "RendezvousError",
-    "StaleEpoch",
-    "StallError",
-    "TepError",
-    "UsageError",
-    "WaitTimeout",
-]
+    "BackendUnavailable", "BadDescriptor", "BadRequest", "BurntImm", "BusyError", "CallbackError",
+    "Cancelled", "ClosedError", "FabricError", "RendezvousError", "StaleEpoch", "StallError",
+    "TepError", "UsageError", "WaitTimeout",
+]  # fmt: skip
 
 
 _FOR_GOOD: Final = frozenset(

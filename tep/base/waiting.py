@@ -16,15 +16,9 @@ from collections.abc import Callable
 from typing import Final
 
 __all__ = [
-    "Interrupts",
-    "Process",
-    "escaped",
-    "note_escape",
-    "raise_escaped",
-    "system_s",
-    "thread_id",
+    "Interrupts", "Process", "escaped", "note_escape", "raise_escaped", "system_s", "thread_id",
     "wake_main",
-]
+]  # fmt: skip
 
 SYSTEM_S: Final = 86400.0
 """The longest time that is given to a system call, seconds; poll() overflows at 24.8 days."""

@@ -21,20 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 __all__ = [
-    "InFile",
-    "InPath",
-    "Json",
-    "OutFile",
-    "Ray",
-    "Seed",
-    "busy",
-    "emit_json",
-    "make_table",
-    "print_table",
-    "progress",
-    "refuse_unused",
-    "run_on_ray",
-]
+    "InFile", "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
+    "print_table", "progress", "refuse_unused", "run_on_ray",
+]  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tep.base.errors import UsageError
-from tep.cli.show import (
-    Json,
-    OutFile,
-    Ray,
-    busy,
-    emit_json,
-    print_table,
-    progress,
-    refuse_unused,
-)
+from tep.cli.show import Json, OutFile, Ray, busy, emit_json, print_table, progress, refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

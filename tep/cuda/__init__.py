@@ -6,26 +6,10 @@ scripts/gpu_check would.
 
 from tep.cuda.arena import Arena, Staged, alloc
 from tep.cuda.driver import list_devices
-from tep.cuda.memory import (
-    Pointer,
-    export_dmabuf,
-    flush,
-    inspect,
-    needs_flush,
-    set_sync_memops,
-)
+from tep.cuda.memory import Pointer, export_dmabuf, flush, inspect, needs_flush, set_sync_memops
 from tep.cuda.words import GpuFlag
 
 __all__ = [
-    "Arena",
-    "GpuFlag",
-    "Pointer",
-    "Staged",
-    "alloc",
-    "export_dmabuf",
-    "flush",
-    "inspect",
-    "list_devices",
-    "needs_flush",
-    "set_sync_memops",
-]
+    "Arena", "GpuFlag", "Pointer", "Staged", "alloc", "export_dmabuf", "flush", "inspect",
+    "list_devices", "needs_flush", "set_sync_memops",
+]  # fmt: skip

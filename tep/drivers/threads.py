@@ -28,13 +28,8 @@ from tep.base.waiting import Interrupts, Process, escaped, raise_escaped, system
 from tep.observe.sight import hide, show
 
 __all__ = [
-    "Driver",
-    "InlineDriver",
-    "Machine",
-    "Settles",
-    "ThreadDriver",
-    "Timed",
-]
+    "Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver", "Timed",
+]  # fmt: skip
 
 T = TypeVar("T")
 

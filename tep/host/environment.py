@@ -11,15 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 __all__ = [
-    "HCA",
-    "SOCKET_IFNAME",
-    "Environ",
-    "NameList",
-    "Number",
-    "read_list",
-    "read_number",
-    "said",
-]
+    "HCA", "SOCKET_IFNAME", "Environ", "NameList", "Number", "read_list", "read_number", "said",
+]  # fmt: skip
 
 HCA: Final = "NCCL_IB_HCA"
 SOCKET_IFNAME: Final = "NCCL_SOCKET_IFNAME"

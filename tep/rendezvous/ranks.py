@@ -16,17 +16,7 @@ from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door, listen
 from tep.rendezvous.place import Place
 from tep.rendezvous.proof import challenge, enter, refuse, welcome
-from tep.rendezvous.wire import (
-    PART_BYTES_MAX,
-    TROUBLE,
-    Got,
-    Late,
-    Message,
-    Peer,
-    Put,
-    Who,
-    encode,
-)
+from tep.rendezvous.wire import PART_BYTES_MAX, TROUBLE, Got, Late, Message, Peer, Put, Who, encode
 
 __all__ = ["AsyncGroup"]
 

@@ -19,22 +19,9 @@ import msgspec
 from tep.base.errors import RendezvousError
 
 __all__ = [
-    "PART_BYTES_MAX",
-    "STRANGER_BYTES_MAX",
-    "TROUBLE",
-    "Challenge",
-    "Got",
-    "Join",
-    "Joined",
-    "Late",
-    "Message",
-    "Peer",
-    "Put",
-    "Refused",
-    "Who",
-    "decode",
-    "encode",
-]
+    "PART_BYTES_MAX", "STRANGER_BYTES_MAX", "TROUBLE", "Challenge", "Got", "Join", "Joined",
+    "Late", "Message", "Peer", "Put", "Refused", "Who", "decode", "encode",
+]  # fmt: skip
 
 PART_BYTES_MAX: Final = 1 << 20
 """The longest part that a rank may give to a collective call."""

@@ -27,19 +27,9 @@ from tep.sim.faults import Chaos, Fault
 from tep.sim.row_log import RowLog
 
 __all__ = [
-    "CompletionQueue",
-    "Fabric",
-    "Flight",
-    "Fragment",
-    "Host",
-    "Link",
-    "Nic",
-    "NicState",
-    "Peer",
-    "Region",
-    "Trouble",
-    "nobody",
-]
+    "CompletionQueue", "Fabric", "Flight", "Fragment", "Host", "Link", "Nic", "NicState", "Peer",
+    "Region", "Trouble", "nobody",
+]  # fmt: skip
 
 Trouble = Literal["clog", "deaf", "mute"]
 

@@ -31,14 +31,9 @@ from tep.base.hashing import draws, stream_key
 from tep.sim.draws import Stream
 
 __all__ = [
-    "FOREVER_PS",
-    "Call",
-    "FabricEnv",
-    "Place",
-    "Turned",
-    "in_one_process",
+    "FOREVER_PS", "Call", "FabricEnv", "Place", "Turned", "in_one_process",
     "internals_as_expected",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 

@@ -35,16 +35,9 @@ from tep.sim.profile import Profile
 from tep.sim.queues import NEVER_PS, Ints, Rate, SendQueue, Units, fifo_grouped, spans_ps
 
 __all__ = [
-    "LAST",
-    "NUMBER",
-    "Marks",
-    "PacedQueue",
-    "Passing",
-    "Paths",
-    "flights",
-    "is_paced",
+    "LAST", "NUMBER", "Marks", "PacedQueue", "Passing", "Paths", "flights", "is_paced",
     "no_flights",
-]
+]  # fmt: skip
 
 NUMBER: Final = 0
 LAST: Final = 1

@@ -20,37 +20,11 @@ from tep.base.units import PS_PER_MS, PS_PER_NS, PS_PER_US
 from tep.sim.draws import Label, Recorder, Stream
 
 __all__ = [
-    "CATALOGUE",
-    "FRAGMENTS_MAX",
-    "GROUPS",
-    "HARM",
-    "SPOILT",
-    "SWARM",
-    "Chaos",
-    "Clog",
-    "Cut",
-    "Drift",
-    "Fault",
-    "Faults",
-    "KillNic",
-    "Mute",
-    "Pause",
-    "Restart",
-    "Revoke",
-    "Slow",
-    "Swizzle",
-    "clog",
-    "cut",
-    "drift",
-    "groups_of",
-    "kill_nic",
-    "mute",
-    "pause",
-    "restart",
-    "revoke",
-    "slow",
-    "swizzle",
-]
+    "CATALOGUE", "FRAGMENTS_MAX", "GROUPS", "HARM", "SPOILT", "SWARM", "Chaos", "Clog", "Cut",
+    "Drift", "Fault", "Faults", "KillNic", "Mute", "Pause", "Restart", "Revoke", "Slow",
+    "Swizzle", "clog", "cut", "drift", "groups_of", "kill_nic", "mute", "pause", "restart",
+    "revoke", "slow", "swizzle",
+]  # fmt: skip
 
 FRAGMENTS_MAX: Final = 5
 """Most pieces one row is cut into: four cuts of 16 bits are what one draw gives."""

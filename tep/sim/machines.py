@@ -27,17 +27,9 @@ from tep.sim.profile import FIELDS, Profile, load_profile
 from tep.sim.queues import Ints, Rate
 
 __all__ = [
-    "NETWORK",
-    "InOrder",
-    "Late",
-    "Machine",
-    "Machines",
-    "Network",
-    "Pairs",
-    "ack_ps",
-    "latency_ps",
-    "network_of",
-]
+    "NETWORK", "InOrder", "Late", "Machine", "Machines", "Network", "Pairs", "ack_ps",
+    "latency_ps", "network_of",
+]  # fmt: skip
 
 _TRANSPORT = ("ordered", "imm_eats_recv")
 _CONGESTION = ("credit_bytes", "ecn_bytes", "ecn_every_ps", "ecn_recover_ps", "ecn_grow_bps")

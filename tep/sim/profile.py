@@ -26,17 +26,9 @@ from tep.base.errors import UsageError
 from tep.base.units import PS_PER_S
 
 __all__ = [
-    "FIELDS",
-    "Confidence",
-    "Field",
-    "Number",
-    "Profile",
-    "load_profile",
-    "profile_names",
-    "read_profile",
-    "with_number",
-    "write_profile",
-]
+    "FIELDS", "Confidence", "Field", "Number", "Profile", "load_profile", "profile_names",
+    "read_profile", "with_number", "write_profile",
+]  # fmt: skip
 
 Confidence = Literal["measured", "quoted", "fitted", "guessed"]
 """measured: by us. quoted: from the source. fitted: to the figures named. guessed: by judgement."""

@@ -19,25 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "NEVER_PS",
-    "Bools",
-    "Depths",
-    "Ints",
-    "Quanta",
-    "Rate",
-    "SendQueue",
-    "Units",
-    "Which",
-    "by_value",
-    "cut_quanta",
-    "fifo",
-    "fifo_grouped",
-    "has_all",
-    "has_any",
-    "is_alike",
-    "round_robin",
-    "spans_ps",
-]
+    "NEVER_PS", "Bools", "Depths", "Ints", "Quanta", "Rate", "SendQueue", "Units", "Which",
+    "by_value", "cut_quanta", "fifo", "fifo_grouped", "has_all", "has_any", "is_alike",
+    "round_robin", "spans_ps",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -56,40 +56,11 @@ if TYPE_CHECKING:
     from tep.testing.world import Ability, Node, OpenWorld, World
 
 __all__ = [
-    "Ability",
-    "Case",
-    "Chaos",
-    "Clog",
-    "Cut",
-    "DomainContract",
-    "Drift",
-    "Faults",
-    "Finding",
-    "Judge",
-    "Judged",
-    "KillNic",
-    "Mute",
-    "Node",
-    "OpenWorld",
-    "Pause",
-    "ProtocolJudge",
-    "Ran",
-    "Restart",
-    "Revoke",
-    "Share",
-    "Slow",
-    "Swizzle",
-    "Violation",
-    "World",
-    "hunt",
-    "judge_share",
-    "run",
-    "scenarios",
-    "search",
-    "shrink",
-    "spread",
-    "story",
-]
+    "Ability", "Case", "Chaos", "Clog", "Cut", "DomainContract", "Drift", "Faults", "Finding",
+    "Judge", "Judged", "KillNic", "Mute", "Node", "OpenWorld", "Pause", "ProtocolJudge", "Ran",
+    "Restart", "Revoke", "Share", "Slow", "Swizzle", "Violation", "World", "hunt", "judge_share",
+    "run", "scenarios", "search", "shrink", "spread", "story",
+]  # fmt: skip
 
 _ROOMS = {
     "tep.sim.faults": (

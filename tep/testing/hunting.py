@@ -42,16 +42,8 @@ from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics, Violation
 
 __all__ = [
-    "DEADLINE_S",
-    "Protocol",
-    "Ran",
-    "Trial",
-    "hunt",
-    "load_protocol",
-    "run",
-    "sights",
-    "verify",
-]
+    "DEADLINE_S", "Protocol", "Ran", "Trial", "hunt", "load_protocol", "run", "sights", "verify",
+]  # fmt: skip
 
 T = TypeVar("T")
 

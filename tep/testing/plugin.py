@@ -30,14 +30,9 @@ if TYPE_CHECKING:
     from tep.testing.hunting import Trial
 
 __all__ = [
-    "pytest_addoption",
-    "pytest_configure",
-    "pytest_generate_tests",
-    "pytest_pyfunc_call",
-    "pytest_runtest_makereport",
-    "tep_case",
-    "tep_cluster",
-]
+    "pytest_addoption", "pytest_configure", "pytest_generate_tests", "pytest_pyfunc_call",
+    "pytest_runtest_makereport", "tep_case", "tep_cluster",
+]  # fmt: skip
 
 _RUNS: Final = 20
 _MARK: Final = (

@@ -29,19 +29,9 @@ from tep.testing.case import HEAL_US, Case, Nics, Violation
 from tep.testing.hunting import Protocol, load_protocol, run
 
 __all__ = [
-    "Finding",
-    "Judge",
-    "Judged",
-    "Pool",
-    "ProtocolJudge",
-    "Share",
-    "Spread",
-    "confirm",
-    "judge_share",
-    "search",
-    "search_in_ranks",
-    "spread",
-]
+    "Finding", "Judge", "Judged", "Pool", "ProtocolJudge", "Share", "Spread", "confirm",
+    "judge_share", "search", "search_in_ranks", "spread",
+]  # fmt: skip
 
 SHARE_MAX: Final = 4096
 """Seeds of one share. Workers stop by the clock, so this bounds only what a message says."""

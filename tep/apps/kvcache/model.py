@@ -19,15 +19,9 @@ from tep.apps.kvcache.memory import KvMemory
 from tep.apps.kvcache.pool import PageIndices
 
 __all__ = [
-    "Chunk",
-    "Completion",
-    "DecodeWork",
-    "Model",
-    "PrefillWork",
-    "Request",
-    "cut_chunks",
+    "Chunk", "Completion", "DecodeWork", "Model", "PrefillWork", "Request", "cut_chunks",
     "page_keys",
-]
+]  # fmt: skip
 
 Tokens = npt.NDArray[np.int32]
 

@@ -15,19 +15,9 @@ import msgspec
 from tep import BadDescriptor
 
 __all__ = [
-    "SERVICE",
-    "Done",
-    "Fenced",
-    "Generate",
-    "LeaseOver",
-    "Leased",
-    "Line",
-    "Pipe",
-    "Ready",
-    "Stop",
-    "WantLease",
-    "keep_alive",
-]
+    "SERVICE", "Done", "Fenced", "Generate", "LeaseOver", "Leased", "Line", "Pipe", "Ready",
+    "Stop", "WantLease", "keep_alive",
+]  # fmt: skip
 
 SERVICE: Final = "kvcache"
 """The name by which members introduce themselves to a launcher."""

@@ -19,14 +19,8 @@ from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.model import Chunk, cut_chunks
 
 __all__ = [
-    "PUBLISHED",
-    "PUBLISHED_ROWS",
-    "QWEN3_235B",
-    "Measured",
-    "Prediction",
-    "TtftModel",
-    "fit",
-]
+    "PUBLISHED", "PUBLISHED_ROWS", "QWEN3_235B", "Measured", "Prediction", "TtftModel", "fit",
+]  # fmt: skip
 
 QWEN3_235B: Final = KvLayout("Qwen3-235B", 128, (KvBuffer("kv", 94, 4, 256, planes=2),))
 """94 layers, 4 KV heads of 128 bf16 elements, K and V pages of 128 tokens: 32 KiB a head's page.

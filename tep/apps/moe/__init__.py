@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     from tep.apps.moe.payload import Received
 
 __all__ = [
-    "AllToAll",
-    "Format",
-    "Gpu",
-    "Group",
-    "MoeConfig",
-    "Nvlink",
-    "NvlinkTimes",
-    "Received",
-    "load_gpu",
-    "local_groups",
-]
+    "AllToAll", "Format", "Gpu", "Group", "MoeConfig", "Nvlink", "NvlinkTimes", "Received",
+    "load_gpu", "local_groups",
+]  # fmt: skip
 
 _ROOMS = {
     "AllToAll": "alltoall",

@@ -17,15 +17,9 @@ from typing import Final, Literal, Self
 from tep import UsageError
 
 __all__ = [
-    "HEADER_BYTES",
-    "PARTIAL_HEAD_BYTES",
-    "ROUTE_HEAD_BYTES",
-    "VOTE_BYTES",
-    "Format",
-    "Layout",
-    "MoeConfig",
-    "OnDead",
-]
+    "HEADER_BYTES", "PARTIAL_HEAD_BYTES", "ROUTE_HEAD_BYTES", "VOTE_BYTES", "Format", "Layout",
+    "MoeConfig", "OnDead",
+]  # fmt: skip
 
 
 HEADER_BYTES: Final = 16

@@ -31,18 +31,9 @@ if TYPE_CHECKING:
     from tep import MrDesc, TransferEngine
 
 __all__ = [
-    "Board",
-    "Exchange",
-    "Group",
-    "Move",
-    "NodeLink",
-    "Nvlink",
-    "NvlinkPort",
-    "NvlinkTimes",
-    "Settles",
-    "SharedMemory",
-    "local_groups",
-]
+    "Board", "Exchange", "Group", "Move", "NodeLink", "Nvlink", "NvlinkPort", "NvlinkTimes",
+    "Settles", "SharedMemory", "local_groups",
+]  # fmt: skip
 
 
 Exchange = Callable[[bytes], Awaitable[list[bytes]]]

@@ -19,16 +19,9 @@ from tep.apps.moe.config import HEADER_BYTES, ROUTE_HEAD_BYTES, Format, Layout, 
 from tep.apps.moe.routing import NOWHERE, Arrivals, Batch, Ints, Routes
 
 __all__ = [
-    "F32",
-    "Bytes",
-    "Payload",
-    "Received",
-    "as_rows",
-    "from_f32",
-    "like",
-    "to_f32",
+    "F32", "Bytes", "Payload", "Received", "as_rows", "from_f32", "like", "to_f32",
     "weighted_sum",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,19 +31,9 @@ from tep.base.units import PS_PER_S
 from tep.sim import Profile, load_profile
 
 __all__ = [
-    "NICS",
-    "Prediction",
-    "Row",
-    "Workload",
-    "compare",
-    "draw_indices",
-    "family_of",
-    "padded",
-    "per_token",
-    "predict",
-    "profile_of",
-    "ways",
-]
+    "NICS", "Prediction", "Row", "Workload", "compare", "draw_indices", "family_of", "padded",
+    "per_token", "predict", "profile_of", "ways",
+]  # fmt: skip
 
 
 NICS: Final = {"cx7": "cx7_400", "efa": "efa_2x200", "efa_p5": "efa_4x100"}

@@ -24,20 +24,9 @@ from tep.apps.moe.payload import F32, Bytes, Received, as_rows, from_f32, to_f32
 from tep.apps.moe.routing import NOWHERE, Ints
 
 __all__ = [
-    "Expert",
-    "Mismatch",
-    "Tokens",
-    "Trial",
-    "Wrong",
-    "apply_experts",
-    "dense",
-    "dense_layer",
-    "dense_layer_by_node",
-    "draw_trial",
-    "run_ranks",
-    "run_trial",
-    "run_turn",
-]
+    "Expert", "Mismatch", "Tokens", "Trial", "Wrong", "apply_experts", "dense", "dense_layer",
+    "dense_layer_by_node", "draw_trial", "run_ranks", "run_trial", "run_turn",
+]  # fmt: skip
 
 
 Routing = Literal["even", "skewed", "one_rank", "one_expert", "holes"]

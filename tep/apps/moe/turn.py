@@ -26,28 +26,10 @@ if TYPE_CHECKING:
     from tep.apps.moe.payload import Received
 
 __all__ = [
-    "COMBINE",
-    "COMBINED",
-    "DISPATCH",
-    "DISPATCHED",
-    "PULL",
-    "PUSHED",
-    "ROUTE",
-    "TURNS",
-    "Peers",
-    "Turn",
-    "Word",
-    "cut",
-    "imm_of",
-    "living_places",
-    "near_rest",
-    "near_results",
-    "near_tokens",
-    "pack_hello",
-    "partial_flag",
-    "parts_of",
-    "unpack_hellos",
-]
+    "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "PULL", "PUSHED", "ROUTE", "TURNS", "Peers",
+    "Turn", "Word", "cut", "imm_of", "living_places", "near_rest", "near_results", "near_tokens",
+    "pack_hello", "partial_flag", "parts_of", "unpack_hellos",
+]  # fmt: skip
 
 
 # What an immediate says: routes, payload, buffers free, results, buffers free; then flags of the

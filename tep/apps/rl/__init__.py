@@ -40,13 +40,7 @@ if TYPE_CHECKING:
         rollout_metas,
         train_metas,
     )
-    from tep.apps.rl.ports import (
-        RolloutPort,
-        RolloutState,
-        TrainingPort,
-        TrainReport,
-        UpdateReport,
-    )
+    from tep.apps.rl.ports import RolloutPort, RolloutState, TrainingPort, TrainReport, UpdateReport
     from tep.apps.rl.predict import Prediction
     from tep.apps.rl.remote import Call, Hello, Listener, RemoteRollout, RemoteTraining, answer
     from tep.apps.rl.rollout import RolloutWorker
@@ -55,52 +49,14 @@ if TYPE_CHECKING:
     from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
-    "AtOnce",
-    "Box",
-    "Call",
-    "Compute",
-    "Controller",
-    "DType",
-    "Hello",
-    "InferLayout",
-    "Listener",
-    "MeshGroup",
-    "Model",
-    "Placed",
-    "Prediction",
-    "RemoteRollout",
-    "RemoteTraining",
-    "RolloutMeta",
-    "RolloutPort",
-    "RolloutState",
-    "RolloutWorker",
-    "Schedule",
-    "SourceShard",
-    "TargetShard",
-    "Threads",
-    "TrainLayout",
-    "TrainMeta",
-    "TrainReport",
-    "TrainingPort",
-    "TrainingWorker",
-    "UpdateReport",
-    "answer",
-    "box_shape",
-    "box_size",
-    "flat_boxes",
-    "lay_out",
-    "load_model",
-    "make_schedule",
-    "mesh_groups",
-    "numpy_dtype",
-    "placed_box",
-    "rollout_metas",
-    "scale_dtype",
-    "scale_shape",
-    "shard_of",
-    "train_metas",
-    "whole",
-]
+    "AtOnce", "Box", "Call", "Compute", "Controller", "DType", "Hello", "InferLayout", "Listener",
+    "MeshGroup", "Model", "Placed", "Prediction", "RemoteRollout", "RemoteTraining",
+    "RolloutMeta", "RolloutPort", "RolloutState", "RolloutWorker", "Schedule", "SourceShard",
+    "TargetShard", "Threads", "TrainLayout", "TrainMeta", "TrainReport", "TrainingPort",
+    "TrainingWorker", "UpdateReport", "answer", "box_shape", "box_size", "flat_boxes", "lay_out",
+    "load_model", "make_schedule", "mesh_groups", "numpy_dtype", "placed_box", "rollout_metas",
+    "scale_dtype", "scale_shape", "shard_of", "train_metas", "whole",
+]  # fmt: skip
 
 _ROOMS = {
     "compute": ("AtOnce", "Compute", "Threads", "numpy_dtype", "scale_dtype"),

@@ -38,21 +38,9 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 __all__ = [
-    "FP8_MAX",
-    "AtOnce",
-    "Compute",
-    "Threads",
-    "Timed",
-    "as_array",
-    "check_finite",
-    "load_shards",
-    "make_outs",
-    "needed_outs",
-    "numpy_dtype",
-    "quantise",
-    "scale_dtype",
-    "unshard",
-]
+    "FP8_MAX", "AtOnce", "Compute", "Threads", "Timed", "as_array", "check_finite", "load_shards",
+    "make_outs", "needed_outs", "numpy_dtype", "quantise", "scale_dtype", "unshard",
+]  # fmt: skip
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -33,14 +33,7 @@ from tep.apps.rl.models import (
     train_metas,
 )
 from tep.apps.rl.ports import LoadReport
-from tep.apps.rl.remote import (
-    Caller,
-    Hello,
-    Listener,
-    RemoteRollout,
-    RemoteTraining,
-    answer,
-)
+from tep.apps.rl.remote import Caller, Hello, Listener, RemoteRollout, RemoteTraining, answer
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
@@ -49,14 +42,8 @@ from tep.rendezvous import Place
 from tep.rendezvous.launch import RankProcesses
 
 __all__ = [
-    "Job",
-    "LocalJob",
-    "RankedJob",
-    "RolloutService",
-    "TrainingService",
-    "main",
-    "work_as_rank",
-]
+    "Job", "LocalJob", "RankedJob", "RolloutService", "TrainingService", "main", "work_as_rank",
+]  # fmt: skip
 
 _START_S: Final = 120.0
 _END_S: Final = 10.0

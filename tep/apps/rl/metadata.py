@@ -13,36 +13,12 @@ from typing import Any, Final, Literal, NamedTuple
 from tep import UsageError
 
 __all__ = [
-    "ALIGN_BYTES",
-    "BLOCK",
-    "ITEM_BYTES",
-    "SCALINGS",
-    "Box",
-    "DType",
-    "MeshGroup",
-    "Placed",
-    "RolloutMeta",
-    "Scaling",
-    "SourceShard",
-    "TargetShard",
-    "Tensor",
-    "TrainMeta",
-    "box_bytes",
-    "box_shape",
-    "box_size",
-    "flat_boxes",
-    "intersect",
-    "joined_axis",
-    "joined_shape",
-    "local_shape",
-    "mesh_groups",
-    "nbytes_of",
-    "placed_box",
-    "scale_bytes",
-    "scale_shape",
-    "shard_of",
-    "whole",
-]
+    "ALIGN_BYTES", "BLOCK", "ITEM_BYTES", "SCALINGS", "Box", "DType", "MeshGroup", "Placed",
+    "RolloutMeta", "Scaling", "SourceShard", "TargetShard", "Tensor", "TrainMeta", "box_bytes",
+    "box_shape", "box_size", "flat_boxes", "intersect", "joined_axis", "joined_shape",
+    "local_shape", "mesh_groups", "nbytes_of", "placed_box", "scale_bytes", "scale_shape",
+    "shard_of", "whole",
+]  # fmt: skip
 
 
 DType = Literal["bf16", "fp16", "fp32", "fp8", "fp8_channel", "fp8_ue8m0", "u8"]

@@ -34,20 +34,9 @@ from tep.apps.rl.metadata import (
 )
 
 __all__ = [
-    "PUBLISHED",
-    "Fused",
-    "InferLayout",
-    "Model",
-    "Published",
-    "TrainLayout",
-    "cut",
-    "lay_out",
-    "load_model",
-    "model_from_config",
-    "rollout_metas",
-    "target_shards",
-    "train_metas",
-]
+    "PUBLISHED", "Fused", "InferLayout", "Model", "Published", "TrainLayout", "cut", "lay_out",
+    "load_model", "model_from_config", "rollout_metas", "target_shards", "train_metas",
+]  # fmt: skip
 
 
 Split = Literal["rows", "columns", "none"]

@@ -14,22 +14,10 @@ from tep import BadDescriptor, MrDesc, Routing, Scatter, UsageError, count_imms
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 
 __all__ = [
-    "ATTEMPTS",
-    "ROUTING",
-    "Kind",
-    "LoadReport",
-    "PeerResult",
-    "Regions",
-    "RolloutPort",
-    "RolloutState",
-    "Span",
-    "TrainReport",
-    "TrainingPort",
-    "UpdateReport",
-    "count_rows",
-    "cut_rows",
-    "make_imm",
-]
+    "ATTEMPTS", "ROUTING", "Kind", "LoadReport", "PeerResult", "Regions", "RolloutPort",
+    "RolloutState", "Span", "TrainReport", "TrainingPort", "UpdateReport", "count_rows",
+    "cut_rows", "make_imm",
+]  # fmt: skip
 
 
 class Span(NamedTuple):

@@ -25,21 +25,9 @@ from tep.base.units import MiB
 from tep.sim import Network, Profile, load_profile
 
 __all__ = [
-    "KIMI_K2",
-    "LINE_BYTES_PER_S",
-    "OPERATIONS",
-    "QUANTUM_BYTES",
-    "TOTAL_MS",
-    "WAIT_MS",
-    "Attribution",
-    "Busy",
-    "Fleet",
-    "MeshSpan",
-    "Prediction",
-    "SlowNic",
-    "StageTimes",
-    "predict",
-]
+    "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS",
+    "Attribution", "Busy", "Fleet", "MeshSpan", "Prediction", "SlowNic", "StageTimes", "predict",
+]  # fmt: skip
 
 
 QUANTUM_BYTES: Final = 4 * MiB

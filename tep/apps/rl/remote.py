@@ -29,15 +29,8 @@ from tep.rendezvous.proof import challenge, enter, refuse, welcome
 from tep.rendezvous.wire import Peer
 
 __all__ = [
-    "Call",
-    "Caller",
-    "Hello",
-    "Listener",
-    "Remote",
-    "RemoteRollout",
-    "RemoteTraining",
-    "answer",
-]
+    "Call", "Caller", "Hello", "Listener", "Remote", "RemoteRollout", "RemoteTraining", "answer",
+]  # fmt: skip
 
 T = TypeVar("T")
 

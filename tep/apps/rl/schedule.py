@@ -44,18 +44,9 @@ from tep.apps.rl.routes import ROW, Gather, GatherPiece, Out, OutPart, Rows, Sch
 from tep.base.units import GiB, KiB, MiB
 
 __all__ = [
-    "PIECE_BYTES_MIN",
-    "ROW_BYTES_MAX",
-    "WATERMARK_BYTES",
-    "Piece",
-    "are_in_order",
-    "coalesce",
-    "deal_out",
-    "make_schedule",
-    "pieces_of",
-    "ring_layout",
-    "runs_of",
-]
+    "PIECE_BYTES_MIN", "ROW_BYTES_MAX", "WATERMARK_BYTES", "Piece", "are_in_order", "coalesce",
+    "deal_out", "make_schedule", "pieces_of", "ring_layout", "runs_of",
+]  # fmt: skip
 
 
 WATERMARK_BYTES: Final = 16 * GiB

@@ -47,24 +47,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "BUNDLE_BYTES",
-    "COLOURS",
-    "Baseline",
-    "Deployment",
-    "baselines_of",
-    "broadcast_per_shard",
-    "change_names",
-    "comparison",
-    "draw",
-    "from_reports",
-    "gather_and_broadcast",
-    "infer_layout",
-    "published_deployment",
-    "published_times",
-    "train_layout",
-    "what_ifs",
-    "write_perfetto",
-]
+    "BUNDLE_BYTES", "COLOURS", "Baseline", "Deployment", "baselines_of", "broadcast_per_shard",
+    "change_names", "comparison", "draw", "from_reports", "gather_and_broadcast", "infer_layout",
+    "published_deployment", "published_times", "train_layout", "what_ifs", "write_perfetto",
+]  # fmt: skip
 
 
 BUNDLE_BYTES: Final = 1 * GiB

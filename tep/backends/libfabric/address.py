@@ -29,12 +29,8 @@ from typing import Final
 from tep.base.errors import BadDescriptor
 
 __all__ = [
-    "NicAddress",
-    "efa_place",
-    "engine_of",
-    "is_loopback",
-    "parse",
-]
+    "NicAddress", "efa_place", "engine_of", "is_loopback", "parse",
+]  # fmt: skip
 
 _HEAD: Final = struct.Struct("<4sQBBB")
 _MAGIC: Final = b"OFI1"

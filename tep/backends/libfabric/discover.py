@@ -22,17 +22,9 @@ from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.environment import SOCKET_IFNAME, read_list, said
 
 __all__ = [
-    "Chosen",
-    "Offer",
-    "addresses",
-    "check_nics",
-    "check_offer",
-    "default_addresses",
-    "fill",
-    "find_offers",
-    "list_providers",
-    "node_and_service",
-]
+    "Chosen", "Offer", "addresses", "check_nics", "check_offer", "default_addresses", "fill",
+    "find_offers", "list_providers", "node_and_service",
+]  # fmt: skip
 
 _NICS_MAX: Final = 64
 _IMM_BYTES: Final = 4

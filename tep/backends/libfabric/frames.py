@@ -24,29 +24,10 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
 
 __all__ = [
-    "CONTROL_BYTES_MAX",
-    "HEAD_BYTES_MAX",
-    "Ack",
-    "Ask",
-    "AskRead",
-    "Bye",
-    "Control",
-    "Data",
-    "Frame",
-    "Go",
-    "Hello",
-    "Inbox",
-    "Lease",
-    "Outgoing",
-    "Readable",
-    "Revoke",
-    "Stale",
-    "Talk",
-    "Wait",
-    "Welcome",
-    "decode",
-    "encode",
-]
+    "CONTROL_BYTES_MAX", "HEAD_BYTES_MAX", "Ack", "Ask", "AskRead", "Bye", "Control", "Data",
+    "Frame", "Go", "Hello", "Inbox", "Lease", "Outgoing", "Readable", "Revoke", "Stale", "Talk",
+    "Wait", "Welcome", "decode", "encode",
+]  # fmt: skip
 
 Unsigned = Annotated[int, Meta(ge=0)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=256)]

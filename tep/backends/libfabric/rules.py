@@ -19,15 +19,9 @@ from tep.base.errors import BackendUnavailable
 from tep.base.units import KiB, MiB
 
 __all__ = [
-    "ROW_BYTES_MAX",
-    "RULES",
-    "STATUSES",
-    "Rules",
-    "check_device",
-    "check_version",
-    "endpoint_options",
-    "same_host_way",
-]
+    "ROW_BYTES_MAX", "RULES", "STATUSES", "Rules", "check_device", "check_version",
+    "endpoint_options", "same_host_way",
+]  # fmt: skip
 
 _NEVER: Final = 1 << 63
 

@@ -49,26 +49,10 @@ from tep.backends.ffi.libc import Timer
 from tep.base.errors import BackendUnavailable, BadDescriptor
 
 __all__ = [
-    "CONTROL_BYTES_MAX",
-    "SHORT",
-    "Address",
-    "Channel",
-    "Control",
-    "Hello",
-    "Refused",
-    "Said",
-    "Share",
-    "Unshare",
-    "Watches",
-    "Welcome",
-    "close_all",
-    "decode",
-    "engine_of",
-    "host_digest",
-    "is_bell",
-    "process_start",
-    "why",
-]
+    "CONTROL_BYTES_MAX", "SHORT", "Address", "Channel", "Control", "Hello", "Refused", "Said",
+    "Share", "Unshare", "Watches", "Welcome", "close_all", "decode", "engine_of", "host_digest",
+    "is_bell", "process_start", "why",
+]  # fmt: skip
 
 SHORT: Final = frozenset(
     {

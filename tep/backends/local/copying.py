@@ -31,19 +31,9 @@ from tep.backends.columns import HostRegion, Offsets, copy_rows, part, spread
 from tep.backends.ffi.libc import libc
 
 __all__ = [
-    "ROWS_MAX",
-    "Crew",
-    "Failures",
-    "Mover",
-    "ReadMover",
-    "SharedMover",
-    "Target",
-    "can_reach",
-    "extent",
-    "inside",
-    "open_memory",
-    "rows_within",
-]
+    "ROWS_MAX", "Crew", "Failures", "Mover", "ReadMover", "SharedMover", "Target", "can_reach",
+    "extent", "inside", "open_memory", "rows_within",
+]  # fmt: skip
 
 IOV_MAX: Final = 1024
 """Entries that one call takes: UIO_MAXIOV of <linux/uio.h>, quoted."""

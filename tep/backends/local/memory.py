@@ -58,22 +58,10 @@ from tep.backends.local.channel import why
 from tep.base.checks import check_int
 
 __all__ = [
-    "ACKS",
-    "COPYING",
-    "EVENTS",
-    "LANE_BYTES",
-    "MESSAGES_BYTES",
-    "MESSAGE_BYTES_MAX",
-    "NONSENSE",
-    "Arena",
-    "LaneReader",
-    "LaneWriter",
-    "SharedMap",
-    "Witness",
-    "alloc_shared",
-    "arena_of",
+    "ACKS", "COPYING", "EVENTS", "LANE_BYTES", "MESSAGES_BYTES", "MESSAGE_BYTES_MAX", "NONSENSE",
+    "Arena", "LaneReader", "LaneWriter", "SharedMap", "Witness", "alloc_shared", "arena_of",
     "new_memfd",
-]
+]  # fmt: skip
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _POPULATE_MAX: Final = 1 << 30  # larger ones are faulted in as they are touched

@@ -65,19 +65,9 @@ from tep.backends.local.memory import (
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "ASLEEP",
-    "BOARD",
-    "MAGIC",
-    "PORT_BYTES",
-    "PROOF",
-    "READABLE",
-    "REGIONS",
-    "SLOTS",
-    "TABLE",
-    "UNWRITABLE",
-    "Inbound",
-    "Port",
-]
+    "ASLEEP", "BOARD", "MAGIC", "PORT_BYTES", "PROOF", "READABLE", "REGIONS", "SLOTS", "TABLE",
+    "UNWRITABLE", "Inbound", "Port",
+]  # fmt: skip
 
 MAGIC: Final = 0x9047_5445_5003
 ASLEEP: Final = 8

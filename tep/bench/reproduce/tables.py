@@ -15,14 +15,8 @@ from typing import Final, Literal, get_args
 from tep.base.errors import UsageError
 
 __all__ = [
-    "NIC_PROFILES",
-    "Class",
-    "Point",
-    "Table",
-    "load_table",
-    "paged_gbps",
-    "table_names",
-]
+    "NIC_PROFILES", "Class", "Point", "Table", "load_table", "paged_gbps", "table_names",
+]  # fmt: skip
 
 Class = Literal["fitted", "predicted", "not modelled"]
 

@@ -18,12 +18,6 @@ from tep.compat.nixl.api import (
 )
 
 __all__ = [
-    "DEFAULT_COMM_PORT",
-    "nixlBind",
-    "nixl_agent",
-    "nixl_agent_config",
-    "nixl_backend_handle",
-    "nixl_prepped_dlist_handle",
-    "nixl_thread_sync_t",
-    "nixl_xfer_handle",
-]
+    "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",
+    "nixl_prepped_dlist_handle", "nixl_thread_sync_t", "nixl_xfer_handle",
+]  # fmt: skip

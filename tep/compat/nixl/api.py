@@ -20,11 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tep import (
-    BadDescriptor,
-    Expectation,
-    TepError,
-)
+from tep import BadDescriptor, Expectation, TepError
 from tep.compat.engines import open_engine
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT

@@ -30,13 +30,7 @@ from tep import FabricError, TepError, TransferEngine, UsageError, WaitTimeout
 from tep.apps.rl import Hello, Listener, Threads, UpdateReport, answer
 from tep.compat.engines import open_engine
 from tep.integrations.weights.hub import Hub, RemoteReceiver, RemoteSender
-from tep.integrations.weights.ranks import (
-    Wants,
-    Weight,
-    WeightReceiver,
-    WeightSender,
-    as_sent,
-)
+from tep.integrations.weights.ranks import Wants, Weight, WeightReceiver, WeightSender, as_sent
 
 __all__ = ["Fabric", "Meeting", "Member", "Worker"]
 

@@ -40,15 +40,9 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 __all__ = [
-    "Held",
-    "Want",
-    "Wants",
-    "Weight",
-    "WeightReceiver",
-    "WeightSender",
-    "as_sent",
+    "Held", "Want", "Wants", "Weight", "WeightReceiver", "WeightSender", "as_sent",
     "named_tensors",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

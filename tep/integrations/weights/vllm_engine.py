@@ -29,13 +29,9 @@ from tep.integrations.weights.ranks import named_tensors
 from tep.integrations.weights.vllm_plugin import NAME as PLUGIN
 
 __all__ = [
-    "ShardedSource",
-    "TepInitInfo",
-    "TepTrainerInitInfo",
-    "TepTrainerWeightTransferEngine",
-    "TepUpdateInfo",
-    "TepWeightTransferEngine",
-]
+    "ShardedSource", "TepInitInfo", "TepTrainerInitInfo", "TepTrainerWeightTransferEngine",
+    "TepUpdateInfo", "TepWeightTransferEngine",
+]  # fmt: skip
 
 
 @dataclass

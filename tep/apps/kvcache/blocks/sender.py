@@ -15,16 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from tep import (
-    BadDescriptor,
-    NetAddr,
-    Pages,
-    Prepared,
-    Sender,
-    TepError,
-    Transfer,
-    UsageError,
-)
+from tep import BadDescriptor, NetAddr, Pages, Prepared, Sender, TepError, Transfer, UsageError
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
