@@ -1,7 +1,7 @@
 """Addresses and descriptors <-> bytes: versioned, checked, with the owner's epoch; no pickle.
 
 Rule 1: bytes from a peer are hostile until `from_bytes` has returned. Rule 2: a change of any
-layout below is a new VERSION, and tests/unit/test_wire.py holds the golden bytes of the old one.
+layout below is a new VERSION, and tests/unit/base/test_wire.py holds the old one's golden bytes.
 
 The envelope of every object (all integers little-endian):
 

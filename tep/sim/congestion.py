@@ -13,7 +13,7 @@ queue pair, which then comes back in steps.
 
 Rule 1 (lookahead): what is not known yet starts at the limit or later, so it cannot arrive at a
 server before the limit plus the shortest way there. What arrives later than that waits in a pool.
-The answers are those of an event for each arrival; tests/unit/test_timing_paths.py holds them
+The answers are those of an event for each arrival; tests/unit/sim/test_timing_paths.py holds them
 against a loop. Rule 2: what a receiver says of a quantum reaches its sender two latencies after the
 quantum began to leave, or later. So a plan made up to one latency after the earliest start is never
 made again.

@@ -3,7 +3,7 @@
 `SendQueue` is the plan of one NIC: quanta of its queue pairs, in turn. It is made anew when rows
 are added, but only from then on: a quantum that has started stays. Times are integer ps in int64
 arrays; no clock here. Every closed form equals, to the picosecond, the loop over single arrivals
-that its docstring describes; tests/unit/test_timing_queues.py holds both against each other.
+that its docstring describes; tests/unit/sim/test_timing_queues.py holds both against each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The contract on the local backend, both ends in this process: as people get it, and cramped.
 
 What needs another process (deaths, permissions, sleep) is in tests/e2e/test_local_two_processes.py;
-the way into mapped memory in tests/unit/test_local_copies.py.
+the way into mapped memory in tests/unit/backends/test_local_copies.py.
 """
 
 from __future__ import annotations

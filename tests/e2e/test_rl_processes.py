@@ -21,7 +21,7 @@ from tep.cli.rl import app
 from tep.rendezvous import Place
 from tep.rendezvous.launch import launch
 from tests.support.here import require
-from tests.unit.rl_reference import reference_region
+from tests.unit.apps.rl_reference import reference_region
 
 CONFIG = {
     "model_type": "qwen3_moe",

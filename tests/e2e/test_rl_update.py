@@ -13,7 +13,7 @@ from tep.apps.rl.compute import AtOnce, Timed
 from tep.apps.rl.ports import Kind, Regions, make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
-from tests.unit.rl_worlds import InferLayout, TrainLayout, World, make_cluster
+from tests.unit.apps.rl_worlds import InferLayout, TrainLayout, World, make_cluster
 
 
 def some(first, *others):

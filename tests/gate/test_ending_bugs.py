@@ -30,7 +30,7 @@ from tests.property.test_hostile_control import (
     test_a_handler_that_raises_drops_its_message_alone,
 )
 from tests.support.pairs import pair
-from tests.unit import test_backpressure
+from tests.unit.core import test_backpressure
 
 
 class Found(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from tep.sim.faults import Chaos, Clog, KillNic, Mute
 from tep.sim.row_log import Record, RowLog
-from tests.unit.sim_seam import NS, Seam
+from tests.unit.sim.sim_seam import NS, Seam
 from tests.world.history import judge_history
 from tests.world.oracle import replay
 

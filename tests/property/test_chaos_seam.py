@@ -13,7 +13,7 @@ from tep.backends.base import Kind, Status
 from tep.sim.faults import SWARM, Chaos, Fault, KillNic, Restart, Revoke
 from tep.sim.row_log import RowLog
 from tests.support.effort import effort
-from tests.unit.sim_seam import NS, Seam, Seen
+from tests.unit.sim.sim_seam import NS, Seam, Seen
 
 SLOT = 320
 IMMS = (None, 0, 1, 0x10001, 2**32 - 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import tep
 from tep.apps import rl
 from tep.apps.rl.compute import numpy_dtype, quantise, scale_dtype
-from tests.unit.rl_reference import reference_region
+from tests.unit.apps.rl_reference import reference_region
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)

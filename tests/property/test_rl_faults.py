@@ -14,8 +14,8 @@ from tep.apps.rl.ports import make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.sim import Faults
-from tests.unit.rl_reference import reference_region
-from tests.unit.rl_worlds import (
+from tests.unit.apps.rl_reference import reference_region
+from tests.unit.apps.rl_worlds import (
     CONFIG,
     InferLayout,
     TrainLayout,

@@ -32,7 +32,7 @@ from tep.apps.rl.models import (
 )
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import PIECE_BYTES_MIN, make_schedule, ring_layout
-from tests.unit.rl_reference import reference_region
+from tests.unit.apps.rl_reference import reference_region
 
 MiB = 1 << 20
 

@@ -279,3 +279,11 @@ def test_no_repr_shows_a_token() -> None:
                 found.append(f"{path}:{owner.lineno} {owner.name}")
 
     assert [] == found
+
+
+def test_unit_tests_stand_where_their_subject_stands() -> None:
+    """A flat folder of 130 files is one that nobody searches."""
+    rooms = {path.parts[1] for path in python_files("tep") if len(path.parts) > 2} | {"support"}
+    found = {path.parts[2] for path in python_files("tests/unit")} - {"conftest.py"}
+
+    assert set() == found - rooms

@@ -1,6 +1,6 @@
 """A NIC's address as bytes: provider, incarnation, and the provider's own name of the endpoint.
 
-The layout (integers little-endian); tests/unit/test_libfabric_parts.py checks it:
+The layout (integers little-endian); tests/unit/backends/test_libfabric_parts.py checks it:
 
     offset  size  field     content
     0       4     magic     b"OFI1"

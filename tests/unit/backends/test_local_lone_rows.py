@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tep.backends.base import Status
-from tests.unit.test_local_strangers import Writer, close_all, victim
+from tests.unit.backends.test_local_strangers import Writer, close_all, victim
 
 __all__ = ["close_all", "victim"]  # fixtures
 

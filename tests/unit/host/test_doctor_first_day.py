@@ -8,7 +8,7 @@ from tep import BackendUnavailable
 from tep.host.doctor.devices import check_gpu_libraries
 from tep.host.doctor.finding import Level
 from tests.support.trees import dgx_h100, p5
-from tests.unit.test_doctor import healthy, look, roce
+from tests.unit.host.test_doctor import healthy, look, roce
 
 VARIABLES = {
     "no device RDMA": ("FI_EFA_USE_DEVICE_RDMA", "0", "environment", "BAD", "refuses", "unset"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.sim.queues import Rate
-from tests.unit.timing_seam import PLAIN, Seam, watch_landings
+from tests.unit.sim.timing_seam import PLAIN, Seam, watch_landings
 
 
 def refill(profile, rows: int, nbytes: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from tep.base.errors import UsageError
 from tep.sim.faults import Chaos
 from tep.sim.row_log import Record, RowLog
-from tests.unit.sim_seam import CALM, NS, Seam
+from tests.unit.sim.sim_seam import CALM, NS, Seam
 
 GOLDEN = ["371ab081f6fb0c7b", "0af745d189665532", "f67cb825940fd7b6", "a4de1c9186e8d21d"]
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tep.base.errors import UsageError
 from tep.sim.machines import Network
 from tep.sim.queues import Rate
-from tests.unit.test_timing import POSTS
-from tests.unit.test_timing_paths import landings
-from tests.unit.timing_seam import PLAIN, US, _ps, held, latency_of, of, ready_rows, slow_model
+from tests.unit.sim.test_timing import POSTS
+from tests.unit.sim.test_timing_paths import landings
+from tests.unit.sim.timing_seam import PLAIN, US, _ps, held, latency_of, of, ready_rows, slow_model
 
 MiB = 1 << 20
 FULL = 1 << 20

@@ -12,8 +12,8 @@ from tep.base.errors import UsageError
 from tep.base.units import PS_PER_US
 from tep.sim.cluster import Cluster
 from tep.sim.machines import Network
-from tests.unit.test_timing import POSTS, scatter
-from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
+from tests.unit.sim.test_timing import POSTS, scatter
+from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
 MiB = 1 << 20
 PAIRS = st.tuples(st.sampled_from(["n0", "n1", "n2", "n3"]), st.sampled_from(["n0", "n1", "n3"]))

@@ -17,7 +17,7 @@ from tep.sim import timing
 from tep.sim.clock import FabricEnv
 from tep.sim.profile import load_profile
 from tep.sim.timing import TimingFabric
-from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
+from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
 KiB = 1024
 POSTS = st.lists(

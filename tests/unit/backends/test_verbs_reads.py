@@ -12,7 +12,7 @@ from tep.backends.verbs import open_domains
 from tep.base.errors import UsageError
 from tep.memory.source import adapt
 from tests.support.verbs_stub import Knob
-from tests.unit.test_verbs_depths import PAGE, Pair
+from tests.unit.backends.test_verbs_depths import PAGE, Pair
 
 
 class Reader(Pair):

@@ -13,7 +13,7 @@ from tep.sim import Cluster, Faults, clog, kill_nic, mute, pause, run, slow, swi
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos, Clog, KillNic, Mute, Pause, Slow, Swizzle
-from tests.unit.sim_seam import CALM, NS, Seam
+from tests.unit.sim.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
 LONG = 10_000 * NS

@@ -13,7 +13,7 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke
 from tep.sim.row_log import RowLog
-from tests.unit.sim_seam import CALM, NS, Seam
+from tests.unit.sim.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
 

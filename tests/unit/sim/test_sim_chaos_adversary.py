@@ -16,7 +16,7 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_parts import Trouble
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Clog, Cut, KillNic, Mute
-from tests.unit.sim_seam import CALM, NS, Seam
+from tests.unit.sim.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
 SPREAD = replace(CALM, fragments=4, reorder_ps=3000 * NS)

@@ -394,7 +394,7 @@ import os, sys
 import numpy as np
 from tep.backends.base import Access
 from tep.memory.source import adapt
-from tests.unit.test_local_strangers import Writer, nic
+from tests.unit.backends.test_local_strangers import Writer, nic
 victim = nic()
 target, secret = np.zeros(8, np.uint8), np.full(8, 5, np.uint8)
 shown = victim.register(adapt(secret), Access.READABLE)

@@ -13,8 +13,8 @@ from tep.base.errors import UsageError
 from tep.base.units import PS_PER_US
 from tep.sim.machines import Late
 from tep.sim.profile import load_profile
-from tests.unit.test_timing import POSTS, scatter
-from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
+from tests.unit.sim.test_timing import POSTS, scatter
+from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
 EFA = load_profile("efa_2x200")
 MANY = np.arange(200_000)

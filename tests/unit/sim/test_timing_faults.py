@@ -17,7 +17,7 @@ from tep.sim.cluster import Cluster
 from tep.sim.faults import Clog, KillNic
 from tep.sim.profile import Profile, load_profile
 from tests.support.effort import effort
-from tests.unit.timing_seam import US
+from tests.unit.sim.timing_seam import US
 
 TIMEOUT_US = 1000
 CX7 = replace(load_profile("cx7_400"), nics=2, peer_timeout_ps=PS_PER_MS)

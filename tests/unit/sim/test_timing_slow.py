@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.base.errors import UsageError
-from tests.unit.timing_seam import PLAIN, Seam, watch_landings
+from tests.unit.sim.timing_seam import PLAIN, Seam, watch_landings
 
 MiB = 1 << 20
 WIRE_PS = MiB * 8e12 / PLAIN.wire_bps  # one MiB at the wire's rate

@@ -16,7 +16,7 @@ from tep.apps.rl.models import (
 )
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
-from tests.unit.rl_reference import reference_region
+from tests.unit.apps.rl_reference import reference_region
 
 CONFIG = {
     "model_type": "qwen3_moe",

@@ -16,10 +16,10 @@ from tep.base.errors import UsageError
 from tep.sim import Cluster, FlowFabric, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
 from tep.sim.machines import Network
-from tests.unit.test_timing import POSTS
-from tests.unit.test_timing_pacing import CREDITS, MARKED, slow_pacing
-from tests.unit.test_timing_paths import CIRCUITS, SPINES, landings
-from tests.unit.timing_seam import PLAIN, US, Seam, held, latency_of, slow_model
+from tests.unit.sim.test_timing import POSTS
+from tests.unit.sim.test_timing_pacing import CREDITS, MARKED, slow_pacing
+from tests.unit.sim.test_timing_paths import CIRCUITS, SPINES, landings
+from tests.unit.sim.timing_seam import PLAIN, US, Seam, held, latency_of, slow_model
 
 MiB = 1 << 20
 OTHERS = st.fixed_dictionaries(

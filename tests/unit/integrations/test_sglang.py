@@ -14,7 +14,7 @@ import pytest
 from tep.compat.nixl import api, bindings
 from tep.integrations import sglang
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((ROOT / "tests" / "abi" / "sglang_api.json").read_text("utf-8"))
 
 

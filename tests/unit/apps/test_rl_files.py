@@ -12,7 +12,7 @@ from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.metadata import Tensor, whole
 from tep.apps.rl.models import model_from_config
 from tep.apps.rl.weights import Checkpoint, write_safetensors
-from tests.unit.test_rl_parts import SMALL
+from tests.unit.apps.test_rl_parts import SMALL
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tep.sim.faults import (
     groups_of,
 )
 from tep.sim.row_log import RowLog
-from tests.unit.sim_seam import CALM, NS, Seam
+from tests.unit.sim.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
 
