@@ -11,7 +11,7 @@ from tep.apps.rl import remote
 from tep.compat.nixl import api, channel
 from tep.integrations.vllm import holds
 
-PAGE = Path(tep.__file__).parents[2] / "docs" / "concepts" / "trust.md"
+PAGE = Path(tep.__file__).parents[1] / "docs" / "concepts" / "trust.md"
 
 
 def test_the_limits_on_the_page_are_those_of_the_code():
