@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Final
 
@@ -244,7 +245,10 @@ def launch(
     port = port or _PORTS[0] + secrets.randbelow(_PORTS[1])
     place = Place(rank=0, size=len(hosts), host=hosts[0], port=port, token=secrets.token_hex(16))
 
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = []
+
     async def run() -> None:
+        begun.append((asyncio.get_running_loop(), asyncio.current_task()))
         with tempfile.TemporaryDirectory(prefix="tep-launch-") as folder:
             ranks = RankProcesses(place, folder)
             try:
@@ -256,7 +260,16 @@ def launch(
             finally:
                 await ranks.close(terminate=True)
 
-    asyncio.run(run())
+    # A notebook's cell runs inside an event loop, which cannot run another one.
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(asyncio.run, run())
+        try:
+            done.result()
+        except BaseException:  # also an interrupt: the ranks are to end
+            for loop, task in begun:
+                if task is not None and not done.done():
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def _script(command: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -84,6 +84,7 @@ def test_only_the_drivers_have_threads() -> None:
     local backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
     The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
+    A launch waits for its ranks in an event loop, also in a notebook, whose cells run inside one.
 
     The shipped tests may: they play the users.
     """
@@ -93,6 +94,7 @@ def test_only_the_drivers_have_threads() -> None:
         "tep/backends/local/copying.py",
         "tep/backends/verbs/messages.py",
         "tep/integrations/weights/member.py",
+        "tep/rendezvous/launch.py",
     }
     homes = ["threading", "_thread", "concurrent.futures"]
     locks = {"threading", "threading.Lock", "threading.RLock"}

@@ -155,3 +155,14 @@ def test_places_by_torchrun_srun_and_alone(shells):
 
 def _facts(place):
     return place.rank, place.size, place.host, place.port
+
+
+def test_a_launch_works_inside_an_event_loop() -> None:
+    """A notebook's cell runs inside one: it ended in "asyncio.run() cannot be called"."""
+    out = io.StringIO()
+
+    async def cell() -> None:
+        launch("local", ["127.0.0.1"] * 2, [sys.executable, "-c", MEET], timeout_s=120, out=out)
+
+    asyncio.run(cell())
+    assert "met" in out.getvalue()
