@@ -349,7 +349,7 @@ class SendQueue:
     def before(self, limit_ps: int) -> int:
         """Index behind the last unit that leaves before the limit."""
         if limit_ps > self._later_ps:
-            self._plan(self._take_later(), self.at)
+            self._plan(Units.join(self._take_later()), self.at)
         return int(self.starts.searchsorted(limit_ps, "left"))
 
     def cut(self, now_ps: int) -> int:
@@ -360,23 +360,19 @@ class SendQueue:
     def add(self, units: Units, now_ps: int) -> None:
         """Take more units, and plan again those that have not started once these change that."""
         cut = self.cut(now_ps)
-        target = units.target.item(0) if is_alike(units.target) else -1
-        if len(self.starts) - cut > _MANY and target not in {-1, self.lone}:
-            mine = (self.units.target[cut:] == target).nonzero()[0]
+        if len(self.starts) - cut > _MANY and self.lone < 0 and is_alike(units.target):
+            mine = (self.units.target[cut:] == units.target.item(0)).nonzero()[0]
             if 0 < len(mine) < len(self.starts) - cut:
                 # They wait behind those of their queue pair, and until these have left every
                 # other queue pair has its turns as planned.
                 self._later.append(units)
                 self._later_ps = min(self._later_ps, self.starts.item(cut + mine.item(-1)))
                 return
-        if self._later:
-            units = Units.join([self._take_later(), units])
-        self._plan(units, cut)
+        self._plan(Units.join([*self._take_later(), units]), cut)
 
-    def _take_later(self) -> Units:
-        units = Units.join(self._later)
-        self._later, self._later_ps = [], NEVER_PS
-        return units
+    def _take_later(self) -> list[Units]:
+        later, self._later, self._later_ps = self._later, [], NEVER_PS
+        return later
 
     def _plan(self, units: Units, cut: int) -> None:
         self._keep_ends(cut)
@@ -424,8 +420,7 @@ class SendQueue:
     def drop_waiting(self, now_ps: int) -> Units:
         """Give up the units that have not started; return them."""
         cut = self.cut(now_ps)
-        dropped = Units.join([self.units.pick(slice(cut, None)), *self._later])
-        self._later, self._later_ps = [], NEVER_PS
+        dropped = Units.join([self.units.pick(slice(cut, None)), *self._take_later()])
         self.units = self.units.pick(slice(0, cut))
         self.starts = self.starts[:cut]
         return dropped

@@ -63,11 +63,6 @@ class PagePool:
         """Pages that somebody holds."""
         return self.npages - self.nfree
 
-    @property
-    def nwaiting(self) -> int:
-        """The number of callers of acquire() that wait."""
-        return len(self._waiting)
-
     def take(self, n: int) -> PageIndices | None:
         """Hand out n pages now, or None if there are fewer or others wait."""
         if self._waiting or not self._make_room(n):
