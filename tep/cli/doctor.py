@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_table
-from tep.host.doctor.finding import Finding, Level
+from tep.host.doctor import Finding, Level
 from tep.host.doctor.report import bundle, examine, passed
 from tep.host.hostfiles import Recorder, open_files
 

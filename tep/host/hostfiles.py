@@ -6,17 +6,18 @@ work for a captured machine too. No rule lives here.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 from tep.base.api import CudaDevice
 from tep.base.errors import TepError, UsageError
 
 __all__ = ["Capture", "CudaDevice", "HostFiles", "LiveFiles", "Recorder", "open_files"]
 
-FORMAT: Final = "tep-machine-1"
+_T = TypeVar("_T")
 _TEXT_MAX: Final = 1 << 20  # longer than any file that is read
 
 
@@ -100,30 +101,29 @@ class LiveFiles:
             return None
 
 
-class Capture:
-    """Answers that were captured on some machine; anything not asked there counts as missing."""
+class Capture(msgspec.Struct, tag_field="format", tag="tep-machine-1"):
+    """Answers that were captured on some machine; anything not asked there counts as missing.
 
-    def __init__(
-        self,
-        texts: dict[str, str],
-        links: dict[str, str] | None = None,
-        folders: dict[str, list[str]] | None = None,
-        variables: dict[str, str] | None = None,
-        cuda: list[CudaDevice] | None = None,
-        binaries: dict[str, bytes] | None = None,
-    ) -> None:
-        self.texts = texts
-        self.binaries = binaries or {}
-        self.links = links or {}
-        self.folders = folders or {}
-        self.variables = variables or {}
-        self.devices = cuda
+    Attributes:
+        texts, binaries: contents of files; a binary one as its length, and its bytes in hex without
+            the zeros at the end.
+        links, folders, variables: answers of `real`, `names` and `environ`.
+        devices: answer of `cuda`.
+    """
+
+    texts: dict[str, str]
+    links: dict[str, str]
+    folders: dict[str, list[str]]
+    variables: dict[str, str]
+    devices: list[CudaDevice] | None = msgspec.field(name="cuda", default=None)
+    binaries: dict[str, tuple[int, str]] = {}
 
     def read(self, path: str) -> str | None:
         return self.texts.get(path)
 
     def read_bytes(self, path: str) -> bytes | None:
-        return self.binaries.get(path)
+        size, text = self.binaries.get(path, (-1, ""))
+        return None if size < 0 else bytes.fromhex(text).ljust(min(size, _TEXT_MAX), b"\0")
 
     def names(self, folder: str) -> list[str]:
         return list(self.folders.get(folder, ()))
@@ -137,19 +137,9 @@ class Capture:
     def cuda(self) -> list[CudaDevice] | None:
         return self.devices
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Any:
         """Return the capture as data that `load` reads."""
-        return {
-            "format": FORMAT,
-            "texts": self.texts,
-            "binaries": {
-                path: [len(data), data.rstrip(b"\0").hex()] for path, data in self.binaries.items()
-            },
-            "links": self.links,
-            "folders": self.folders,
-            "variables": self.variables,
-            "cuda": None if self.devices is None else [list(device) for device in self.devices],
-        }
+        return msgspec.to_builtins(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Capture:
@@ -159,34 +149,14 @@ class Capture:
             UsageError: the file cannot be read, or is something else.
         """
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or found.get("format") != FORMAT:
-                raise UsageError(f"{path}: is not a captured machine (format {FORMAT!r})")
-            cuda = found["cuda"]
-            return cls(
-                _texts(found["texts"]),
-                _texts(found["links"]),
-                {
-                    str(folder): [str(name) for name in names]
-                    for folder, names in found["folders"].items()
-                },
-                _texts(found["variables"]),
-                None
-                if cuda is None
-                else [CudaDevice(int(k), str(pci), str(name)) for k, pci, name in cuda],
-                {
-                    str(path): bytes.fromhex(text).ljust(min(int(size), _TEXT_MAX), b"\0")
-                    for path, (size, text) in found.get("binaries", {}).items()
-                },
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            for name in found.binaries:
+                found.read_bytes(name)  # raises if they are none
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise UsageError(
                 f"{path}: cannot be read as a captured machine: {type(error).__name__}: {error}"
             ) from error
-
-
-def _texts(found: dict[str, object]) -> dict[str, str]:
-    return {str(key): str(value) for key, value in found.items()}
+        return found
 
 
 class Recorder:
@@ -194,37 +164,31 @@ class Recorder:
 
     def __init__(self, files: HostFiles) -> None:
         self._files = files
-        self.capture = Capture({})
+        self.capture = Capture({}, {}, {}, {})
+
+    @staticmethod
+    def _keep(answers: dict[str, _T], name: str, found: _T | None) -> _T | None:
+        if found is not None:
+            answers[name] = found
+        return found
 
     def read(self, path: str) -> str | None:
-        found = self._files.read(path)
-        if found is not None:
-            self.capture.texts[path] = found
-        return found
+        return self._keep(self.capture.texts, path, self._files.read(path))
 
     def read_bytes(self, path: str) -> bytes | None:
         found = self._files.read_bytes(path)
         if found is not None:
-            self.capture.binaries[path] = found
+            self.capture.binaries[path] = len(found), found.rstrip(b"\0").hex()
         return found
 
     def names(self, folder: str) -> list[str]:
-        found = self._files.names(folder)
-        if found:
-            self.capture.folders[folder] = found
-        return found
+        return self._keep(self.capture.folders, folder, self._files.names(folder)) or []
 
     def real(self, path: str) -> str:
-        found = self._files.real(path)
-        if found:
-            self.capture.links[path] = found
-        return found
+        return self._keep(self.capture.links, path, self._files.real(path)) or ""
 
     def environ(self, name: str) -> str | None:
-        found = self._files.environ(name)
-        if found is not None:
-            self.capture.variables[name] = found
-        return found
+        return self._keep(self.capture.variables, name, self._files.environ(name))
 
     def cuda(self) -> list[CudaDevice] | None:
         self.capture.devices = self._files.cuda()

@@ -100,9 +100,8 @@ class Builder:
         self.texts["/proc/self/status"] = f"Cpus_allowed_list:\t0-{total * threads - 1}"
 
     def capture(self) -> Capture:
-        return Capture(
-            self.texts, self.links, self.folders, self.variables, self.cuda, self.binaries
-        )
+        packed = {path: (len(data), data.hex()) for path, data in self.binaries.items()}
+        return Capture(self.texts, self.links, self.folders, self.variables, self.cuda, packed)
 
     def bridges(self, control: int | None, *, room: int = 4096) -> list[str]:
         """Give each bridge above a GPU or its NICs a configuration space, with ACS so; their paths.

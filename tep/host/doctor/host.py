@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tep.base.units import GiB, KiB, MiB
-from tep.host.doctor.finding import Finding, bad, good, note, warn
+from tep.host.doctor import Finding, bad, good, note, warn
 from tep.host.hostfiles import HostFiles
 from tep.host.topology import number
 

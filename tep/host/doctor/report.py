@@ -1,20 +1,27 @@
-"""The whole examination, and the bundle that goes into a bug report."""
+"""The whole examination, and the bundle that goes into a bug report.
+
+`python -m tep.host.doctor.report > machine.json` captures the files of this machine.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 from tep import __version__
-from tep.host.doctor.devices import check_devices, check_gpu_libraries, check_libraries
-from tep.host.doctor.finding import Finding, Level
+from tep.host.doctor import Finding, Level, version_of
+from tep.host.doctor.devices import (
+    check_devices,
+    check_gpu_libraries,
+    check_libraries,
+    self_test,
+)
 from tep.host.doctor.host import check_host
 from tep.host.doctor.nics import check_nics
-from tep.host.doctor.selftest import self_test
-from tep.host.hostfiles import HostFiles, Recorder
+from tep.host.hostfiles import HostFiles, LiveFiles, Recorder
 from tep.host.topology import detect
 
 __all__ = ["bundle", "capture", "examine", "passed"]
@@ -68,15 +75,14 @@ def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
         "tep": __version__,
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := version_of(name))},
         "variables": variables,
         "findings": [found.to_json() for found in findings],
         "machine": recorder.capture.to_json(),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+if __name__ == "__main__":
+    recorder = Recorder(LiveFiles())
+    capture(recorder)
+    sys.stdout.write(json.dumps(recorder.capture.to_json(), indent=1) + "\n")

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from tep import FabricError
 from tep.backends import local
 from tep.cli import main
-from tep.host.doctor import selftest
-from tep.host.doctor.devices import check_devices, check_libraries
-from tep.host.doctor.finding import Level
-from tep.host.doctor.pcie import acs_control
+from tep.host.doctor import Level
+from tep.host.doctor import devices as probes
+from tep.host.doctor.devices import _counted, check_devices, check_libraries, self_test
+from tep.host.doctor.nics import acs_control
 from tep.host.doctor.report import bundle, examine, passed
-from tep.host.doctor.selftest import _counted, self_test
 from tep.host.hostfiles import Capture, LiveFiles, Recorder
 from tests.support.here import need_stub
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
@@ -426,8 +425,8 @@ def test_a_backend_that_fails_its_test_is_bad(monkeypatch):
     def fail(backend, options, shared):
         raise FabricError("it broke", code="PROVIDER")
 
-    monkeypatch.setattr(selftest, "_move", fail)
-    monkeypatch.setattr(selftest, "ways", lambda: iter([("verbs", ("verbs", {}))]))
+    monkeypatch.setattr(probes, "_move", fail)
+    monkeypatch.setattr(probes, "ways", lambda: iter([("verbs", ("verbs", {}))]))
     found = list(self_test(LiveFiles()))
 
     assert [Level.BAD] == [one.level for one in found]
@@ -437,7 +436,7 @@ def test_a_backend_that_fails_its_test_is_bad(monkeypatch):
 def test_a_kernel_that_forbids_copies_between_processes_is_named(monkeypatch):
     """One process reaches itself even then: without this the first row to another one tells."""
     monkeypatch.setattr(local, "can_reach", lambda *_: errno.EPERM)
-    monkeypatch.setattr(selftest, "ways", lambda: iter([("local", ("local", {}))]))
+    monkeypatch.setattr(probes, "ways", lambda: iter([("local", ("local", {}))]))
     moved, limited = self_test(LiveFiles())
 
     assert Level.GOOD is moved.level

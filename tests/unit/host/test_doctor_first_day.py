@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tep import BackendUnavailable
+from tep.host.doctor import Level
 from tep.host.doctor.devices import check_gpu_libraries
-from tep.host.doctor.finding import Level
 from tests.support.trees import dgx_h100, p5
 from tests.unit.host.test_doctor import healthy, look, roce
 
@@ -113,7 +113,7 @@ def test_a_libfabric_without_cuda_and_a_missing_nvrtc_are_told_where_a_gpu_is(mo
 
     monkeypatch.setattr("tep.backends.libfabric.open_domains", refuse)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    monkeypatch.setattr("tep.host.doctor.devices._is_installed", lambda package: False)
+    monkeypatch.setattr("tep.host.doctor.devices.version_of", lambda package: None)
     on_efa = list(check_gpu_libraries(healthy(p5()).capture()))
     on_ib = list(check_gpu_libraries(healthy(dgx_h100()).capture()))
 

@@ -207,7 +207,7 @@ def test_a_capture_of_this_machine_shows_its_topology(tmp_path):
     """A machine without a NIC has GPUs and cores all the same."""
     path = tmp_path / "machine.json"
     ran = subprocess.run(
-        [sys.executable, "-m", "tep.host.doctor.capture"],
+        [sys.executable, "-m", "tep.host.doctor.report"],
         capture_output=True,
         check=True,
         timeout=60,
