@@ -1,4 +1,4 @@
-"""The engine's own cost, over NICs that take everything at once (tep.testing.null): nothing but our
+"""The engine's own cost, over NICs that take everything at once (tep.bench.null): nothing but our
 Python.
 
 The time of the null NICs themselves is in every figure, and is measured alone in the same run: no
@@ -21,9 +21,9 @@ import numpy as np
 from tep.backends.base import WriteBatch, new_completions
 from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.bench import Figure, median_ns, summary
+from tep.bench.null import NullDomain, null_memory, null_pair
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
-from tep.testing.null import NullDomain, null_memory, null_pair
 
 __all__ = ["engine_figures", "kind_of"]
 

@@ -251,8 +251,7 @@ def _search(
     nothing to return.
     """
     from tep import rendezvous
-    from tep.sim.row_log import RowLog
-    from tep.testing.spreading import confirm, search, search_in_ranks, spread
+    from tep.testing.spreading import confirm, search, spread
 
     with progress(
         "seeds", len(seeds), quiet=quiet or len(seeds) == 1 or bool(place and place.rank)
@@ -263,8 +262,7 @@ def _search(
 
         if place is not None:
             with rendezvous.join(place) as group:
-                found = search_in_ranks(judge, seeds, group, most=most, judged=judged)
-            return confirm(judge, found, seeds) if place.rank == 0 else ((), RowLog())
+                return search(judge, seeds, group=group, most=most, judged=judged)
         if not ray:
             return search(judge, seeds, most=most, judged=judged)
         from tep.integrations.ray.search import RayPool
@@ -279,7 +277,7 @@ def _search(
 def _shrunk(judge: ProtocolJudge, seed: int) -> str:
     """Shrink a seed's finding to the simplest run that shows it; return its story."""
     from tep.testing.case import Violation
-    from tep.testing.shrinking import shrink, story
+    from tep.testing.hunting import shrink, story
 
     try:
         judge.play(seed)

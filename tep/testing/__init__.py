@@ -24,24 +24,8 @@ from typing import TYPE_CHECKING
 from tep.base.distribution import need
 
 if TYPE_CHECKING:
-    from tep.sim.faults import (
-        Chaos,
-        Clog,
-        Cut,
-        Drift,
-        Faults,
-        KillNic,
-        Mute,
-        Pause,
-        Restart,
-        Revoke,
-        Slow,
-        Swizzle,
-    )
-    from tep.testing.case import Case, Violation
-    from tep.testing.contract import DomainContract
-    from tep.testing.hunting import Ran, hunt, run
-    from tep.testing.shrinking import shrink, story
+    from tep.testing.case import Case, Violation, scenarios
+    from tep.testing.hunting import Ran, hunt, run, shrink, story
     from tep.testing.spreading import (
         Finding,
         Judge,
@@ -52,33 +36,21 @@ if TYPE_CHECKING:
         search,
         spread,
     )
-    from tep.testing.strategies import scenarios
-    from tep.testing.world import Ability, Node, OpenWorld, World
 
 __all__ = [
-    "Ability", "Case", "Chaos", "Clog", "Cut", "DomainContract", "Drift", "Faults", "Finding",
-    "Judge", "Judged", "KillNic", "Mute", "Node", "OpenWorld", "Pause", "ProtocolJudge", "Ran",
-    "Restart", "Revoke", "Share", "Slow", "Swizzle", "Violation", "World", "hunt", "judge_share",
-    "run", "scenarios", "search", "shrink", "spread", "story",
+    "Case", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share", "Violation", "hunt",
+    "judge_share", "run", "scenarios", "search", "shrink", "spread", "story",
 ]  # fmt: skip
 
 _ROOMS = {
-    "tep.sim.faults": (
-        *("Chaos", "Clog", "Cut", "Drift", "Faults", "KillNic", "Mute", "Pause"),
-        *("Restart", "Revoke", "Slow", "Swizzle"),
-    ),
-    "tep.testing.case": ("Case", "Violation"),
-    "tep.testing.hunting": ("Ran", "hunt", "run"),
-    "tep.testing.contract": ("DomainContract",),
-    "tep.testing.shrinking": ("shrink", "story"),
-    "tep.testing.spreading": (
+    "case": ("Case", "Violation", "scenarios"),
+    "hunting": ("Ran", "hunt", "run", "shrink", "story"),
+    "spreading": (
         *("Finding", "Judge", "Judged", "ProtocolJudge"),
         *("Share", "judge_share", "search", "spread"),
     ),
-    "tep.testing.strategies": ("scenarios",),
-    "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_ROOM_OF = {name: f"tep.testing.{room}" for room, names in _ROOMS.items() for name in names}
 
 if "pytest" in sys.modules:
     # Failed assertions of the suite should show their values, as those of a test file do. It has to
@@ -89,19 +61,18 @@ if "pytest" in sys.modules:
         "tep.testing.clauses_reads",
         "tep.testing.clauses_rows",
         "tep.testing.contract_engine",
-        "tep.testing.net",
+        "tep.testing.world",
     )
 
 if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every misspelt name
 
     def __getattr__(name: str) -> object:
         """Import a public name from its room, once; afterwards it is an ordinary attribute."""
-        room = _ROOM_OF.get(name)
-        if room is None:
+        if name not in _ROOM_OF:
             raise AttributeError(f"module 'tep.testing' has no attribute {name!r}")
-        if room == "tep.testing.strategies":
+        if name == "scenarios":
             need("hypothesis", "testing", f"tep.testing.{name}")
-        value = globals()[name] = getattr(importlib.import_module(room), name)
+        value = globals()[name] = getattr(importlib.import_module(_ROOM_OF[name]), name)
         return value
 
 

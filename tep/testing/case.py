@@ -1,7 +1,8 @@
 """Cases: the hostile little worlds that a user's protocol is run in. Data and its drawing only.
 
-`tep.testing.hunting` plays them. A case is a function of a seed and of the shape asked for, or what
-Hypothesis made of it; it prints as a literal, and `Case.parse` reads that back.
+`tep.testing.hunting` plays them. A case is a function of a seed and of the shape asked for;
+`scenarios` has Hypothesis leave out of it what does not matter. It prints as a literal, and
+`Case.parse` reads that back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, get_args
 
 from tep.base.checks import check_int, check_seconds, shown
 from tep.base.errors import UsageError
@@ -18,7 +19,10 @@ from tep.base.units import PS_PER_US
 from tep.sim.draws import Stream
 from tep.sim.faults import Chaos, Fault, Faults
 
-__all__ = ["HEAL_US", "Case", "Record", "Violation", "names_of", "shape_text"]
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+__all__ = ["HEAL_US", "Case", "Record", "Violation", "scenarios"]
 
 HEAL_US: Final = 40.0
 """When the safety phase ends: some twenty undisturbed transfers of the chaos fabric."""
@@ -188,6 +192,44 @@ class Case:
         heal = "" if self.heal_us == HEAL_US else f", heal_us={self.heal_us!r}"
         faults = f"Faults({self.faults.events!r}, {_knobs_text(self.faults.chaos)})"
         return f"Case(nics={self.nics!r}, faults={faults}{heal})"
+
+
+def scenarios(
+    nodes: int = 2, nics: Nics = (1, 4), faults: str | Sequence[str] = "all"
+) -> SearchStrategy[Case]:
+    """Cases for `run()`, for Hypothesis: those of the seeds, with some of their trouble left out.
+
+    A failing case shrinks to few faults, and a tame fabric but for the knobs that matter. Seeds
+    find faster; these explain better.
+
+    Args:
+        nodes: how many nodes.
+        nics: of each node, or the least and the most.
+        faults: groups of faults: "all", "none", or names like "order nics links".
+
+    Raises:
+        UsageError: no such group, or no such number of NICs.
+    """
+    from hypothesis import strategies as st
+
+    calm = Chaos.calm()
+    names = [knob.name for knob in fields(Chaos) if knob.name != "seed"]
+    Case.draw(0, nodes=nodes, nics=nics, faults=faults)  # refuses here what it refuses
+
+    def kept(draw: DrawFn) -> bool:
+        return bool(draw(st.integers(0, 7)))  # shrinks to what is left out
+
+    @st.composite
+    def cases(draw: DrawFn) -> Case:
+        seed = draw(st.integers(0, 2**32 - 1))
+        case = Case.draw(seed, nodes=nodes, nics=nics, faults=faults)
+        events = tuple(event for event in case.events if kept(draw))
+        knobs = {name: getattr(case.chaos, name) for name in names}
+        odd = {k: v for k, v in knobs.items() if v != getattr(calm, k) and kept(draw)}
+        fewer = replace(case, faults=Faults(events, Chaos.calm(seed, **odd)), drawn="")
+        return case if case == fewer else fewer
+
+    return cases()
 
 
 def names_of(nodes: int) -> tuple[str, ...]:

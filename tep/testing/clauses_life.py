@@ -17,8 +17,7 @@ import numpy as np
 from tep.backends.base import Access, Kind, Status, WriteBatch
 from tep.base.errors import BadDescriptor, ClosedError, TepError
 from tep.memory.source import adapt
-from tep.testing.net import Net, Seen, Side
-from tep.testing.world import Ability, World, need
+from tep.testing.world import Ability, Net, Seen, Side, World
 
 __all__ = ["ErrorsContract", "LifeContract"]
 
@@ -34,9 +33,8 @@ def _close(*sides: Side) -> None:
 class LifeContract:
     """Clauses on a domain's life."""
 
-    def test_c12_connecting_twice_is_once(self, world: World) -> None:
+    def test_c12_connecting_twice_is_once(self, net: Net) -> None:
         """The engine connects for each descriptor it meets; a second queue pair breaks counts."""
-        net = Net(world)
         a, b = net.pair(nics=2)
         first = [a.domains[0].connect(domain.address) for domain in b.domains]
         again = [a.domains[0].connect(bytes(bytearray(d.address))) for d in b.domains]
@@ -47,9 +45,8 @@ class LifeContract:
         assert 2 == len(set(first)), "two NICs, two peers"
         assert {1: 1} == b.imms()
 
-    def test_c12_both_sides_may_connect_at_once(self, world: World) -> None:
+    def test_c12_both_sides_may_connect_at_once(self, net: Net) -> None:
         """Peers meet each other in the same moment; one connection must not undo the other."""
-        net = Net(world)
         a, b = net.pair()
         at = [64 * k for k in range(30)]
         for _ in range(5):
@@ -59,9 +56,8 @@ class LifeContract:
 
         assert ({2: 150}, {1: 150}) == (a.imms(), b.imms())
 
-    def test_c28_a_forgotten_peer_is_met_anew(self, world: World) -> None:
+    def test_c28_a_forgotten_peer_is_met_anew(self, net: Net) -> None:
         """An engine that removes a peer meets it again; one that lives is not cut off by it."""
-        net = Net(world)
         a, b = net.pair()
         for imm in (1, 2, 3):
             net.write(a.batch(b, imm=imm), a)
@@ -76,9 +72,8 @@ class LifeContract:
         assert {1: 1, 2: 1, 3: 1, 10: 1, 20: 1, 30: 1} == a.imms()
         assert [] == a.errors() == b.errors()
 
-    def test_c13_addresses_are_bytes_and_unique(self, world: World) -> None:
+    def test_c13_addresses_are_bytes_and_unique(self, net: Net) -> None:
         """An address travels inside NetAddr, which takes 1 to 256 bytes a NIC."""
-        net = Net(world)
         sides = [net.side(nics=2) for _ in range(3)]
         addresses = [domain.address for side in sides for domain in side.domains]
 
@@ -86,9 +81,8 @@ class LifeContract:
         assert all(1 <= len(address) <= 256 for address in addresses)
         assert 6 == len(set(addresses))
 
-    def test_c13_garbage_is_no_address_and_poisons_nothing(self, world: World) -> None:
+    def test_c13_garbage_is_no_address_and_poisons_nothing(self, net: Net) -> None:
         """Bytes from a peer are hostile; a provider that takes them may refuse good ones after."""
-        net = Net(world)
         a, b = net.pair()
         good = b.domains[0].address
         for garbage in (b"", b"\x00", b"\xff" * 16, good[: len(good) // 2], b"\x00" * len(good)):
@@ -97,15 +91,14 @@ class LifeContract:
 
         assert {4: 1} == b.imms()
 
-    def test_c13_an_old_incarnation_is_not_the_new_one(self, world: World) -> None:
+    def test_c13_an_old_incarnation_is_not_the_new_one(self, net: Net) -> None:
         """Old keys may be valid again by chance: only the address tells the incarnations apart."""
-        need(world, Ability.KILL, Ability.RESTART)
-        net = Net(world)
+        net.need(Ability.KILL, Ability.RESTART)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         net.forget(b)
-        world.kill(b.node)
-        reborn = net.side(node=world.restart(b.node))
+        net.world.kill(b.node)
+        reborn = net.side(node=net.world.restart(b.node))
         at = [64 * k for k in range(20)]
         stale = a.batch(b, src=at, dst=at, imm=2)
         limit_s = a.domains[0].caps.peer_timeout_s
@@ -126,9 +119,8 @@ class LifeContract:
         net.write(a.batch(reborn, src=at, dst=at, imm=3), a)
         assert {3: 20} == reborn.imms()
 
-    def test_c14_close_ends_every_row(self, world: World) -> None:
+    def test_c14_close_ends_every_row(self, net: Net) -> None:
         """A row that never comes back holds its memory, and its transfer, for ever."""
-        net = Net(world)
         a, b = net.pair()
         at = [64 * k for k in range(100)]
         batch = a.batch(b, src=at, dst=at, imm=6)
@@ -143,9 +135,8 @@ class LifeContract:
         assert set(ended) <= {Status.OK, Status.FLUSHED}
         assert b.imms()[6] >= ended[Status.OK]
 
-    def test_c14_close_ends_every_message(self, world: World) -> None:
+    def test_c14_close_ends_every_message(self, net: Net) -> None:
         """A message that nobody received is given back like a row."""
-        net = Net(world)
         a, b = net.pair()
         ctx = a.send(b, b"there is no receive for this one")
         _close(a)
@@ -153,9 +144,8 @@ class LifeContract:
 
         assert {ctx: 1} == a.acknowledged
 
-    def test_c14_closing_twice_is_once(self, world: World) -> None:
+    def test_c14_closing_twice_is_once(self, net: Net) -> None:
         """Engines, context managers and finalisers all close; the second time is not an event."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         _close(a)
@@ -166,9 +156,8 @@ class LifeContract:
 
         assert seen == len(a.seen)
 
-    def test_c14_close_leaves_other_domains_alone(self, world: World) -> None:
+    def test_c14_close_leaves_other_domains_alone(self, net: Net) -> None:
         """Two engines of one process share a provider, and must not share an end."""
-        net = Net(world)
         a, b = net.pair()
         c = net.side()
         net.write(a.batch(b, imm=1), a)
@@ -178,9 +167,8 @@ class LifeContract:
         assert {1: 2} == b.imms()
         assert [] == a.errors()
 
-    def test_c15_use_after_close_is_refused(self, world: World) -> None:
+    def test_c15_use_after_close_is_refused(self, net: Net) -> None:
         """A handle that is gone in the provider is a crash, not an answer."""
-        net = Net(world)
         a, b = net.pair()
         batch = a.batch(b)
         peer = a.peer(b)
@@ -201,9 +189,8 @@ class LifeContract:
         assert Counter() == b.imms()
         assert b.untouched()
 
-    def test_c18_limits_are_true(self, world: World) -> None:
+    def test_c18_limits_are_true(self, net: Net) -> None:
         """The engine plans by these numbers and never asks again."""
-        net = Net(world)
         caps = net.side().domains[0].caps
         nbytes = min(caps.max_write_bytes, _ROW_BYTES_MAX)
         a, b = net.pair(nbytes=nbytes)
@@ -219,9 +206,8 @@ class LifeContract:
         assert [] == a.errors()
         assert np.array_equal(a.source.data, b.target.data)
 
-    def test_c18_depth_is_true(self, world: World) -> None:
+    def test_c18_depth_is_true(self, net: Net) -> None:
         """A NIC that takes more than its depth at once overruns the queue it is made of."""
-        net = Net(world)
         a, b = net.pair()
         depth = a.domains[0].caps.sq_depth
         n = min(2 * depth, 40_000)
@@ -237,9 +223,8 @@ class LifeContract:
 
         assert 1 <= most <= depth
 
-    def test_c18_ordered_is_true(self, world: World) -> None:
+    def test_c18_ordered_is_true(self, net: Net) -> None:
         """A NIC that promises order keeps it; without the promise there is nothing to check."""
-        net = Net(world)
         a, b = net.pair()
         n = 200
         at = [64 * k for k in range(n)]
@@ -250,18 +235,16 @@ class LifeContract:
         assert not a.domains[0].caps.ordered or (list(range(n)) == order and last)
         assert sorted(order) == list(range(n))
 
-    def test_c18_an_unknown_kind_of_memory_is_refused(self, world: World) -> None:
+    def test_c18_an_unknown_kind_of_memory_is_refused(self, net: Net) -> None:
         """A GPU pointer given to a NIC that cannot reach it must not become a host address."""
-        net = Net(world)
         domain = net.side().domains[0]
         if "cuda" not in domain.caps.memory_kinds:
             memory = adapt((0x7000_0000_0000, 4096, "cuda:0"))
             assert _raises(TepError, lambda: domain.register(memory, Access.SOURCE))
 
-    def test_c19_a_child_that_exits_harms_nothing(self, world: World) -> None:
+    def test_c19_a_child_that_exits_harms_nothing(self, net: Net) -> None:
         """A data loader forks, and its children end while the parent transfers."""
-        need(world, Ability.FORK)
-        net = Net(world)
+        net.need(Ability.FORK)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         code = _in_child(lambda: _close(a, b))
@@ -273,10 +256,9 @@ class LifeContract:
         assert [] == a.errors()
         assert np.array_equal(a.source.data[:3200], b.target.data[:3200])
 
-    def test_c19_a_child_cannot_use_the_parents_domains(self, world: World) -> None:
+    def test_c19_a_child_cannot_use_the_parents_domains(self, net: Net) -> None:
         """Two processes that ring one doorbell corrupt the queue of both."""
-        need(world, Ability.FORK)
-        net = Net(world)
+        net.need(Ability.FORK)
         a, b = net.pair()
         batch = a.batch(b, imm=1)
 
@@ -295,10 +277,10 @@ class LifeContract:
         net.write(a.batch(b, imm=2), a)
         assert {2: 1} == b.imms()
 
-    def test_c20_same_seed_same_trace(self, world: World) -> None:
+    def test_c20_same_seed_same_trace(self, net: Net) -> None:
         """A failing seed that cannot be run again is a rumour."""
-        need(world, Ability.TWIN)
-        first, second = _trace(world.twin()), _trace(world.twin())
+        net.need(Ability.TWIN)
+        first, second = _trace(net.world.twin()), _trace(net.world.twin())
 
         assert first == second
         assert any(seen.kind == Kind.IMM for _, _, seen in first)
@@ -389,15 +371,13 @@ def _offer(side: Side, batch: WriteBatch) -> bool:
 class ErrorsContract:
     """Clauses on failures."""
 
-    def test_c11_an_unknown_key_is_an_error(self, world: World) -> None:
+    def test_c11_an_unknown_key_is_an_error(self, net: Net) -> None:
         """A write under a wrong key that reports success is a page lost without a word."""
-        net = Net(world)
         a, b = net.pair()
         _check_bad_row(net, a, b, dst=4096, rkey=b.target.keys[0].rkey ^ 0x5A5A)
 
-    def test_c11_a_withdrawn_key_is_an_error(self, world: World) -> None:
+    def test_c11_a_withdrawn_key_is_an_error(self, net: Net) -> None:
         """Old descriptors stay around at peers long after the memory went to somebody else."""
-        net = Net(world)
         a, b = net.pair()
         old = b.buffer(4096)
         batch = a.batch(b, target=old, imm=8)
@@ -410,9 +390,8 @@ class ErrorsContract:
         assert (old.data == 0x5A).all()
         _check_bad_row(net, a, b, dst=4096, rkey=old.keys[0].rkey)
 
-    def test_c11_a_source_is_no_target(self, world: World) -> None:
+    def test_c11_a_source_is_no_target(self, net: Net) -> None:
         """Memory registered as a source only, read-only perhaps, must not change."""
-        net = Net(world)
         a, b = net.pair()
         before = b.source.data.copy()
         batch = a.batch(b, target=b.source, imm=8)
@@ -422,9 +401,8 @@ class ErrorsContract:
         assert np.array_equal(before, b.source.data)
         assert Counter() == b.imms()
 
-    def test_c11_beyond_the_end_is_an_error(self, world: World) -> None:
+    def test_c11_beyond_the_end_is_an_error(self, net: Net) -> None:
         """The last page of a region, one row too far, is somebody else's memory."""
-        net = Net(world)
         a, b = net.pair()
         size = len(b.target.data)
         for dst in (size - 63, size, size + 64):
@@ -432,9 +410,8 @@ class ErrorsContract:
 
         assert b.target.guards_hold()
 
-    def test_c11_before_the_start_is_an_error(self, world: World) -> None:
+    def test_c11_before_the_start_is_an_error(self, net: Net) -> None:
         """An offset below zero wraps to an address that may well be mapped."""
-        net = Net(world)
         a, b = net.pair()
         base = b.target.keys[0].base
         if base:
@@ -443,9 +420,8 @@ class ErrorsContract:
 
         assert b.target.guards_hold()
 
-    def test_c11_the_error_names_its_row(self, world: World) -> None:
+    def test_c11_the_error_names_its_row(self, net: Net) -> None:
         """One bad page of a request of many is found by its row number, or never."""
-        net = Net(world)
         a, b = net.pair()
         size = len(b.target.data)
         at = [64 * k for k in range(40)]
@@ -468,9 +444,8 @@ class ErrorsContract:
             assert np.array_equal(a.source.data[at_row], b.target.data[at_row])
         assert b.untouched(64 * bad, 64 * bad + 64)
 
-    def test_c11_a_row_partly_outside_is_found_among_many(self, world: World) -> None:
+    def test_c11_a_row_partly_outside_is_found_among_many(self, net: Net) -> None:
         """A check of starts only, or of one row's length, lets a page run over its neighbour."""
-        net = Net(world)
         a, b = net.pair()
         size, base, rows, bad = len(b.target.data), b.target.keys[0].base, 12, 5
         at = [64 * k for k in range(rows)]
@@ -493,9 +468,8 @@ class ErrorsContract:
             net.write(again, a)
             assert {Status.OK: rows} == a.rows_ended(again.ctx)
 
-    def test_c16_nothing_is_written_after_deregister(self, world: World) -> None:
+    def test_c16_nothing_is_written_after_deregister(self, net: Net) -> None:
         """The memory goes back to its owner when deregister() returns, whatever was in flight."""
-        net = Net(world)
         a, b = net.pair()
         extra = b.buffer(65536)
         at = [64 * k for k in range(200)]
@@ -514,10 +488,9 @@ class ErrorsContract:
         assert posted == ended.total()
         assert b.imms()[5] <= int((frozen.reshape(-1, 64)[:200] != 0x5A).any(axis=1).sum())
 
-    def test_c17_a_killed_peer_ends_in_errors(self, world: World) -> None:
+    def test_c17_a_killed_peer_ends_in_errors(self, net: Net) -> None:
         """Silence from a dead peer is the hang that every user of RDMA has met."""
-        need(world, Ability.KILL)
-        net = Net(world)
+        net.need(Ability.KILL)
         a, b = net.pair()
         c = net.side()
         net.write(a.batch(b, imm=1), a)
@@ -525,7 +498,7 @@ class ErrorsContract:
         early = a.batch(b, src=at, dst=at)
         taken = a.try_post(early, 0, early.n)
         net.forget(b)
-        world.kill(b.node)
+        net.world.kill(b.node)
         late = a.batch(b, src=at, dst=at)
         taken_late = a.try_post(late, 0, late.n)
         limit_s = a.domains[0].caps.peer_timeout_s
@@ -538,14 +511,13 @@ class ErrorsContract:
         net.write(a.batch(c, src=at, dst=at, imm=2), a)
         assert {2: 50} == c.imms(), "other peers are not concerned"
 
-    def test_c17_posting_to_a_killed_peer_ends_in_errors(self, world: World) -> None:
+    def test_c17_posting_to_a_killed_peer_ends_in_errors(self, net: Net) -> None:
         """A refusal for ever, or a success, would both hide that nobody is there."""
-        need(world, Ability.KILL)
-        net = Net(world)
+        net.need(Ability.KILL)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         net.forget(b)
-        world.kill(b.node)
+        net.world.kill(b.node)
         limit_s = a.domains[0].caps.peer_timeout_s
         for _ in range(3):
             batch = a.batch(b, imm=2)
@@ -554,14 +526,13 @@ class ErrorsContract:
             assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
             assert 1 == a.rows_ended(batch.ctx).total()
 
-    def test_c17_a_message_to_a_killed_peer_fails(self, world: World) -> None:
+    def test_c17_a_message_to_a_killed_peer_fails(self, net: Net) -> None:
         """A message that waits for a receive must learn that its reader is gone."""
-        need(world, Ability.KILL)
-        net = Net(world)
+        net.need(Ability.KILL)
         a, b = net.pair()
         a.send(b, b"nobody will read this")
         net.forget(b)
-        world.kill(b.node)
+        net.world.kill(b.node)
         limit_s = a.domains[0].caps.peer_timeout_s
         net.until(lambda: a.messages_open == 0, "the message to end", timeout_s=limit_s)
         ctx = a.send(b, b"nor this")
@@ -570,9 +541,8 @@ class ErrorsContract:
         assert 1 == a.acknowledged[ctx]
         assert ctx in {seen.ctx for seen in a.errors() if seen.kind == Kind.SENT}
 
-    def test_c17_a_closed_peer_ends_in_errors(self, world: World) -> None:
+    def test_c17_a_closed_peer_ends_in_errors(self, net: Net) -> None:
         """An orderly goodbye is no reason for silence either."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         net.forget(b)
@@ -585,17 +555,16 @@ class ErrorsContract:
 
         assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
 
-    def test_c17_a_peer_that_listens_again_is_reached(self, world: World) -> None:
+    def test_c17_a_peer_that_listens_again_is_reached(self, net: Net) -> None:
         """A process that was stopped for a while would be dead to its peers for good."""
-        net = Net(world)
         a, b = net.pair()
         net.forget(b)  # it is deaf before it was ever met, and where that matters rows fail
         early = a.batch(b, imm=1)
         _offer(a, early)
         limit_s = a.domains[0].caps.peer_timeout_s
-        end_s = world.now_s() + min(limit_s, _DEAF_S_MAX)
-        while a.rows_open and world.now_s() < end_s:
-            world.doze()
+        end_s = net.world.now_s() + min(limit_s, _DEAF_S_MAX)
+        while a.rows_open and net.world.now_s() < end_s:
+            net.world.doze()
             net.turn()
         net.sides.append(b)
         late = [a.batch(b, imm=2)]

@@ -16,8 +16,7 @@ import pytest
 
 from tep.backends.base import ControlDomain, Kind, Status, WriteBatch
 from tep.base.errors import ClosedError
-from tep.testing.net import Net, Seen, Side
-from tep.testing.world import Ability, World, need
+from tep.testing.world import Ability, Net, Seen, Side
 
 __all__ = ["ControlContract", "MessagesContract"]
 
@@ -25,9 +24,8 @@ __all__ = ["ControlContract", "MessagesContract"]
 class MessagesContract:
     """Clauses on messages and wake-ups."""
 
-    def test_c21_messages_arrive_whole_and_once(self, world: World) -> None:
+    def test_c21_messages_arrive_whole_and_once(self, net: Net) -> None:
         """Descriptors travel as messages: a part of one, or one twice, is garbage."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(4096, 8)
         sent = [bytes([k]) * n for k, n in enumerate((0, 1, 2, 63, 64, 1000, 4095, 4096))]
@@ -39,9 +37,8 @@ class MessagesContract:
         assert 8 == a.acknowledged.total()
         assert [] == a.errors()
 
-    def test_c34_a_message_says_where_it_came_from(self, world: World) -> None:
+    def test_c34_a_message_says_where_it_came_from(self, net: Net) -> None:
         """Two peers that are taken for each other get each other's answers."""
-        net = Net(world)
         a, b = net.side(nics=2), net.side()
         c = net.side()
         c.domains[0].post_recvs(64, 8)
@@ -54,9 +51,8 @@ class MessagesContract:
         assert expected == Counter(c.senders())
         assert len(sent) == len(c.messages())
 
-    def test_c21_the_payload_is_copied_at_once(self, world: World) -> None:
+    def test_c21_the_payload_is_copied_at_once(self, net: Net) -> None:
         """The caller's buffer is its own again when post_send() returns."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(64, 1)
         payload = bytearray(b"as it was at the call")
@@ -71,9 +67,8 @@ class MessagesContract:
 
         assert [b"as it was at the call"] == b.messages()
 
-    def test_c21_the_pool_rotates(self, world: World) -> None:
+    def test_c21_the_pool_rotates(self, net: Net) -> None:
         """Few buffers carry many messages, as long as they are given back."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(64, 2)
         got: list[bytes] = []
@@ -92,9 +87,8 @@ class MessagesContract:
         assert Counter(sent) == Counter(got)
         assert 40 == a.acknowledged.total()
 
-    def test_c21_a_buffer_in_use_is_not_overwritten(self, world: World) -> None:
+    def test_c21_a_buffer_in_use_is_not_overwritten(self, net: Net) -> None:
         """The view is valid until recv_done(): the callback reads in place."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(64, 1)
         a.send(b, b"first, and still being read")
@@ -107,9 +101,8 @@ class MessagesContract:
         net.until(lambda: len(b.unread) == 1, "the second message")
         assert [b"second, which has to wait..."] == b.messages()
 
-    def test_c21_immediates_take_no_message_buffer(self, world: World) -> None:
+    def test_c21_immediates_take_no_message_buffer(self, net: Net) -> None:
         """The pool's buffers are for messages; a NIC that feeds immediates feeds them itself."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(64, 1)
         net.write(a.batch(b, src=[0] * 200, dst=0, nbytes=8, imm=1), a)
@@ -119,9 +112,8 @@ class MessagesContract:
         assert [b"there is still room for me"] == b.messages()
         assert {1: 200} == b.imms()
 
-    def test_c21_a_message_too_long_for_the_buffer_fails(self, world: World) -> None:
+    def test_c21_a_message_too_long_for_the_buffer_fails(self, net: Net) -> None:
         """Cut short it would decode as garbage; unsaid it would be waited for."""
-        net = Net(world)
         a, b = net.pair()
         b.domains[0].post_recvs(64, 2)
         ctx = a.send(b, b"x" * 65)
@@ -130,9 +122,8 @@ class MessagesContract:
         assert [] == b.messages()
         assert [(Kind.SENT, ctx)] == [(seen.kind, seen.ctx) for seen in a.errors()]
 
-    def test_c22_arrival_wakes_a_sleeping_target(self, world: World) -> None:
+    def test_c22_arrival_wakes_a_sleeping_target(self, net: Net) -> None:
         """A worker that sleeps on its NIC wakes when an immediate arrives, or never."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         calls = _sleep(net, b)
@@ -150,9 +141,8 @@ class MessagesContract:
 
         assert {1: 1, 2: 1} == b.imms()
 
-    def test_c22_completion_wakes_a_sleeping_sender(self, world: World) -> None:
+    def test_c22_completion_wakes_a_sleeping_sender(self, net: Net) -> None:
         """The sender sleeps too, once it has spun for a while."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         calls = _sleep(net, a)
@@ -171,9 +161,8 @@ class MessagesContract:
 
         assert {batch.ctx: 1, 1: 1} == a.returned
 
-    def test_c22_a_full_queue_wakes_its_owner_when_there_is_room(self, world: World) -> None:
+    def test_c22_a_full_queue_wakes_its_owner_when_there_is_room(self, net: Net) -> None:
         """After a refusal the engine waits to be woken; otherwise the rest is never posted."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         calls = _sleep(net, a)
@@ -197,16 +186,15 @@ class MessagesContract:
 
         assert n == a.returned[batch.ctx]
 
-    def test_c23_a_dead_nic_says_so_and_gives_its_rows_back(self, world: World) -> None:
+    def test_c23_a_dead_nic_says_so_and_gives_its_rows_back(self, net: Net) -> None:
         """The group moves what it has not posted to other NICs, once it knows."""
-        need(world, Ability.FAIL_NIC)
-        net = Net(world)
+        net.need(Ability.FAIL_NIC)
         a, b = net.pair(nics=2)
         net.write(a.batch(b, imm=1), a)
         at = [64 * k for k in range(60)]
         batch = a.batch(b, src=at, dst=at, imm=2)
         a.try_post(batch, 0, batch.n)
-        world.fail_nic(a.node, 0)
+        net.world.fail_nic(a.node, 0)
         net.until(lambda: any(seen.kind == Kind.DOWN for seen in a.seen), "NIC 0 to be reported")
         net.until(lambda: a.rows_open == 0, "the rows of NIC 0")
         net.quiet()
@@ -218,20 +206,19 @@ class MessagesContract:
         net.write(a.batch(b, src=at, dst=at, imm=3, nic=1, remote=1), a, nic=1)
         assert 60 == b.imms()[3], "the other NIC is not concerned"
 
-    def test_c23_a_dying_nic_hands_out_what_its_peers_know_to_be_there(self, world: World) -> None:
+    def test_c23_a_dying_nic_hands_out_what_its_peers_know_to_be_there(self, net: Net) -> None:
         """They write none of it again: an immediate that dies with the NIC never comes."""
-        need(world, Ability.FAIL_NIC)
-        net = Net(world)
+        net.need(Ability.FAIL_NIC)
         a, b = net.pair(nics=2)
         net.write(a.batch(b, imm=1), a)
         at = [64 * k for k in range(12)]
         batch = a.batch(b, src=at, dst=at, imm=2)
         net.forget(b)  # so that what arrives is still there when its NIC dies
         a.try_post(batch, 0, batch.n)
-        for _ in range(world.quiet_turns):
+        for _ in range(net.world.quiet_turns):
             net.turn()
         told = a.rows_ended(batch.ctx)[Status.OK]
-        world.fail_nic(b.node, 0)
+        net.world.fail_nic(b.node, 0)
         net.sides.append(b)
         net.until(lambda: any(seen.kind == Kind.DOWN for seen in b.seen), "NIC 0 to be reported")
         before = next(k for k, seen in enumerate(b.seen) if seen.kind == Kind.DOWN)
@@ -266,19 +253,18 @@ def _woken(side: Side, calls: list[int]) -> bool:
 _AT: Final = [64 * k for k in range(30)]
 
 
-def _pair(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
-    net = Net(world)
+def _pair(net: Net, nics: int = 1) -> tuple[Side, Side]:
     a, b = net.pair(nics=nics)
     if not a.domains[0].caps.control_bytes:
         pytest.skip("this backend has no control messages: caps.control_bytes is 0")
-    return net, a, b
+    return a, b
 
 
-def _fencing(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
-    net, a, b = _pair(world, nics)
+def _fencing(net: Net, nics: int = 1) -> tuple[Side, Side]:
+    a, b = _pair(net, nics)
     if not a.domains[0].caps.imm_source:
         pytest.skip("this backend neither names senders nor fences: caps.imm_source is False")
-    return net, a, b
+    return a, b
 
 
 def _nic(side: Side, nic: int = 0) -> ControlDomain:
@@ -354,9 +340,9 @@ def _fence_amid_rows(net: Net, a: Side, b: Side, ctx: int) -> None:
 class ControlContract:
     """Clauses on what engines need of NICs to make good what another NIC lost."""
 
-    def test_c24_notes_arrive_whole_once_and_name_their_sender(self, world: World) -> None:
+    def test_c24_notes_arrive_whole_once_and_name_their_sender(self, net: Net) -> None:
         """An engine answers to the address that a control message came from."""
-        net, a, b = _pair(world, nics=2)
+        a, b = _pair(net, nics=2)
         limit = a.domains[0].caps.control_bytes
         assert 512 <= limit, "a question with one address and a few sums has to fit"
         payloads = [b"", b"x", b"control message" * 40, bytes(range(256)) * 2, b"L" * limit]
@@ -370,18 +356,18 @@ class ControlContract:
         assert [] == a.errors()
         assert [] == b.messages(), "a control message is no message of the user's"
 
-    def test_c24_addresses_say_which_engine_they_are_of(self, world: World) -> None:
+    def test_c24_addresses_say_which_engine_they_are_of(self, net: Net) -> None:
         """Else one engine could ask in another's name, and fence it off."""
-        _, a, b = _pair(world, nics=2)
+        a, b = _pair(net, nics=2)
         mine, theirs = _engine_of_each(a, b)
         assert (1, 1) == (len(mine), len(theirs)), "the NICs of one engine share it"
         assert mine != theirs, "two engines do not"
         for junk in (b"", b"?", b"x" * 40, a.domains[0].address[:-1]):
             assert isinstance(_nic(a).engine_of(junk), bytes)
 
-    def test_c24_notes_need_no_buffer_of_the_users(self, world: World) -> None:
+    def test_c24_notes_need_no_buffer_of_the_users(self, net: Net) -> None:
         """Control messages say that a NIC died; they must not wait for a reader of messages."""
-        net, a, b = _pair(world)
+        a, b = _pair(net)
         b.domains[0].post_recvs(64, 1)
         a.send(b, b"takes the only buffer")
         net.until(lambda: len(b.unread) == 1, "the message")
@@ -390,13 +376,13 @@ class ControlContract:
         net.until(lambda: len(b.controls) == 40, "40 control messages beside a message")
         assert [b"takes the only buffer"] == b.messages()
 
-    def test_c24_a_note_to_a_dead_nic_ends_in_an_error(self, world: World) -> None:
+    def test_c24_a_note_to_a_dead_nic_ends_in_an_error(self, net: Net) -> None:
         """A question without end would hold its transfer for ever."""
-        need(world, Ability.FAIL_NIC)
-        net, a, b = _pair(world, nics=2)
+        net.need(Ability.FAIL_NIC)
+        a, b = _pair(net, nics=2)
         a.control(b, b"before")
         net.settle()
-        world.fail_nic(b.node, 0)
+        net.world.fail_nic(b.node, 0)
         ctx = a.control(b, b"after")
         timeout_s = a.domains[0].caps.peer_timeout_s
         net.until(lambda: not a.messages_open, "the control message to end", timeout_s)
@@ -406,9 +392,9 @@ class ControlContract:
         a.control(b, b"another way", remote=1)
         net.until(lambda: len(b.controls) == 2, "a control message over the NIC that lives")
 
-    def test_c25_an_immediate_says_which_nic_sent_it(self, world: World) -> None:
+    def test_c25_an_immediate_says_which_nic_sent_it(self, net: Net) -> None:
         """Sums by sender and NIC are what a lost acknowledgement is judged by."""
-        net, a, b = _fencing(world, nics=2)
+        a, b = _fencing(net, nics=2)
         c = net.side(nics=2)
         lanes = [(side, nic, to) for side in (a, c) for nic in range(2) for to in range(2)]
         at = [64 * k for k in range(5)]
@@ -429,9 +415,9 @@ class ControlContract:
             assert 1 == len({seen.ctx for seen in mine}), "one number for one sender"
             assert all(seen.ctx < 2**32 for seen in mine), "the number has 32 bits"
 
-    def test_c26_nothing_of_a_fenced_sender_lands_any_more(self, world: World) -> None:
+    def test_c26_nothing_of_a_fenced_sender_lands_any_more(self, net: Net) -> None:
         """A row that lands after the fence was counted as missing, and sent again by then."""
-        net, a, b = _fencing(world, nics=2)
+        a, b = _fencing(net, nics=2)
         net.write(a.batch(b, imm=1), a)
         _fence(net, b, a.domains[0].address, 5)
         before = bytes(b.target.data)
@@ -444,22 +430,22 @@ class ControlContract:
         assert before[512:576] == bytes(b.target.data[512:576])
         assert [1] == [seen.count for seen in a.errors()]
 
-    def test_c26_what_landed_is_handed_out_before_the_fence(self, world: World) -> None:
+    def test_c26_what_landed_is_handed_out_before_the_fence(self, net: Net) -> None:
         """The sums are told when the fence is closed: one that comes later is counted twice."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         net.write(a.batch(b, src=_AT, dst=_AT, imm=0), a)
         _fence_amid_rows(net, a, b, 1)
 
-    def test_c26_a_fence_may_be_repeated_and_may_name_anybody(self, world: World) -> None:
+    def test_c26_a_fence_may_be_repeated_and_may_name_anybody(self, net: Net) -> None:
         """Questions are put again when an answer is lost, also about senders that never wrote."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         c = net.side()
         for ctx, side in enumerate((a, a, c), 1):
             assert _fence(net, b, side.domains[0].address, ctx).nic == 0
 
-    def test_c27_rows_land_again_both_ways_and_once(self, world: World) -> None:
+    def test_c27_rows_land_again_both_ways_and_once(self, net: Net) -> None:
         """A path that is lost for good each time a link flaps leaves two engines without one."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         net.write(a.batch(b, imm=0), a)
         both, noticed, paused = (False, False, True, True), (False, True, False, True), (0, 1, 1, 0)
         for ctx, (there_too, row_first, pause) in enumerate(zip(both, noticed, paused), 1):
@@ -479,9 +465,9 @@ class ControlContract:
         assert 0 == b.imms()[99]
         assert 1 == len({seen.ctx for seen in b.seen if seen.kind == Kind.IMM}), "one number (C25)"
 
-    def test_c27_what_failed_before_never_lands(self, world: World) -> None:
+    def test_c27_what_failed_before_never_lands(self, net: Net) -> None:
         """Rows that were made good are still on their way when their old path is opened again."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         at = [4096 * k for k in range(15)]
         for ctx in range(1, 4):
             for part in (0, 1):  # in flight at the fence, and posted behind it
@@ -498,17 +484,17 @@ class ControlContract:
         net.write(a.batch(b, imm=99), a)
         assert 1 == b.imms()[99]
 
-    def test_c27_a_new_fence_holds(self, world: World) -> None:
+    def test_c27_a_new_fence_holds(self, net: Net) -> None:
         """Links flap more than once."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         for ctx in (1, 2):
             net.write(a.batch(b, src=_AT, dst=_AT, imm=ctx), a)
             _fence_amid_rows(net, a, b, ctx)
             _unfence(a, b)
 
-    def test_c27_one_end_alone_loses_nothing(self, world: World) -> None:
+    def test_c27_one_end_alone_loses_nothing(self, net: Net) -> None:
         """The word that the fence is gone takes its time to the other end."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         net.write(a.batch(b, imm=0), a)
         for ctx, (first, then) in enumerate(((b, a), (a, b)), 1):
             _fence(net, b, a.domains[0].address, ctx)
@@ -522,9 +508,9 @@ class ControlContract:
             assert {Status.OK: 1} == a.rows_ended(last.ctx)
             assert 1 == b.imms()[10 + ctx]
 
-    def test_c27_where_there_is_no_fence_nothing_happens(self, world: World) -> None:
+    def test_c27_where_there_is_no_fence_nothing_happens(self, net: Net) -> None:
         """The question is put again when an answer is lost, amid the rows of the new life."""
-        net, a, b = _fencing(world)
+        a, b = _fencing(net)
         c = net.side()
         _nic(b).unfence(c.domains[0].address)
         _fence(net, b, a.domains[0].address, 1)
@@ -544,9 +530,9 @@ class ControlContract:
         with pytest.raises(ClosedError):
             _nic(c).unfence(b.domains[0].address)
 
-    def test_c27_other_pairs_stay_as_they_are(self, world: World) -> None:
+    def test_c27_other_pairs_stay_as_they_are(self, net: Net) -> None:
         """Another NIC's lost rows are not retried yet: they must not come."""
-        net, a, b = _fencing(world, nics=2)
+        a, b = _fencing(net, nics=2)
         for nic in range(2):
             _fence(net, b, a.domains[nic].address, nic)
         _unfence(a, b)
@@ -557,12 +543,12 @@ class ControlContract:
         assert {0: 1} == b.imms()
         assert [1] == [seen.nic for seen in a.errors()]
 
-    def test_c27_a_nic_that_is_down_stays_so(self, world: World) -> None:
+    def test_c27_a_nic_that_is_down_stays_so(self, net: Net) -> None:
         """The death may come between the two calls."""
-        need(world, Ability.FAIL_NIC)
-        net, a, b = _fencing(world)
+        net.need(Ability.FAIL_NIC)
+        a, b = _fencing(net)
         _fence(net, b, a.domains[0].address, 1)
-        world.fail_nic(b.node, 0)
+        net.world.fail_nic(b.node, 0)
         _unfence(a, b)
         net.quiet()
         batch = a.batch(b, imm=1)

@@ -14,8 +14,7 @@ import pytest
 
 from tep.backends.base import Access, ControlDomain, Kind, ReadBatch, Status
 from tep.testing.clauses_rows import ODD_LENGTHS
-from tep.testing.net import Buffer, Net, Side
-from tep.testing.world import Ability, World, need
+from tep.testing.world import Ability, Buffer, Net, Side
 
 __all__ = ["ReadsContract"]
 
@@ -24,15 +23,14 @@ _OPEN_ENDED = {Status.NIC_DOWN, Status.GIVEN_UP}
 _FENCE_CTX = 2**40
 
 
-def _reading(world: World, nics: int = 1, nbytes: int = 65536) -> tuple[Net, Side, Side, Buffer]:
+def _reading(net: Net, nics: int = 1, nbytes: int = 65536) -> tuple[Side, Side, Buffer]:
     """A reader, an owner, and the owner's memory; skip a backend without reads."""
-    net = Net(world)
     a, b = net.pair(nics, nbytes)
     caps = a.domains[0].caps
     if not caps.reads:
         assert caps.no_reads, "C29: where there are no reads, the backend says why"
         pytest.skip(f"this backend has no reads: {caps.no_reads}")
-    return net, a, b, b.readable(nbytes)
+    return a, b, b.readable(nbytes)
 
 
 def _finish(net: Net, a: Side, batch: ReadBatch, nic: int = 0) -> Counter[Status]:
@@ -64,9 +62,9 @@ def _check_bad_read(net: Net, a: Side, b: Side, memory: Buffer, bad: ReadBatch) 
 class ReadsContract:
     """Clauses on reads."""
 
-    def test_c29_reads_bring_the_bytes(self, world: World) -> None:
+    def test_c29_reads_bring_the_bytes(self, net: Net) -> None:
         """Each row brings its own page, and the owner learns nothing and keeps its bytes."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         before = memory.data.copy()
         n = 60
         at = [64 * k for k in range(n)]
@@ -82,9 +80,9 @@ class ReadsContract:
         assert np.array_equal(before, memory.data)
         assert a.target.guards_hold()
 
-    def test_c29_columns_may_be_scalars_or_arrays(self, world: World) -> None:
+    def test_c29_columns_may_be_scalars_or_arrays(self, net: Net) -> None:
         """A scalar must hold for every row, like for writes, in a batch of few or of many."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         for n in (1, 3, 50):
             at = [64 * k for k in range(n)]
             for nbytes in (64, [64] * n):
@@ -97,17 +95,17 @@ class ReadsContract:
         rows = memory.data[: 64 * 50].reshape(50, 64)
         assert (rows == a.target.data[4096:4160]).any(axis=0).all()
 
-    def test_c29_a_row_is_new_enough(self, world: World) -> None:
+    def test_c29_a_row_is_new_enough(self, net: Net) -> None:
         """A read that is posted after a change brings the change, not a cached page."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         for value in (1, 2, 3):
             memory.data[:4096] = value
             assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, nbytes=4096))
             assert (a.target.data[:4096] == value).all()
 
-    def test_c29_every_nic_reads_from_every_nic(self, world: World) -> None:
+    def test_c29_every_nic_reads_from_every_nic(self, net: Net) -> None:
         """A row's keys must belong to its two NICs, in both directions."""
-        net, a, b, memory = _reading(world, nics=2)
+        a, b, memory = _reading(net, nics=2)
         for nic in range(2):
             for far in range(2):
                 at = 256 * (2 * nic + far)
@@ -116,9 +114,9 @@ class ReadsContract:
 
         assert np.array_equal(memory.data[:1024], a.target.data[:1024])
 
-    def test_c29_a_full_queue_takes_a_prefix(self, world: World) -> None:
+    def test_c29_a_full_queue_takes_a_prefix(self, net: Net) -> None:
         """Rows that did not fit are offered again; no more than caps.reads are ever out."""
-        net, a, b, _ = _reading(world)
+        a, b, _ = _reading(net)
         limit = a.domains[0].caps.reads
         n = min(3 * limit + 1, 6000)
         into = a.buffer(8 * n)
@@ -140,9 +138,9 @@ class ReadsContract:
         assert {Status.OK: n} == a.rows_ended(batch.ctx)
         assert np.array_equal(source.data, into.data)
 
-    def test_c29_reads_and_writes_share_a_nic(self, world: World) -> None:
+    def test_c29_reads_and_writes_share_a_nic(self, net: Net) -> None:
         """Neither is counted as the other, and neither stops the other."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         into = a.buffer(65536)
         at = [64 * k for k in range(40)]
         for turn in range(6):
@@ -156,9 +154,9 @@ class ReadsContract:
         assert np.array_equal(memory.data[:2560], into.data[:2560])
         assert np.array_equal(a.source.data[:2560], b.target.data[:2560])
 
-    def test_c29_empty_reads_complete(self, world: World) -> None:
+    def test_c29_empty_reads_complete(self, net: Net) -> None:
         """A list of pieces may hold an empty one; it has to come back like any other."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         batch = a.read(b, memory, local=[0, 64, 128], nbytes=[0, 64, 0])
 
         assert {Status.OK: 3} == _finish(net, a, batch)
@@ -166,9 +164,9 @@ class ReadsContract:
         assert np.array_equal(memory.data[:64], a.target.data[64:128])
         assert a.untouched(128)
 
-    def test_c30_only_the_rows_bytes_change(self, world: World) -> None:
+    def test_c30_only_the_rows_bytes_change(self, net: Net) -> None:
         """One byte too many is somebody else's page, here as there."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         expected = a.target.data.copy()
         local, remote, at = [], [], 1
         for k, nbytes in enumerate(ODD_LENGTHS):
@@ -187,9 +185,9 @@ class ReadsContract:
         assert np.array_equal(memory.data, a.target.data)
         assert a.target.guards_hold()
 
-    def test_c30_nothing_is_written_after_the_completion(self, world: World) -> None:
+    def test_c30_nothing_is_written_after_the_completion(self, net: Net) -> None:
         """A page whose read is back is used for something else at once."""
-        net, a, b, memory = _reading(world, nbytes=256 * 1024)
+        a, b, memory = _reading(net, nbytes=256 * 1024)
         n, nbytes = 40, 4096
         at = [k * nbytes for k in range(n)]
         for k in range(n):
@@ -208,9 +206,9 @@ class ReadsContract:
 
         assert not a.target.data[: n * nbytes].any()
 
-    def test_c30_an_ended_row_is_over_whatever_its_status(self, world: World) -> None:
+    def test_c30_an_ended_row_is_over_whatever_its_status(self, net: Net) -> None:
         """Memory of a read that failed goes to somebody else, who finds old bytes in it."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         at = [64 * k for k in range(120)]
         batch = a.read(b, memory, local=at, remote=at)
         _some(net, a, batch)
@@ -225,9 +223,9 @@ class ReadsContract:
             assert (a.target.data == 7).all()
         assert a.target.guards_hold()
 
-    def test_c30_nothing_is_written_after_deregister(self, world: World) -> None:
+    def test_c30_nothing_is_written_after_deregister(self, net: Net) -> None:
         """The reader gives its memory back while reads are out; C16 holds for them as well."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         into = a.buffer(65536)
         at = [64 * k for k in range(200)]
         batch = a.read(b, memory, local=at, remote=at, into=into)
@@ -240,29 +238,29 @@ class ReadsContract:
         assert np.array_equal(frozen, into.data)
         assert a.accepted[batch.ctx] == a.rows_ended(batch.ctx).total()
 
-    def test_c31_memory_that_is_not_readable_is_refused(self, world: World) -> None:
+    def test_c31_memory_that_is_not_readable_is_refused(self, net: Net) -> None:
         """The right to write a region is no right to read it, and a source is private."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         for private in (b.target, b.source, b.buffer(4096, Access.SINK)):
             bad = a.read(b, private, local=4096)
             _check_bad_read(net, a, b, memory, bad)
 
-    def test_c31_an_unknown_key_is_an_error(self, world: World) -> None:
+    def test_c31_an_unknown_key_is_an_error(self, net: Net) -> None:
         """A read under a wrong key that reports success is a page of nothing."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         bad = a.read(b, memory, local=4096, rkey=memory.keys[0].rkey ^ 0x5A5A)
         _check_bad_read(net, a, b, memory, bad)
 
-    def test_c31_outside_the_region_is_an_error(self, world: World) -> None:
+    def test_c31_outside_the_region_is_an_error(self, net: Net) -> None:
         """The page behind the last one is another tenant's."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         size, base = len(memory.data), memory.keys[0].base
         for remote in (size - 63, size, -1 if base else size + 1, 2**64 - 64 - base):
             _check_bad_read(net, a, b, memory, a.read(b, memory, local=4096, remote=remote))
 
-    def test_c31_the_error_names_its_row(self, world: World) -> None:
+    def test_c31_the_error_names_its_row(self, net: Net) -> None:
         """One bad page of many is found by its row number, or never."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         at, bad = [64 * k for k in range(40)], 23
         remote = [*at[:bad], len(memory.data), *at[bad + 1 :]]
         batch = a.read(b, memory, local=at, remote=remote)
@@ -274,9 +272,9 @@ class ReadsContract:
         assert set(ended) <= {Status.OK, Status.FLUSHED, Status(blamed[0].status)}
         assert a.untouched(64 * bad, 64 * bad + 64)
 
-    def test_c31_readable_memory_is_no_target(self, world: World) -> None:
+    def test_c31_readable_memory_is_no_target(self, net: Net) -> None:
         """Pages that are shared for reading must not be changed by peers."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         before = memory.data.copy()
         batch = a.batch(b, target=memory, imm=8)
         net.write(batch, a)
@@ -288,9 +286,9 @@ class ReadsContract:
         net.write(empty, a)
         assert {9: 1} == b.imms(), "C9: 'your memory was read' needs no other region"
 
-    def test_c31_both_rights_at_once(self, world: World) -> None:
+    def test_c31_both_rights_at_once(self, net: Net) -> None:
         """A region may be open both ways."""
-        net, a, b, _ = _reading(world)
+        a, b, _ = _reading(net)
         both = b.readable(4096, Access.SOURCE_AND_TARGET | Access.READABLE)
         net.write(a.batch(b, nbytes=1024, target=both), a)
         batch = a.read(b, both, local=4096, nbytes=4096)
@@ -299,9 +297,9 @@ class ReadsContract:
         assert np.array_equal(a.source.data[:1024], a.target.data[4096:5120])
         assert np.array_equal(both.data, a.target.data[4096:8192])
 
-    def test_c31_a_sink_takes_reads_and_no_writes(self, world: World) -> None:
+    def test_c31_a_sink_takes_reads_and_no_writes(self, net: Net) -> None:
         """A process that reads its pages need not let peers write them."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         sink = a.buffer(4096, Access.SINK)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, into=sink, nbytes=4096))
         assert np.array_equal(memory.data[:4096], sink.data)
@@ -311,9 +309,9 @@ class ReadsContract:
         assert Status.OK not in b.rows_ended(batch.ctx)
         assert np.array_equal(memory.data[:4096], sink.data)
 
-    def test_c31_no_read_sees_what_is_written_after_deregister(self, world: World) -> None:
+    def test_c31_no_read_sees_what_is_written_after_deregister(self, net: Net) -> None:
         """The owner takes its memory back, and fills it with what peers may not see."""
-        net, a, b, _ = _reading(world)
+        a, b, _ = _reading(net)
         memory = b.readable(65536)
         was = memory.data.copy()
         at = [64 * k for k in range(200)]
@@ -334,10 +332,10 @@ class ReadsContract:
             place = slice(64 * row, 64 * row + 64)
             assert np.array_equal(was[place], a.target.data[place])
 
-    def test_c32_reads_of_a_dead_peer_end_in_errors(self, world: World) -> None:
+    def test_c32_reads_of_a_dead_peer_end_in_errors(self, net: Net) -> None:
         """A decoder that pulls its pages must learn that nobody is there to pull them from."""
-        need(world, Ability.KILL)
-        net, a, b, memory = _reading(world)
+        net.need(Ability.KILL)
+        a, b, memory = _reading(net)
         c = net.side()
         other = c.readable(4096)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory))
@@ -345,7 +343,7 @@ class ReadsContract:
         early = a.read(b, memory, local=at, remote=at)
         taken = _some(net, a, early)
         net.forget(b)
-        world.kill(b.node)
+        net.world.kill(b.node)
         limit_s = a.domains[0].caps.peer_timeout_s
         net.until(lambda: a.rows_open == 0, "reads of a dead peer to fail", timeout_s=limit_s)
         late = a.read(b, memory, local=4096)
@@ -357,14 +355,14 @@ class ReadsContract:
         assert Status.OK not in a.rows_ended(late.ctx)
         assert {Status.OK: 1} == _finish(net, a, a.read(c, other, local=8192))
 
-    def test_c32_no_read_brings_bytes_of_the_next_incarnation(self, world: World) -> None:
+    def test_c32_no_read_brings_bytes_of_the_next_incarnation(self, net: Net) -> None:
         """Old keys may be valid again by chance: only the address tells the incarnations apart."""
-        need(world, Ability.KILL, Ability.RESTART)
-        net, a, b, memory = _reading(world)
+        net.need(Ability.KILL, Ability.RESTART)
+        a, b, memory = _reading(net)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, local=8192))
         net.forget(b)
-        world.kill(b.node)
-        reborn = net.side(node=world.restart(b.node))
+        net.world.kill(b.node)
+        reborn = net.side(node=net.world.restart(b.node))
         reborn.readable(65536)
         stale = a.read(b, memory, nbytes=256)
         limit_s = a.domains[0].caps.peer_timeout_s
@@ -375,15 +373,15 @@ class ReadsContract:
         assert Status.OK not in a.rows_ended(stale.ctx)
         assert a.untouched(0, 256)
 
-    def test_c32_a_nic_that_dies_ends_its_reads(self, world: World) -> None:
+    def test_c32_a_nic_that_dies_ends_its_reads(self, net: Net) -> None:
         """FLUSHED says that the memory is free: then nothing may come any more."""
-        need(world, Ability.FAIL_NIC)
-        net, a, b, memory = _reading(world, nics=2)
+        net.need(Ability.FAIL_NIC)
+        a, b, memory = _reading(net, nics=2)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, local=8192))
         at = [64 * k for k in range(50)]
         batch = a.read(b, memory, local=at, remote=at)
         taken = _some(net, a, batch)
-        world.fail_nic(a.node, 0)
+        net.world.fail_nic(a.node, 0)
         limit_s = a.domains[0].caps.peer_timeout_s
         net.until(lambda: a.rows_open == 0, "reads of a dead NIC to end", timeout_s=limit_s)
         ended = a.rows_ended(batch.ctx)
@@ -399,9 +397,9 @@ class ReadsContract:
         lives = a.read(b, memory, local=4096, nic=1, far=1)
         assert {Status.OK: 1} == _finish(net, a, lives, 1), "the other NIC is not concerned"
 
-    def test_c32_close_ends_every_read(self, world: World) -> None:
+    def test_c32_close_ends_every_read(self, net: Net) -> None:
         """A read that never comes back holds its memory for ever."""
-        net, a, b, memory = _reading(world)
+        a, b, memory = _reading(net)
         at = [64 * k for k in range(100)]
         batch = a.read(b, memory, local=at, remote=at)
         _some(net, a, batch)
@@ -414,9 +412,9 @@ class ReadsContract:
         assert (a.target.data == 7).all(), "C14: after close() nothing is written"
         assert set(a.rows_ended(batch.ctx)) <= {Status.OK, Status.FLUSHED}
 
-    def test_c33_a_fence_shuts_out_reads(self, world: World) -> None:
+    def test_c33_a_fence_shuts_out_reads(self, net: Net) -> None:
         """A read after the fence could return the memory's next contents."""
-        net, a, b, memory = _reading(world, nics=2)
+        a, b, memory = _reading(net, nics=2)
         if not b.domains[0].caps.imm_source:
             pytest.skip("this backend has no fences")
         at = [64 * k for k in range(100)]

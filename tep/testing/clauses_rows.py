@@ -10,8 +10,7 @@ from collections import Counter
 import numpy as np
 
 from tep.backends.base import Status, new_completions
-from tep.testing.net import Net, Seen
-from tep.testing.world import World
+from tep.testing.world import Net, Seen
 
 __all__ = ["ImmsContract", "RowsContract"]
 
@@ -21,9 +20,8 @@ ODD_LENGTHS = (1, 2, 3, 7, 8, 63, 64, 65, 127, 1000, 4095, 4096, 4097)
 class RowsContract:
     """Clauses on rows without a fault."""
 
-    def test_c01_every_row_completes_once(self, world: World) -> None:
+    def test_c01_every_row_completes_once(self, net: Net) -> None:
         """A missing completion hangs a transfer; a second one corrupts the next one's count."""
-        net = Net(world)
         a, b = net.pair()
         batches = [
             a.batch(b, src=[64 * k for k in range(n)], dst=[64 * k for k in range(n)], imm=imm)
@@ -37,9 +35,8 @@ class RowsContract:
         assert {batch.ctx: batch.n for batch in batches} == a.returned
         assert [] == a.errors()
 
-    def test_c01_completions_name_their_batch(self, world: World) -> None:
+    def test_c01_completions_name_their_batch(self, net: Net) -> None:
         """The engine finds the transfer by ctx alone, and a ctx is any 64-bit number."""
-        net = Net(world)
         a, b = net.pair()
         names = (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
         for ctx in names:
@@ -48,9 +45,8 @@ class RowsContract:
 
         assert dict.fromkeys(names, 3) == a.returned
 
-    def test_c01_one_ctx_may_be_posted_in_parts(self, world: World) -> None:
+    def test_c01_one_ctx_may_be_posted_in_parts(self, net: Net) -> None:
         """A batch that went out in parts is still one batch, whose rows are counted together."""
-        net = Net(world)
         a, b = net.pair()
         batch = a.batch(b, src=[64 * k for k in range(30)], dst=[64 * k for k in range(30)])
         done = 0
@@ -62,9 +58,8 @@ class RowsContract:
         assert {batch.ctx: 30} == a.returned
         assert np.array_equal(a.source.data[:1920], b.target.data[:1920])
 
-    def test_c01_poll_of_one_entry_loses_nothing(self, world: World) -> None:
+    def test_c01_poll_of_one_entry_loses_nothing(self, net: Net) -> None:
         """A full completion buffer is usual under load; the rest waits for the next poll."""
-        net = Net(world)
         a, b = net.pair()
         batch = a.batch(b, src=[64 * k for k in range(40)], dst=0, imm=list(range(40)))
         small = new_completions(1)
@@ -75,9 +70,8 @@ class RowsContract:
         assert {batch.ctx: 40} == a.returned
         assert Counter(range(40)) == b.imms()
 
-    def test_c01_ok_means_that_the_source_is_no_longer_read(self, world: World) -> None:
+    def test_c01_ok_means_that_the_source_is_no_longer_read(self, net: Net) -> None:
         """A transfer that is done gives its source back; what is written there next is not its."""
-        net = Net(world)
         a, b = net.pair(nbytes=256 * 1024)
         was = a.source.data.copy()
         n, nbytes = 40, 4096
@@ -95,17 +89,15 @@ class RowsContract:
 
         assert np.array_equal(was[: n * nbytes], b.target.data[: n * nbytes])
 
-    def test_c02_poll_returns_at_once_when_idle(self, world: World) -> None:
+    def test_c02_poll_returns_at_once_when_idle(self, net: Net) -> None:
         """A poll that waits for news stops every other NIC and command of its engine."""
-        net = Net(world)
         a, b = net.pair()
         out = new_completions(4)
         for domain in (*a.domains, *b.domains):
-            assert 0 == world.returns(functools.partial(domain.poll, out), "poll() when idle")
+            assert 0 == net.world.returns(functools.partial(domain.poll, out), "poll() when idle")
 
-    def test_c02_post_returns_at_once_when_full(self, world: World) -> None:
+    def test_c02_post_returns_at_once_when_full(self, net: Net) -> None:
         """A post that waits for room can wait for ever: it is the caller who polls."""
-        net = Net(world)
         a, b = net.pair()
         rows = [0] * min(a.domains[0].caps.sq_depth + 1, 4096)
         batch = a.batch(b, src=rows, dst=rows, nbytes=8)
@@ -114,16 +106,15 @@ class RowsContract:
             stop = batch.n
             if start == stop:
                 break
-            start += world.returns(
+            start += net.world.returns(
                 functools.partial(a.try_post, batch, start, stop), "post() when full"
             )
         net.settle()
 
         assert start == a.returned.total()
 
-    def test_c03_full_queue_takes_a_prefix(self, world: World) -> None:
+    def test_c03_full_queue_takes_a_prefix(self, net: Net) -> None:
         """Rows beyond the prefix are posted again: one that was kept anyway would land twice."""
-        net = Net(world)
         depth = min(net.side().domains[0].caps.sq_depth, 20_000)
         nrows = 2 * depth + 3
         a, b = net.pair(nbytes=8 * nrows)
@@ -141,9 +132,8 @@ class RowsContract:
         assert np.array_equal(a.source.data[: 8 * taken], b.target.data[: 8 * taken])
         assert b.untouched(8 * taken)
 
-    def test_c03_refused_rows_can_be_offered_again(self, world: World) -> None:
+    def test_c03_refused_rows_can_be_offered_again(self, net: Net) -> None:
         """After a refusal the rest of the batch goes out once completions have been polled."""
-        net = Net(world)
         depth = min(net.side().domains[0].caps.sq_depth, 20_000)
         nrows = 3 * depth + 1
         a, b = net.pair(nbytes=8 * nrows)
@@ -154,9 +144,8 @@ class RowsContract:
         assert {78: nrows} == b.imms()
         assert np.array_equal(a.source.data, b.target.data)
 
-    def test_c03_only_rows_start_to_stop_are_taken(self, world: World) -> None:
+    def test_c03_only_rows_start_to_stop_are_taken(self, net: Net) -> None:
         """Rows before start are out already, and rows after stop wait for another NIC's turn."""
-        net = Net(world)
         a, b = net.pair()
         offsets = [64 * k for k in range(12)]
         batch = a.batch(b, src=offsets, dst=offsets, imm=list(range(100, 112)))
@@ -172,9 +161,8 @@ class RowsContract:
         assert b.untouched(0, 256)
         assert b.untouched(576)
 
-    def test_c04_completions_may_mix_but_stay_countable(self, world: World) -> None:
+    def test_c04_completions_may_mix_but_stay_countable(self, net: Net) -> None:
         """Rows of many batches, NICs and peers complete mixed; each counts for its own batch."""
-        net = Net(world)
         a, b = net.pair(nics=2)
         c = net.side(nics=1)
         expected: Counter[int] = Counter()
@@ -190,9 +178,8 @@ class RowsContract:
         assert expected == a.returned
         assert [] == a.errors()
 
-    def test_c04_a_stuck_message_holds_back_no_row_to_another_peer(self, world: World) -> None:
+    def test_c04_a_stuck_message_holds_back_no_row_to_another_peer(self, net: Net) -> None:
         """One slow receiver must not stop a scatter to all others."""
-        net = Net(world)
         a, b = net.pair()
         c = net.side()
         a.send(b, b"b has posted no receive yet")
@@ -205,9 +192,8 @@ class RowsContract:
 
         assert [b"b has posted no receive yet"] == b.messages()
 
-    def test_c05_rows_land_in_any_order_but_all_land(self, world: World) -> None:
+    def test_c05_rows_land_in_any_order_but_all_land(self, net: Net) -> None:
         """Rows that meet in the same bytes leave each byte from one of them, and all count."""
-        net = Net(world)
         a, b = net.pair(nics=2)
         n = 100
         for nic in range(2):
@@ -220,9 +206,8 @@ class RowsContract:
         assert (candidates == b.target.data[:64]).any(axis=0).all()
         assert b.untouched(64)
 
-    def test_c09_empty_rows_carry_immediates(self, world: World) -> None:
+    def test_c09_empty_rows_carry_immediates(self, net: Net) -> None:
         """A barrier, and the empty shards of a short write, are rows of no bytes."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b, nbytes=0, imm=9), a)
         net.write(a.batch(b, src=[0] * 20, dst=[0] * 20, nbytes=0, imm=list(range(20))), a)
@@ -235,9 +220,8 @@ class RowsContract:
         assert np.array_equal(a.source.data[:64], b.target.data[64:128])
         assert b.untouched(128)
 
-    def test_c09_empty_rows_need_no_source(self, world: World) -> None:
+    def test_c09_empty_rows_need_no_source(self, net: Net) -> None:
         """A barrier has no source region: the lkey and src of an empty row mean nothing."""
-        net = Net(world)
         a, b = net.pair()
         batch = a.batch(b, nbytes=0, imm=9)
         batch.lkey, batch.src = 0, 0
@@ -246,9 +230,8 @@ class RowsContract:
         assert {9: 1} == b.imms()
         assert [] == a.errors()
 
-    def test_c09_empty_rows_without_immediate_complete(self, world: World) -> None:
+    def test_c09_empty_rows_without_immediate_complete(self, net: Net) -> None:
         """A scatter may hold an empty slice; it has to come back like any other."""
-        net = Net(world)
         a, b = net.pair()
         batch = a.batch(b, src=[0, 0, 0], dst=0, nbytes=0)
         net.write(batch, a)
@@ -257,9 +240,8 @@ class RowsContract:
         assert Counter() == b.imms()
         assert b.untouched()
 
-    def test_c10_odd_lengths_touch_nothing_else(self, world: World) -> None:
+    def test_c10_odd_lengths_touch_nothing_else(self, net: Net) -> None:
         """One byte too many is somebody else's KV page."""
-        net = Net(world)
         a, b = net.pair()
         expected = b.target.data.copy()
         src, dst, at = [], [], 1
@@ -276,9 +258,8 @@ class RowsContract:
         assert a.source.guards_hold()
         assert b.target.guards_hold()
 
-    def test_c10_rows_reach_both_ends_of_a_region(self, world: World) -> None:
+    def test_c10_rows_reach_both_ends_of_a_region(self, net: Net) -> None:
         """The first and the last byte belong to the region; the ones beside them do not."""
-        net = Net(world)
         a, b = net.pair(nbytes=4099)
         net.write(a.batch(b, src=[0, 4098], dst=[0, 4098], nbytes=1), a)
 
@@ -289,9 +270,8 @@ class RowsContract:
         assert np.array_equal(a.source.data, b.target.data)
         assert b.target.guards_hold()
 
-    def test_c10_columns_may_be_scalars_or_arrays(self, world: World) -> None:
+    def test_c10_columns_may_be_scalars_or_arrays(self, net: Net) -> None:
         """A scalar holds for every row; each column may be either, in a batch of few or of many."""
-        net = Net(world)
         a, b = net.pair()
         for n in (3, 50):
             spread = [64 * k for k in range(n)]
@@ -332,9 +312,8 @@ VALUES = (
 class ImmsContract:
     """Clauses on immediates."""
 
-    def test_c06_bytes_are_there_when_the_immediate_is_seen(self, world: World) -> None:
+    def test_c06_bytes_are_there_when_the_immediate_is_seen(self, net: Net) -> None:
         """The reader is released by the immediate alone: early, it reads the old page."""
-        net = Net(world)
         a, b = net.pair(nics=2, nbytes=128 * 1024)
         nbytes, n = 1000, 100
         late: list[int] = []
@@ -355,9 +334,8 @@ class ImmsContract:
         assert [] == late
         assert Counter(range(n)) == b.imms()
 
-    def test_c06_holds_for_rows_of_many_packets(self, world: World) -> None:
+    def test_c06_holds_for_rows_of_many_packets(self, net: Net) -> None:
         """A long row travels in many pieces, and the immediate with one of them."""
-        net = Net(world)
         nbytes = 1024 * 1024 + 3
         nbytes = min(nbytes, net.side().domains[0].caps.max_write_bytes)
         a, b = net.pair(nbytes=nbytes)
@@ -367,9 +345,8 @@ class ImmsContract:
 
         assert [True] == whole
 
-    def test_c06_holds_when_all_rows_share_one_immediate(self, world: World) -> None:
+    def test_c06_holds_when_all_rows_share_one_immediate(self, net: Net) -> None:
         """Pages are counted, not named: n immediates mean n whole rows, whichever they are."""
-        net = Net(world)
         a, b = net.pair()
         n, nbytes = 64, 512
         short: list[tuple[int, int]] = []
@@ -390,9 +367,8 @@ class ImmsContract:
         assert [] == short
         assert {42: n} == b.imms()
 
-    def test_c07_no_immediate_without_one_asked_for(self, world: World) -> None:
+    def test_c07_no_immediate_without_one_asked_for(self, net: Net) -> None:
         """An immediate out of nothing releases a reader early; 0 is a value like any other."""
-        net = Net(world)
         a, b = net.pair()
         at = [64 * k for k in range(50)]
         net.write(a.batch(b, src=at, dst=at), a)
@@ -401,9 +377,8 @@ class ImmsContract:
         assert Counter() == b.imms()
         assert Counter() == a.imms()
 
-    def test_c07_the_sender_sees_no_immediate_of_its_own(self, world: World) -> None:
+    def test_c07_the_sender_sees_no_immediate_of_its_own(self, net: Net) -> None:
         """Both directions share one counter table: an echo would count twice."""
-        net = Net(world)
         a, b = net.pair()
         a.post(a.batch(b, src=[0] * 9, dst=0, imm=5))
         b.post(b.batch(a, src=[0] * 4, dst=0, imm=6))
@@ -411,18 +386,16 @@ class ImmsContract:
 
         assert ({6: 4}, {5: 9}) == (a.imms(), b.imms())
 
-    def test_c08_all_32_bits_arrive(self, world: World) -> None:
+    def test_c08_all_32_bits_arrive(self, net: Net) -> None:
         """A value cut to 16 bits, or in the other byte order, counts for another transfer."""
-        net = Net(world)
         a, b = net.pair()
         for value in VALUES:
             net.write(a.batch(b, imm=value), a)
 
         assert Counter(VALUES) == b.imms()
 
-    def test_c08_each_row_may_have_its_own(self, world: World) -> None:
+    def test_c08_each_row_may_have_its_own(self, net: Net) -> None:
         """A column of immediates goes row by row, in small batches as in large ones."""
-        net = Net(world)
         a, b = net.pair()
         expected: Counter[int] = Counter()
         for n in (2, len(VALUES), 200):
@@ -433,9 +406,8 @@ class ImmsContract:
 
         assert expected == b.imms()
 
-    def test_c08_exactly_one_each_also_over_several_nics(self, world: World) -> None:
+    def test_c08_exactly_one_each_also_over_several_nics(self, net: Net) -> None:
         """A lost immediate hangs the reader, a doubled one releases it early."""
-        net = Net(world)
         a, b = net.pair(nics=3)
         for nic in range(3):
             for remote in range(3):
@@ -445,12 +417,11 @@ class ImmsContract:
 
         assert {7: 180} == b.imms()
 
-    def test_c08_a_burst_beyond_any_receive_queue_arrives(self, world: World) -> None:
+    def test_c08_a_burst_beyond_any_receive_queue_arrives(self, net: Net) -> None:
         """The target may be busy elsewhere while thousands arrive: late is fine, lost is not."""
-        net = Net(world)
         a, b = net.pair()
         net.write(a.batch(b), a)  # connected: to be deaf before that is C17's matter
-        n = world.burst_rows
+        n = net.world.burst_rows
         batch = a.batch(b, src=[0] * n, dst=0, nbytes=8, imm=list(range(n)))
         start = 0
 
@@ -473,9 +444,8 @@ class ImmsContract:
 
         assert Counter(range(n)) == b.imms()
 
-    def test_c08_equal_immediates_are_not_merged_away(self, world: World) -> None:
+    def test_c08_equal_immediates_are_not_merged_away(self, net: Net) -> None:
         """Many equal immediates may come as one entry, but with their number in `count`."""
-        net = Net(world)
         a, b = net.pair()
         n = 500
         net.write(a.batch(b, src=[0] * n, dst=0, nbytes=0, imm=2**32 - 1), a)

@@ -28,7 +28,7 @@ from tep.testing.clauses_life import ErrorsContract, LifeContract
 from tep.testing.clauses_messages import ControlContract, MessagesContract
 from tep.testing.clauses_reads import ReadsContract
 from tep.testing.clauses_rows import ImmsContract, RowsContract
-from tep.testing.world import Ability, Node, OpenWorld, World
+from tep.testing.world import Ability, Net, Node, OpenWorld, World
 
 __all__ = ["Ability", "DomainContract", "Node", "OpenWorld", "World", "first_failure", "tests_of"]
 
@@ -52,6 +52,11 @@ class DomainContract(
     """
 
     gaps: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @pytest.fixture
+    def net(self, world: World) -> Net:
+        """The sides of one test, in the subclass' world."""
+        return Net(world)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Mark the known gaps."""
@@ -91,7 +96,7 @@ def first_failure(make_world: Callable[[], World], clause: int) -> str:
     for name in tests_of(clause):
         with make_world() as world:
             try:
-                getattr(DomainContract(), name)(world)
+                getattr(DomainContract(), name)(Net(world))
             except AssertionError as error:
                 return f"{name}: {error}"
             except pytest.skip.Exception:

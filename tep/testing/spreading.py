@@ -30,7 +30,7 @@ from tep.testing.hunting import Protocol, load_protocol, run
 
 __all__ = [
     "Finding", "Judge", "Judged", "Pool", "ProtocolJudge", "Share", "Spread", "confirm",
-    "judge_share", "search", "search_in_ranks", "spread",
+    "judge_share", "search", "spread",
 ]  # fmt: skip
 
 SHARE_MAX: Final = 4096
@@ -158,32 +158,54 @@ def search(
     judge: Judge,
     seeds: range,
     *,
+    group: Group | None = None,
     most: int = 1,
+    timeout_s: float = 600.0,
     judged: Callable[[int], object] = lambda _count: None,
 ) -> tuple[Sequence[Finding], RowLog]:
-    """Search seeds here, one after another, as `spread` does on the workers of a pool.
+    """Search seeds here, or in processes that torchrun or srun has started; each calls this alike.
+
+    In each turn every rank judges some seeds, and all tell each other what they found.
+
+    Args:
+        judge: judges one seed, the same in all ranks.
+        seeds: consecutive seeds, the same in all ranks.
+        group: all ranks, from `tep.rendezvous.join`; None: this process alone.
+        most: number of findings at which the search ends.
+        timeout_s: time limit for a turn of the slowest rank.
+        judged: called with the number of seeds that all ranks together have judged in a turn.
 
     Returns:
-        The findings, at most so many, and the rows of the first one's run, or of the last run.
+        The findings, at most so many; and, at rank 0, the rows of the first one's run, or of the
+        last run.
+
+    Raises:
+        WaitTimeout, RendezvousError: a rank was late, or is lost.
     """
-    last = RowLog()
+    rank, size = (group.rank, group.size) if group is not None else (0, 1)
+    count = min(max(len(seeds) // (8 * size), 1), TURN_MAX if size > 1 else 1)
     findings: list[Finding] = []
-    for seed in seeds:
-        violation = judge(seed, last if seed == seeds[-1] else None)
-        if violation is not None:
-            findings.append(Finding(seed, violation))
-        judged(1)
-        if len(findings) == most:
+    for turn in range(seeds.start, seeds.stop, count * size):
+        first = turn + rank * count
+        left = min(count, seeds.stop - first)
+        found = judge_share(judge, Share(first, left), most).findings if left > 0 else ()
+        if group is None:
+            findings += found
+        else:
+            told = json.dumps([(one.seed, one.violation[:300]) for one in found]).encode()
+            for raw in group.all_gather(told, timeout_s=timeout_s):
+                findings += [Finding(seed, text) for seed, text in json.loads(raw)]
+        judged(min(count * size, seeds.stop - turn))
+        if len(findings) >= most:
             break
-    if not findings or findings[0].seed == seeds[-1]:
-        return findings, last
-    return findings, confirm(judge, findings[:1], seeds)[1]
+    findings = sorted(findings)[:most]
+    return confirm(judge, findings, seeds) if rank == 0 else (findings, RowLog())
 
 
 def confirm(
     judge: Judge, findings: Sequence[Finding], seeds: range
 ) -> tuple[Sequence[Finding], RowLog]:
-    """Play findings of others again; without any, the last seed. As `search` returns them.
+    """Play findings again; without any, the last seed. As `search` returns them.
 
     Raises:
         UsageError: one of them is none here.
@@ -199,48 +221,9 @@ def confirm(
                 f"{found.violation}"
             )
         again.append(Finding(found.seed, violation))
-    if not findings:
+    if seeds and not findings:
         judge(seeds[-1], first)
     return again, first
-
-
-def search_in_ranks(
-    judge: Judge,
-    seeds: range,
-    group: Group,
-    *,
-    most: int = 1,
-    timeout_s: float = 600.0,
-    judged: Callable[[int], object] = lambda _count: None,
-) -> list[Finding]:
-    """Search seeds in processes that torchrun or srun has started; each calls this alike.
-
-    In each turn every rank judges some seeds, and all tell each other what they found.
-
-    Args:
-        judge: judges one seed, the same in all ranks.
-        seeds: consecutive seeds, the same in all ranks.
-        group: all ranks, from `tep.rendezvous.join`.
-        most: number of findings at which the search ends.
-        timeout_s: time limit for a turn of the slowest rank.
-        judged: called with the number of seeds that all ranks together have judged in a turn.
-
-    Raises:
-        WaitTimeout, RendezvousError: a rank was late, or is lost.
-    """
-    count = min(max(len(seeds) // (8 * group.size), 1), TURN_MAX)
-    findings: list[Finding] = []
-    for turn in range(seeds.start, seeds.stop, count * group.size):
-        first = turn + group.rank * count
-        left = min(count, seeds.stop - first)
-        found = judge_share(judge, Share(first, left), most).findings if left > 0 else ()
-        told = json.dumps([(one.seed, one.violation[:300]) for one in found]).encode()
-        for raw in group.all_gather(told, timeout_s=timeout_s):
-            findings += [Finding(seed, text) for seed, text in json.loads(raw)]
-        judged(min(count * group.size, seeds.stop - turn))
-        if len(findings) >= most:
-            break
-    return sorted(findings)[:most]
 
 
 class Pool(Interface):

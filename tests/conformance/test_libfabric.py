@@ -21,7 +21,7 @@ from tep.base.errors import FabricError
 from tep.base.units import MiB
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
-from tep.testing.net import Net
+from tep.testing.world import Net
 from tests.support.here import require
 
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract, first_failure, tests_of
+from tep.testing.world import Net
 from tests.spoiled import control, life, messages, reads, rows
 from tests.spoiled.base import SPOILED, ByRow, Spoiled, SpoiledWorld
 
@@ -35,7 +36,7 @@ def fails(name: str, spoiled: Spoiled) -> bool:
     """Return True if a test of the contract fails on a spoiled backend by an assertion."""
     with spoiled.world() as world:
         try:
-            getattr(DomainContract(), name)(world)
+            getattr(DomainContract(), name)(Net(world))
         except (AssertionError, pytest.fail.Exception):
             return True
         except (Exception, pytest.skip.Exception):  # noqa: BLE001  # it breaks down, or skips

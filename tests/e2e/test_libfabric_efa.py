@@ -359,7 +359,7 @@ def test_memory_behind_an_offset_of_its_dma_buf_is_where_it_should_be(provider):
             """
 from dataclasses import replace
 from tep.backends.ffi import libfabric as fi
-from tep.testing.net import Net
+from tep.testing.world import Net
 fi.FI_HMEM_CUDA = fi.FI_HMEM_SYSTEM  # the wheel's libfabric knows no CUDA
 fd = os.memfd_create("allocation")
 os.ftruncate(fd, 1 << 20)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import tep
 from tep.backends.base import Completions, WriteBatch
 from tep.base.units import PS_PER_US
+from tep.bench.null import NullDomain, null_memory
 from tep.drivers.threads import InlineDriver
 from tep.sim import Cluster
-from tep.testing.null import NullDomain, null_memory
 from tests.support.effort import effort
 from tests.support.pairs import pair
 

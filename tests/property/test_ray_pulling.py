@@ -11,8 +11,8 @@ import pytest
 import tep
 from tep.integrations.ray import pulling
 from tep.integrations.ray.pulling import Part, Puller
-from tep.sim import Cluster
-from tep.testing import Case, Chaos, Faults, KillNic
+from tep.sim import Chaos, Cluster, Faults, KillNic
+from tep.testing import Case
 from tests.support.fake_ray import RECORD
 
 SIZES = (5000, 64, 1)

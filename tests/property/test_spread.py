@@ -22,7 +22,6 @@ from tep.testing.spreading import (
     confirm,
     judge_share,
     search,
-    search_in_ranks,
     spread,
 )
 from tests.support.effort import effort
@@ -91,15 +90,13 @@ def test_a_spread_search_finds_what_one_loop_finds(data) -> None:
     found = spread(seeds, pool, most=most, judged=moved.append)
 
     alone = [Finding(seed, f"broken by {seed}") for seed in sorted(bad) if seed in seeds][:most]
-    assert alone == list(found.findings)
+    assert alone == list(found.findings) == list(search(judge, seeds, most=most)[0])
     once = [seed for first, stop in pool.taken for seed in range(first, stop)]
     end = alone[-1].seed + 1 if len(alone) == most else seeds.stop
     assert len(set(once)) == len(once), "a seed was judged and taken in twice"
     assert set(range(FIRST, end)) <= set(once) <= set(seeds)
     assert len(once) == sum(moved)
     assert not pool.open, "workers still judge what nobody waits for"
-    if runs:
-        assert alone == list(search(judge, seeds, most=most)[0])
 
 
 class Deaf:
@@ -191,7 +188,8 @@ def test_ranks_of_torchrun_find_what_one_loop_finds(bad, n, ranks, most) -> None
     def rank(number: int) -> list[Finding]:
         place = Place(rank=number, size=ranks, port=port, token=TOKEN)
         with join(place, listener=None if number else listener) as group:
-            return search_in_ranks(Bad(bad), seeds, group, most=most, timeout_s=30.0)
+            found, _ = search(Bad(bad), seeds, group=group, most=most, timeout_s=30.0)
+            return list(found)
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(rank, range(ranks)))

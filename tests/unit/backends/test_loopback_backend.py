@@ -17,7 +17,7 @@ from tep.backends.columns import HostRegion, copy_rows
 from tep.backends.loopback import Hub, open_domains, probe
 from tep.base.errors import ClosedError, FabricError, UsageError
 from tep.memory.source import adapt
-from tep.testing.net import Net
+from tep.testing.world import Net
 from tests.support.worlds import LoopbackWorld
 
 

@@ -14,21 +14,8 @@ from hypothesis import given
 
 import tep
 from tep.base.errors import UsageError
-from tep.sim import Cluster, RowLog
-from tep.testing import (
-    Case,
-    Chaos,
-    Clog,
-    Faults,
-    KillNic,
-    Restart,
-    Violation,
-    hunt,
-    run,
-    scenarios,
-    shrink,
-    story,
-)
+from tep.sim import Chaos, Clog, Cluster, Faults, KillNic, Restart, RowLog
+from tep.testing import Case, Violation, hunt, run, scenarios, shrink, story
 from tests.gate.planted import planted
 from tests.world.oracle import replay, run_scenario
 from tests.world.scenario import Scenario
