@@ -38,7 +38,7 @@ from tep.backends.verbs import handshake as verbs_handshake
 from tep.base.wire import VERSION, MrDesc, NetAddr
 from tep.compat.nixl import wire as nixl_wire
 from tep.control import messages
-from tep.integrations.vllm import wire as vllm_wire
+from tep.integrations.vllm import terms as vllm_terms
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
 from tests.support.effort import effort
@@ -155,7 +155,7 @@ CASES: dict[str, list[Case]] = {
         Case(nixl_wire.decode, structs(nixl_wire)),
         Case(nixl_wire.Remote.read, structs(nixl_wire)),
     ],
-    "tep/integrations/vllm/wire.py::decode": [Case(vllm_wire.decode, structs(vllm_wire))],
+    "tep/integrations/vllm/terms.py::decode": [Case(vllm_terms.decode, structs(vllm_terms))],
     "tep/apps/kvcache/messages.py::decode": [
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],

@@ -18,8 +18,7 @@ import tep
 from tep.apps.kvcache import KvBlocks
 from tep.apps.kvcache.blocks.messages import Card, Ticket
 from tep.integrations.vllm.scheduler import Scheduler
-from tep.integrations.vllm.terms import Load, Orders, Source, Step
-from tep.integrations.vllm.wire import Told, Want, encode
+from tep.integrations.vllm.terms import Load, Orders, Source, Step, Told, Want, encode
 from tep.integrations.vllm.worker import Worker
 
 ADDR = tep.NetAddr("loopback", "p", 5, (b"abc",), (10,))

@@ -129,7 +129,9 @@ class Instance:
             self.workers.append(Worker(cache, TERMS))
         self.scheduler = Scheduler([TOKENS], TERMS, token=str(dice.random()))
         self.scheduler.ranks = tuple(worker.address for worker in self.workers)
-        self.scheduler.keeper = SimpleNamespace(take=self.pool.take, give_back=self.pool.give_back)
+        self.scheduler.pool = SimpleNamespace(
+            blocks=range(nblocks), touch=self.pool.take, free_blocks=self.pool.give_back
+        )
         self.received, self.failed = set(), set()
         self.left = {"sent": {}, "received": {}}
         self.preempted: set[str] = set()

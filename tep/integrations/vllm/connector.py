@@ -29,8 +29,7 @@ from tep import TransferEngine, UsageError
 from tep.apps.kvcache import KvBlocks
 from tep.compat.engines import open_engine
 from tep.integrations.vllm.scheduler import Scheduler
-from tep.integrations.vllm.tensors import views_of
-from tep.integrations.vllm.terms import Orders, Report, Step, Terms
+from tep.integrations.vllm.terms import Orders, Report, Step, Terms, views_of
 from tep.integrations.vllm.worker import Worker
 
 __all__ = ["TepConnector"]
@@ -61,19 +60,6 @@ class TepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's
     def aggregate(self, other: TepReport) -> TepReport:
         """Merge the reports of two workers."""
         return TepReport(self.report.aggregate(other.report))
-
-
-class _Pool:
-    """Adapter of vLLM's BlockPool to Keeper."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def take(self, blocks: Any) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
-
-    def give_back(self, blocks: Any) -> None:
-        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
 
 class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM's
@@ -256,7 +242,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the pool in which blocks in doubt are kept out of use."""
-        self._scheduler.keeper = _Pool(gpu_block_pool)
+        self._scheduler.pool = gpu_block_pool
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return all groups: each is loaded."""

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from tep import NetAddr, TepError, UsageError
 from tep.apps.kvcache import KvBlocks, KvSend, KvSender, Patience
-from tep.integrations.vllm.terms import Blocks, Hold, Step, Terms
-from tep.integrations.vllm.wire import Told, Want
+from tep.integrations.vllm.terms import Blocks, Hold, Step, Terms, Told, Want
 
 __all__ = ["Holds"]
 
@@ -136,11 +135,6 @@ class Holds:
                 self._settle(held)
             sent, self._sent = self._sent, set()
         return sent
-
-    @property
-    def busy(self) -> bool:
-        """True if blocks are kept or transfers in progress."""
-        return bool(self._held or self._sent)
 
     # ------------------------------------------------------------------ decoders
 

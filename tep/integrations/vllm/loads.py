@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from tep import NetAddr, TepError
 from tep.apps.kvcache import KvBlocks, KvLoad, KvReceiver, Patience
-from tep.integrations.vllm import processes
-from tep.integrations.vllm.terms import Load, Report, Source, Terms
-from tep.integrations.vllm.wire import Kind, Told, Want, encode
+from tep.integrations.vllm.terms import Kind, Load, Report, Source, Terms, Told, Want, encode
 
-__all__ = ["Loads"]
+__all__ = ["Loads", "has_ended", "mark_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class Loads:
         if not any(load.state in {"open", "failed"} for load in waited):
             return
         for who, mark in tuple(self._marks.items()):
-            if processes.has_ended(mark):
+            if has_ended(mark):
                 self.dead(*who)
 
     def _look_at_strangers(self, now_s: float) -> None:
@@ -288,3 +288,47 @@ class Loads:
 def own_name(name: str) -> str:
     """Return a peer's own name; see `NetAddr.by_address`."""
     return name.rpartition("~")[0]
+
+
+# ------------------------------------------------------------------ proof of a process's end
+
+# A mark names boot, pid namespace, pid and start of a process. It proves that a process of this
+# machine has ended, which its silence would not; about processes of other machines and namespaces
+# nothing can be said.
+
+
+def mark_here() -> str:
+    """Return the mark of this process; "" if the system does not say."""
+    pid = os.getpid()
+    start = _start(pid)
+    place = _place()
+    return f"{place}:{pid}:{start}" if place and start else ""
+
+
+def has_ended(mark: str) -> bool:
+    """Return True if a marked process is certain to have ended."""
+    place, _, rest = mark.rpartition(":")
+    place, _, pid = place.rpartition(":")
+    if not (place and place == _place() and pid.isascii() and pid.isdigit() and len(pid) <= 10):
+        return False
+    return _start(int(pid)) != rest
+
+
+def _place() -> str:
+    """Return the boot and the pid namespace of this process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}".replace(":", "")
+    except OSError:
+        return ""
+
+
+def _start(pid: int) -> str:
+    """Return a process's start, in ticks since boot; "" if there is none, or only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    state, threads, start = fields[0], int(fields[17]), fields[19].decode()
+    return "" if state in {b"Z", b"X"} and threads <= 1 else start

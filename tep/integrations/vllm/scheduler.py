@@ -1,8 +1,8 @@
 """The scheduler's half of the connector, without vLLM: decides which blocks to load, keep or free.
 
-vLLM's connector interface calls its methods, with vLLM's objects; only the attributes that
-`Request` and `Scheduled` name are read. Rule: a request's blocks are vLLM's unless this half keeps
-them; it says so once, and releases them once.
+vLLM's connector interface calls its methods, with vLLM's objects: a `Request` (only
+these attributes are read) and a SchedulerOutput. Rule: a request's blocks are vLLM's unless this
+half keeps them; it says so once, and releases them once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tep.integrations.vllm.terms import (
     digest_of,
 )
 
-__all__ = ["Keeper", "Request", "Scheduled", "Scheduler"]
+__all__ = ["Request", "Scheduler"]
 
 logger = logging.getLogger(__name__)
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -43,25 +43,6 @@ class Request(Protocol):
     kv_transfer_params: dict[str, Any] | None
     num_computed_tokens: int
     status: Any
-
-
-class Scheduled(Protocol):
-    """The attributes of vLLM's SchedulerOutput that are read."""
-
-    scheduled_new_reqs: Sequence[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: Mapping[str, int]
-    preempted_req_ids: Iterable[str] | None
-
-
-class Keeper(Protocol):
-    """The interface of vLLM's pool of blocks for keeping blocks out of use."""
-
-    def take(self, blocks: Sequence[int]) -> object:
-        """Add a user to each block."""
-
-    def give_back(self, blocks: Sequence[int]) -> object:
-        """Remove a user from each block."""
 
 
 class _Prefill:
@@ -82,7 +63,8 @@ class Scheduler:
 
     Attributes:
         ranks: addresses of this instance's ranks.
-        keeper: the pool of blocks; None before vLLM has made it.
+        pool: vLLM's pool of blocks, in which blocks in doubt get one more user; None before it is
+            made.
         refused: number of sources that were not used, by reason; at most 256 reasons.
     """
 
@@ -91,7 +73,7 @@ class Scheduler:
     ) -> None:
         self._block_tokens, self._terms, self._token = tuple(block_tokens), terms, token
         self.ranks: tuple[bytes, ...] = ()
-        self.keeper: Keeper | None = None
+        self.pool: Any = None
         self.refused: dict[str, int] = {}
         self._sources: dict[str, Source] = {}  # sources of requests that have no blocks yet
         self._matched: dict[str, int] = {}
@@ -194,7 +176,7 @@ class Scheduler:
             order = Step(name, prefill.key, blocks, ntokens, min(upto, ntokens))
             self._orders.steps.append(order)
 
-    def _look_at(self, scheduled: Scheduled) -> None:
+    def _look_at(self, scheduled: Any) -> None:
         """Follow the blocks of requests that are being computed for decoders."""
         counts = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
@@ -252,7 +234,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ workers
 
-    def orders(self, scheduled: Scheduled) -> Orders:
+    def orders(self, scheduled: Any) -> Orders:
         """Return the workers' orders for a step."""
         self._look_at(scheduled)
         orders, self._orders = self._orders, Orders()
@@ -272,13 +254,13 @@ class Scheduler:
                 for name in requests:
                     blocks = tuple(b for group in self._loading.get(name, ()) for b in group)
                     self._doubt[rank, name] = blocks
-                    if self.keeper is not None:
-                        self.keeper.take(blocks)
+                    if self.pool is not None:
+                        self.pool.touch([self.pool.blocks[block] for block in blocks])
             for rank, requests in report.certain.items():
                 for name in requests:
                     blocks = self._doubt.pop((rank, name), ())
-                    if self.keeper is not None:
-                        self.keeper.give_back(blocks)
+                    if self.pool is not None:
+                        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
             if report.gone:
                 self._forget(report.gone)
         for name in received:

@@ -1,7 +1,9 @@
-"""The data between the scheduler's half and the workers' half of the connector.
+"""The connector's terms: its options, and the data between its halves and between instances.
 
 Orders go from the scheduler to every worker with each step; each worker answers with a Report.
-Both are pickled by vLLM.
+Both are pickled by vLLM. Workers of a decoder and of a prefiller exchange notes of their KV caches,
+in MessagePack, strict. Notes may be lost, repeated and overtake each other: a Want is repeated
+until it is answered, and an answer gives the current state.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ import binascii
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from tep import NetAddr, TepError, UsageError
+from tep import BadDescriptor, NetAddr, TepError, UsageError
 
 __all__ = [
-    "Asked", "Blocks", "Hold", "Load", "Orders", "Report", "Source", "Step", "Terms", "digest_of",
+    "Asked", "Blocks", "Hold", "Kind", "Load", "Orders", "Report", "Source", "Step", "Terms",
+    "Told", "Want", "axes_of", "decode", "digest_of", "encode", "views_of",
 ]  # fmt: skip
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -237,3 +240,113 @@ class Report:
                 for rank, requests in whose.items():
                     mine[rank] = mine.get(rank, set()) | requests
         return whole
+
+
+# ------------------------------------------------------------------ notes between workers
+
+Kind = Literal["load", "keep", "drop"]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Decoder -> prefiller, about the blocks of one key.
+
+    Attributes:
+        number: counted by the decoder; the answer has it too.
+        key: key of the transfer.
+        kind: "load": write them for this ticket. "keep": keep them, a load will come. "drop": they
+            are not wanted any more.
+        early: see Source.
+        card: the card of the decoder's cache, once it was asked for; else b"".
+        ticket: ticket of the load.
+    """
+
+    number: Annotated[int, Meta(ge=0)]
+    key: Annotated[str, Meta(max_length=256)]
+    kind: Kind
+    early: bool
+    card: bytes = b""
+    ticket: bytes = b""
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Prefiller -> decoder: the answer.
+
+    Attributes:
+        number, key: those of the Want.
+        state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
+            and the reason says why. "card": ask again, with the card.
+        reason: the reason for "gone".
+        process: mark of the prefiller's process, see `processes`; "" if there is none.
+    """
+
+    number: Annotated[int, Meta(ge=0)]
+    key: Annotated[str, Meta(max_length=256)]
+    state: Literal["taken", "kept", "gone", "card"]
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+    process: Annotated[str, Meta(max_length=256)] = ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Want | Told] = msgspec.msgpack.Decoder(Want | Told, strict=True)
+
+
+def encode(note: Want | Told) -> bytes:
+    """Encode a note."""
+    return _ENCODER.encode(note)
+
+
+def decode(raw: bytes) -> Want | Told:
+    """Decode a note; BadDescriptor if the bytes are none."""
+    try:
+        return _DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(raw)} bytes are no note of the connector: {error}") from error
+
+
+# ------------------------------------------------------------------ vLLM's KV tensors
+
+
+def views_of(
+    array: Any, *, nblocks: int, heads: int, tokens: int, what: str
+) -> list[tuple[str, Any, str]]:
+    """List the parts of one layer's tensor: (suffix of the name, view, axes).
+
+    K and V are one part if a dimension of the block holds both, and two if they lie apart.
+
+    Args:
+        array: a layer's tensor, e.g. [2, nblocks, tokens, heads, elements].
+        nblocks: number of blocks of this rank's cache.
+        heads: number of heads in this rank's cache.
+        tokens: tokens of a block.
+        what: the tensor's name in errors.
+
+    Raises:
+        UsageError: a layout that is not known.
+    """
+    shape = tuple(int(n) for n in array.shape)
+    if len(shape) >= 3 and shape[0] == 2 and shape[1] == nblocks:
+        return [
+            (f".{k}", array[k], axes_of(shape[1:], nblocks, heads, tokens, what)) for k in (0, 1)
+        ]
+    if len(shape) == 5 and shape[0] == nblocks and shape[1] == 2:
+        rest = (shape[0], *shape[2:])
+        return [(f".{k}", array[:, k], axes_of(rest, nblocks, heads, tokens, what)) for k in (0, 1)]
+    return [("", array, axes_of(shape, nblocks, heads, tokens, what))]
+
+
+def axes_of(shape: Sequence[int], nblocks: int, heads: int, tokens: int, what: str) -> str:
+    """Return the axes of KvBlocks.add for [blocks, (heads, tokens in either order,) elements]."""
+    inner = tuple(shape[1:-1])
+    if len(shape) >= 2 and shape[0] == nblocks:
+        if not inner:
+            return "bd"
+        if inner == (tokens,) and heads == 1:
+            return "btd"
+        if inner == (heads, tokens):
+            return "bhtd"
+        if inner == (tokens, heads):
+            return "bthd"
+    raise UsageError(
+        f"{what}: a KV tensor of shape {tuple(shape)}, with {nblocks} blocks of {tokens} tokens, "
+        f"{heads} heads; known are [2,] blocks, [2,] heads and tokens in either order, elements"
+    )

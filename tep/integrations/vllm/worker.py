@@ -26,10 +26,8 @@ from tep import (
 )
 from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm.holds import Holds
-from tep.integrations.vllm.loads import Loads
-from tep.integrations.vllm.processes import mark_here
-from tep.integrations.vllm.terms import Orders, Report, Step, Terms
-from tep.integrations.vllm.wire import Told, Want, decode, encode
+from tep.integrations.vllm.loads import Loads, mark_here
+from tep.integrations.vllm.terms import Orders, Report, Step, Terms, Told, Want, decode, encode
 
 __all__ = ["Worker"]
 
@@ -47,6 +45,7 @@ class Worker:
 
     Attributes:
         holds, loads: the two halves.
+        steps: the steps of the orders that were executed last.
         garbled: number of undecodable notes.
     """
 
@@ -57,7 +56,7 @@ class Worker:
         self.holds = Holds(blocks, terms, self._meet)
         self.loads = Loads(blocks, terms)
         self.garbled = 0
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
         self._strangers: dict[tuple[str, int], NetAddr] = {}
         self._watches: dict[tuple[str, int], PeerWatch | None] = {}
         blocks.on_note(self._on_note)
@@ -104,7 +103,7 @@ class Worker:
             self.loads.keep(orders.keeps)
             for source in orders.drops:
                 self.loads.drop(source)
-            self._steps = orders.steps
+            self.steps = orders.steps
         for order in orders.loads:
             for addr in self.loads.start(order):
                 self._meet(addr)
@@ -112,13 +111,8 @@ class Worker:
     def layer_saved(self, layer: int, steps: list[Step] | None = None) -> None:
         """Note a computed layer of this step, or of an earlier one."""
         with self._blocks.lock:
-            for step in self._steps if steps is None else steps:
+            for step in self.steps if steps is None else steps:
                 self.holds.layer_saved(step, layer)
-
-    @property
-    def steps(self) -> list[Step]:
-        """The steps of the orders that were executed last."""
-        return self._steps
 
     def poll(self) -> Report:
         """Report the results since the last call; also repeat messages and check timeouts."""

@@ -22,9 +22,8 @@ from tep.apps.kvcache.blocks.messages import (
     Refuse,
     decode,
 )
-from tep.integrations.vllm.terms import Hold, Load, Orders, Source, Terms
-from tep.integrations.vllm.wire import Told, Want
-from tep.integrations.vllm.wire import decode as decode_note
+from tep.integrations.vllm.terms import Hold, Load, Orders, Source, Terms, Told, Want
+from tep.integrations.vllm.terms import decode as decode_note
 from tep.integrations.vllm.worker import Worker
 
 WAIT_S = 60.0

@@ -1,4 +1,4 @@
-"""tep.integrations.vllm without vLLM: its recorded interface, layouts, parameters, processes."""
+"""tep.integrations.vllm without vLLM: its recorded interface, layouts, parameters, loads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import pytest
 
 from tep import NetAddr, TransferEngine, UsageError, WaitTimeout
 from tep.apps.kvcache import KvBlocks
-from tep.integrations.vllm import processes
+from tep.integrations.vllm import loads
 from tep.integrations.vllm.scheduler import Scheduler
-from tep.integrations.vllm.tensors import views_of
-from tep.integrations.vllm.terms import Asked, Orders, Report, Source, Terms, digest_of
+from tep.integrations.vllm.terms import Asked, Orders, Report, Source, Terms, digest_of, views_of
 from tep.integrations.vllm.worker import Worker
 from tests.abi import make_vllm_api
 
 RECORD = json.loads(Path(make_vllm_api.__file__).with_name("vllm_api.json").read_text("utf-8"))
-CONNECTOR = Path(processes.__file__).with_name("connector.py")
+CONNECTOR = Path(loads.__file__).with_name("connector.py")
 TREE = ast.parse(CONNECTOR.read_text("utf-8"))
 ADDR = NetAddr("loopback", "p/0", 5, (b"abc",), (10,)).to_bytes()
 
@@ -200,22 +199,22 @@ def test_a_preempted_request_that_is_read_for_ever_is_named():
 
 def test_a_process_that_ended_is_known_to_have_ended():
     """Blocks that a killed prefiller could have written stay out of use until this is certain."""
-    code = "import os, time; from tep.integrations.vllm.processes import mark_here; "
+    code = "import os, time; from tep.integrations.vllm.loads import mark_here; "
     code += "print(mark_here(), flush=True); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         mark = child.stdout.readline().strip()
         assert mark
-        assert not processes.has_ended(mark)
+        assert not loads.has_ended(mark)
         child.send_signal(signal.SIGKILL)
         end_s = time.monotonic() + 60
-        while not processes.has_ended(mark):  # also before anybody has waited for it
+        while not loads.has_ended(mark):  # also before anybody has waited for it
             assert time.monotonic() < end_s
     finally:
         child.kill()
         child.communicate()
 
-    assert processes.has_ended(mark)
-    assert not processes.has_ended(processes.mark_here())
-    assert not processes.has_ended("")
-    assert not processes.has_ended(f"another boot/pid[1]:{os.getpid()}:1")
+    assert loads.has_ended(mark)
+    assert not loads.has_ended(loads.mark_here())
+    assert not loads.has_ended("")
+    assert not loads.has_ended(f"another boot/pid[1]:{os.getpid()}:1")

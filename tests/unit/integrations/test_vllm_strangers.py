@@ -12,7 +12,7 @@ import pytest
 
 import tep
 from tep.apps.kvcache import KvBlocks
-from tep.integrations.vllm import processes
+from tep.integrations.vllm import loads
 from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.terms import Asked, Load, Orders, Report, Source, Step, Terms
 from tep.integrations.vllm.worker import Worker
@@ -125,7 +125,7 @@ def test_keys_of_other_requests_cannot_be_guessed():
 def test_only_the_prefiller_says_which_process_it_is(halves):
     """A request's mark of a dead process freed blocks into which a living prefiller then wrote."""
     prefiller, decoder = halves
-    place, _, start = processes.mark_here().rsplit(":", 2)
+    place, _, start = loads.mark_here().rsplit(":", 2)
     load = begin(prefiller, decoder)
     params = {
         "key": "other",
@@ -138,7 +138,7 @@ def test_only_the_prefiller_says_which_process_it_is(halves):
         for half in halves:
             half.poll()
     assert "open" == load.state
-    assert {processes.mark_here()} == set(decoder.loads._marks.values())
+    assert {loads.mark_here()} == set(decoder.loads._marks.values())
     prefiller.worker.layer_saved(0, [Step("r", "k", ((1, 2),), 32, 32)])
     until(lambda: "r" in decoder.report.received, *halves)
 
@@ -269,6 +269,6 @@ def test_who_was_held_for_dead_is_asked_again_once_it_speaks(halves):
 )
 def test_any_text_may_be_a_mark(mark):
     """It comes from another process: an exception would come back with every later poll."""
-    place = processes.mark_here().rsplit(":", 2)[0]
+    place = loads.mark_here().rsplit(":", 2)[0]
 
-    assert not processes.has_ended(mark.format(place))
+    assert not loads.has_ended(mark.format(place))
