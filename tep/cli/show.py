@@ -91,7 +91,7 @@ def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> N
 
 def run_on_ray(words: Sequence[str], size: int, address: str, *, quiet: bool) -> NoReturn:
     """Start the ranks of a tep command by Ray, and print rank 0's output."""
-    from tep.integrations.ray.ranks import run_ranks
+    from tep.integrations.ray.cluster import run_ranks
 
     with busy("the job", quiet=quiet):
         status, out = run_ranks("tep.cli:main", words, size, address)

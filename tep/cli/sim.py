@@ -265,7 +265,7 @@ def _search(
                 return search(judge, seeds, group=group, most=most, judged=judged)
         if not ray:
             return search(judge, seeds, most=most, judged=judged)
-        from tep.integrations.ray.search import RayPool
+        from tep.integrations.ray.cluster import RayPool
 
         with RayPool(judge, ray, most=most) as pool:
             ended = spread(seeds, pool, most=most, judged=judged)

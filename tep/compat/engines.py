@@ -7,12 +7,15 @@ hardware and shared memory need no Python at the remote end.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
-from tep import TransferEngine
+import msgspec
+
+from tep import TransferEngine, UsageError
 from tep.backends.auto import choose
 
-__all__ = ["PATIENCE_S", "open_engine"]
+__all__ = ["PATIENCE_S", "engine_of", "open_engine"]
 
 PATIENCE_S: Final = 30.0
 
@@ -22,3 +25,17 @@ def open_engine(backend: str, **options: Any) -> TransferEngine:
     if backend == "libfabric" or (backend == "auto" and choose().backend == "libfabric"):
         options.setdefault("peer_timeout_s", PATIENCE_S)
     return TransferEngine.open(backend, **options)
+
+
+def engine_of(program: str, **options: Any) -> TransferEngine:
+    """Open the backend that PROGRAM_BACKEND names (or "auto"), with PROGRAM_OPTIONS, in JSON.
+
+    Raises:
+        UsageError: PROGRAM_OPTIONS is something else.
+    """
+    text = os.environ.get(f"{program}_OPTIONS", "{}")
+    try:
+        found = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UsageError(f"{program}_OPTIONS={text!r} is no object in JSON: {error}") from error
+    return open_engine(os.environ.get(f"{program}_BACKEND", "auto"), **(found | options))

@@ -19,7 +19,7 @@ import small_job
 
 import tep
 from tep.cli import main as command
-from tep.integrations.ray.ranks import run_ranks
+from tep.integrations.ray.cluster import run_ranks
 
 
 def kill_one() -> None:

@@ -13,7 +13,7 @@ import sys
 import ray_nodes
 
 from tep.cli import main as tep
-from tep.integrations.ray.search import RayPool
+from tep.integrations.ray.cluster import RayPool
 from tep.testing.spreading import ProtocolJudge, search, spread
 
 RUNS, MOST, NODES = 5000, 120, 3

@@ -80,8 +80,8 @@ class Trainer:
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+        from tep.integrations.weights import register
         from tep.integrations.weights.vllm_engine import TepTrainerInitInfo
-        from tep.integrations.weights.vllm_plugin import register
 
         register()
         self.model = model_of(1)

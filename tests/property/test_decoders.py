@@ -51,6 +51,7 @@ NO_DECODERS = {
     "tep/base/wire.py::_Wire.from_bytes": "listed by its subclasses",
 }
 READERS = {
+    "tep/compat/engines.py": "a variable of the environment, as JSON",
     "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
     "tep/apps/rl/job.py": "a file of the user's own, as JSON",
     "tep/host/hostfiles.py": "a captured machine, a file of the user's own, as JSON",

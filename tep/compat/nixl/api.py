@@ -8,7 +8,6 @@ delivered when the immediates of its transfer are counted, in the order in which
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tep import BadDescriptor, Expectation, TepError
-from tep.compat.engines import open_engine
+from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
@@ -174,8 +173,7 @@ class nixl_agent(Registry):
         self.notifs: dict[str, list[bytes]] = {}
         self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
         self._telemetry = conf.capture_telemetry
-        options = json.loads(os.environ.get("TEP_NIXL_OPTIONS", "{}"))
-        engine = open_engine(os.environ.get("TEP_NIXL_BACKEND", "auto"), **options)
+        engine = engine_of("TEP_NIXL")
         channels = Channels(engine, agent_name, self._on_message, self._on_lost)
         self._lost: dict[str, tuple[int, str]] = {}  # notifications to an agent, and why
         super().__init__(agent_name, engine, channels)

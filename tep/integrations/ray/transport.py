@@ -1,4 +1,4 @@
-"""A tensor transport of Ray on tep: only this module and `search` know Ray.
+"""A tensor transport of Ray on tep: only this module and `cluster` know Ray.
 
 The receiver reads the sender's tensors by one-sided reads; an aborted transfer is cancelled, so Ray
 kills no actor because of one. Written against Ray 2.60, whose interface is marked alpha.
@@ -6,9 +6,7 @@ kills no actor because of one. Written against Ray 2.60, whose interface is mark
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from ray.experimental.rdt.tensor_transport_manager import (
 )
 
 from tep import TepError, UsageError, WaitTimeout
-from tep.compat.engines import open_engine
+from tep.compat.engines import engine_of
 from tep.integrations.ray.pulling import Part, Pull, Puller
 
 __all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
@@ -88,11 +86,8 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
         """Return this process's Puller; if it is opened now, with an engine beside this device."""
         with self._lock:
             if self._puller is None:
-                options = _options()
-                if device.startswith("cuda"):
-                    options["device"] = device
-                backend = os.environ.get("TEP_RAY_BACKEND", "auto")
-                self._puller = Puller(open_engine(backend, **options))
+                options = {"device": device} if device.startswith("cuda") else {}
+                self._puller = Puller(engine_of("TEP_RAY", **options))
             return self._puller
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
@@ -189,17 +184,6 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
         self.puller().abort(obj_id)
-
-
-def _options() -> dict[str, Any]:
-    text = os.environ.get("TEP_RAY_OPTIONS", "{}")
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"TEP_RAY_OPTIONS={text!r} is no JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise UsageError(f"TEP_RAY_OPTIONS={text!r}: an object of options is asked for")
-    return options
 
 
 def _opens(_actor: Any) -> bool:

@@ -26,8 +26,11 @@ from tep.apps.rl import (
     UpdateReport,
     mesh_groups,
 )
-from tep.integrations.weights.params import Param, wire_form
-from tep.integrations.weights.ranks import Held
+from tep.integrations.weights.ranks import (
+    Held,
+    Param,
+    wire_form,
+)
 
 __all__ = ["Hub", "ReceiverPort", "RemoteReceiver", "RemoteSender", "SenderPort"]
 

@@ -213,9 +213,7 @@ class Member:
         Raises:
             TepError: not every rollout rank has the version; all go on with the one they have.
         """
-        with self.loading() as add:
-            for name, tensor in weights:
-                add(name, tensor)
+        self._sender_here().load(weights)
         return self.sending(version).result(4 * self._fabric.timeout_s)
 
     def loading(self) -> AbstractContextManager[Callable[[str, Any], None]]:

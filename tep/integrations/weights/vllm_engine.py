@@ -1,4 +1,4 @@
-"""vLLM's weight transfer (0.32 or later) over tep, by the name "tep"; see `vllm_plugin`.
+"""vLLM's weight transfer (0.32 or later) over tep, by the name "tep"; see `register`.
 
 The weights of a version arrive beside the model, which goes on serving. Only `finish_weight_update`
 touches the model, in one call between two steps, when every rank of every worker has the version.
@@ -24,9 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tep import TepError, UsageError
+from tep.integrations.weights import NAME as PLUGIN
 from tep.integrations.weights.member import Fabric, Meeting, Member
 from tep.integrations.weights.ranks import named_tensors
-from tep.integrations.weights.vllm_plugin import NAME as PLUGIN
 
 __all__ = [
     "ShardedSource", "TepInitInfo", "TepTrainerInitInfo", "TepTrainerWeightTransferEngine",

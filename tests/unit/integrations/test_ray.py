@@ -9,9 +9,8 @@ import pytest
 
 from tep.base.errors import BackendUnavailable, RendezvousError, UsageError
 from tep.cli import main
-from tep.integrations.ray import search as on_ray
-from tep.integrations.ray.ranks import run_ranks
-from tep.integrations.ray.search import RayPool
+from tep.integrations.ray import cluster as on_ray
+from tep.integrations.ray.cluster import RayPool, run_ranks
 from tep.rendezvous.launch import place_here
 from tep.testing.spreading import Finding, ProtocolJudge, spread
 from tests.support.fake_ray import FakeRay

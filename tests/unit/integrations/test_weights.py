@@ -15,8 +15,14 @@ import tep
 from tep.apps.rl import Placed, placed_box
 from tep.integrations.weights.hub import Hub
 from tep.integrations.weights.member import Fabric, Member
-from tep.integrations.weights.params import Param, piece_of, wire_form
-from tep.integrations.weights.ranks import Want, WeightReceiver, WeightSender
+from tep.integrations.weights.ranks import (
+    Param,
+    Want,
+    WeightReceiver,
+    WeightSender,
+    piece_of,
+    wire_form,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -19,7 +19,7 @@ import pytest
 
 import tep
 from tep.integrations import weights
-from tep.integrations.weights.vllm_plugin import register
+from tep.integrations.weights import register
 from tests.abi import make_weights_api
 
 RECORD = json.loads(
