@@ -6,8 +6,6 @@ alone: `tep.sim.Cluster` makes fabric, nodes and engines; this door is for who m
 
 from __future__ import annotations
 
-from typing import cast
-
 from tep.backends.base import Opened
 from tep.base.checks import nearest
 from tep.base.errors import BackendUnavailable, UsageError
@@ -31,14 +29,12 @@ def open_domains(**options: object) -> Opened:
     from tep.sim.driver import SimDriver, SimNode
 
     env, node = options.get("env"), options.get("node")
-    if not isinstance(env, FabricEnv) or not hasattr(node, "step_delay_ps"):
+    if not isinstance(env, FabricEnv) or not isinstance(node, SimNode):
         raise UsageError(
             f"backend 'sim' needs node= of a fabric and env=, its clock, not {node!r} and {env!r}; "
             "tep.sim.Cluster makes fabric, clock, nodes and engines in one go"
         )
-    opened = cast("SimNode", node)
-    domains = tuple(opened.domains)
-    return Opened(domains, opened.epoch, opened.name, SimDriver(env, opened))
+    return Opened(tuple(node.domains), node.epoch, node.name, SimDriver(env, node))
 
 
 def probe() -> str:
@@ -47,7 +43,4 @@ def probe() -> str:
         import simpy
     except ImportError as error:
         raise BackendUnavailable("no simulated fabric", (("import simpy", str(error)),)) from error
-    from tep.sim.clock import internals_as_expected
-
-    path = "fast path" if internals_as_expected() else "public path, simpy's queue looks unfamiliar"
-    return f"simpy {simpy.__version__}, {path}"
+    return f"simpy {simpy.__version__}"

@@ -29,16 +29,6 @@ if TYPE_CHECKING:
         Revoke,
         Slow,
         Swizzle,
-        clog,
-        cut,
-        drift,
-        kill_nic,
-        mute,
-        pause,
-        restart,
-        revoke,
-        slow,
-        swizzle,
     )
     from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
@@ -52,9 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
     "FlowFabric", "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart",
-    "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "TimingFabric", "clog",
-    "current_env", "cut", "drift", "kill_nic", "load_profile", "mute", "pause", "profiles",
-    "restart", "revoke", "run", "slow", "swizzle",
+    "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "TimingFabric",
+    "current_env", "load_profile", "profiles", "run",
 ]  # fmt: skip
 
 _ROOMS = {
@@ -64,8 +53,7 @@ _ROOMS = {
     "driver": ("SimDriver", "SimNode"),
     "faults": (
         *("Chaos", "Clog", "Cut", "Drift", "Fault", "Faults", "KillNic", "Mute", "Pause"),
-        *("Restart", "Revoke", "Slow", "Swizzle", "clog", "cut", "drift", "kill_nic", "mute"),
-        *("pause", "restart", "revoke", "slow", "swizzle"),
+        *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
     "flow": ("FlowFabric",),
     "loop": ("current_env", "run"),

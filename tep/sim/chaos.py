@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Status
@@ -16,9 +15,10 @@ from tep.base.checks import check_int
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.hashing import below
 from tep.sim.chaos_nic import ChaosNic
-from tep.sim.chaos_parts import Nic, NicState, nobody
+from tep.sim.chaos_parts import Nic, NicState
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.draws import Draws
+from tep.sim.driver import SimNode
 from tep.sim.faults import (
     Chaos,
     Clog,
@@ -42,27 +42,20 @@ _ADDRESS: Final = re.compile(rb"sim:([^\0]{1,200})/(\d{1,3})#(\d{1,18})")
 _NICS_MAX: Final = 64
 
 
-class ChaosNode:
+class ChaosNode(SimNode):
     """One incarnation of one host.
 
+    A worker is never charged for its time, and every completion wakes it.
+
     Attributes:
-        name: of the host.
         epoch: 1 for the first incarnation, then 2, ...
         uid: number of the host on its fabric; part of every draw.
-        domains: its NICs.
-        on_drift: called with the new speed of its engine's clock, in millionths, and a jump in ps.
-        busy_until_ps: always 0: only the timing fabric charges a worker for its time.
-        on_arrival: never called, since every completion wakes the worker.
     """
 
     def __init__(self, fabric: ChaosFabric, name: str, uid: int, nics: int, epoch: int) -> None:
+        super().__init__(name, epoch)
         self.fabric = fabric
-        self.name = name
         self.uid = uid
-        self.epoch = epoch
-        self.busy_until_ps = 0
-        self.on_arrival: Callable[[], object] = nobody
-        self.on_drift: Callable[[int, int], object] = _nobody
         self._paused_ps = 0
         self._steps = uid << 32  # of this incarnation; part of every draw
         self._next_step = fabric.draws.steps(self._steps + 1)
@@ -70,7 +63,9 @@ class ChaosNode:
         self._first_key = uid << 24
         if not fabric.chaos.key_reuse:
             self._first_key += (epoch & 0xFF) << 16
-        self.domains = tuple(ChaosNic(fabric, self, number) for number in range(nics))
+        self.domains: tuple[ChaosNic, ...] = tuple(
+            ChaosNic(fabric, self, number) for number in range(nics)
+        )
 
     def next_key(self) -> int:
         """Number the next region; with `key_reuse` each incarnation starts from the first."""
@@ -98,10 +93,6 @@ class ChaosNode:
     def pause(self, for_ps: int) -> None:
         """Have the worker's next steps wait; 0 ends a pause."""
         self._paused_ps = self.fabric.env.now + for_ps
-
-
-def _nobody(_speed: int, _ahead_ps: int) -> None:
-    """There is no engine, and so no clock."""
 
 
 class ChaosFabric:

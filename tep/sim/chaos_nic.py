@@ -22,8 +22,9 @@ from tep.backends.base import Kind, ReadBatch, ReadRow, Row, Status, WriteBatch
 from tep.base.errors import UsageError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_NS
-from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Link, Nic, NicState, nobody
+from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Link, Nic, NicState
 from tep.sim.chaos_target import ACK_PS, ChaosTarget
+from tep.sim.driver import nobody
 from tep.sim.faults import KillNic
 from tep.sim.row_log import What
 

@@ -23,12 +23,13 @@ from tep.base.hashing import below
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv
 from tep.sim.draws import Draw, Draws
+from tep.sim.driver import nobody
 from tep.sim.faults import Chaos, Fault
 from tep.sim.row_log import RowLog
 
 __all__ = [
     "CompletionQueue", "Fabric", "Flight", "Fragment", "Host", "Link", "Nic", "NicState", "Peer",
-    "Region", "Trouble", "nobody",
+    "Region", "Trouble",
 ]  # fmt: skip
 
 Trouble = Literal["clog", "deaf", "mute"]
@@ -458,7 +459,3 @@ def _merged(first: Entry, second: Entry) -> Entry | None:
     if imm != second[3] or ctx != second[5]:
         return None
     return (kind, status, count + second[2], imm, row, ctx, nbytes + second[6])
-
-
-def nobody() -> None:
-    """Wake nobody: there is no owner yet, or none any more."""

@@ -5,11 +5,10 @@ No NIC, no engine, no asyncio here.
 Rule 1: time is an int; a float delay is refused, since it would make a trace depend on rounding.
 Rule 2: nothing here reads a wall clock, a random source, `id` or `hash`.
 
-What is used of simpy's inside, and why `simpy >=4.1,<5` is pinned: `Environment._queue`, a heap of
-(time, priority, number, event); `_eid`, the counter of the third field; `_now`. A pooled call
-pushed there costs half of a Timeout with a callback, and a twentieth of a process.
-`internals_as_expected()` looks at a probe of all three, and where it says no, the same calls go
-through the public `schedule()`.
+What is used of simpy's inside, and why `simpy >=4.1,<4.2` is pinned: `Environment._queue`, a heap
+of (time, priority, number, event); `_eid`, the counter of the third field; `_now`. A pooled call
+pushed there costs half of a Timeout with a callback, and a twentieth of a process. A unit test
+looks at a probe of all three.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -30,10 +28,7 @@ from tep.base.errors import UsageError
 from tep.base.hashing import draws, stream_key
 from tep.sim.draws import Stream
 
-__all__ = [
-    "FOREVER_PS", "Call", "FabricEnv", "Place", "Turned", "in_one_process",
-    "internals_as_expected",
-]  # fmt: skip
+__all__ = ["FOREVER_PS", "Call", "FabricEnv", "Place", "Turned", "in_one_process"]
 
 T = TypeVar("T")
 
@@ -79,24 +74,6 @@ class Turned(Enum):
     EMPTY = "empty"  # no event is left that could change anything
 
 
-@lru_cache(maxsize=1)
-def internals_as_expected() -> bool:
-    """Whether this simpy keeps its queue as the fast path needs it."""
-    probe = simpy.Environment(7)
-    event = Event(probe)
-    probe.schedule(event, NORMAL, 5)
-    queue = getattr(probe, "_queue", None)
-    return (
-        type(queue) is list
-        and len(queue) == 1
-        and type(queue[0]) is tuple
-        and queue[0][:2] == (12, NORMAL)
-        and queue[0][3] is event
-        and getattr(probe, "_now", None) == 7
-        and next(getattr(probe, "_eid", iter(()))) == queue[0][2] + 1
-    )
-
-
 in_one_process: Final = unpicklable(
     "a simulation lives in one process; make another there, with the same seed"
 )
@@ -112,17 +89,15 @@ class FabricEnv(simpy.Environment):
         running: True while events are being processed, or an asyncio loop on this clock runs.
         deadline_ps: when the present run comes back at the latest, and others may act again; a
             model that computes ahead must not settle what lies behind it.
-        keeps_places: whether reserve() and what goes with it can be called.
         passes_places: a run that comes to its end stands at the last place that was reserved and
             not taken, as if the call had been there. False: it stands at its last event.
         reporters: give the text of a stall report each; engines' drivers put theirs here.
 
     Args:
         tie_seed: order events of one instant by a hash of this seed; None: as they were made.
-        fast: False forces the path through simpy's public names, for the test that compares both.
     """
 
-    def __init__(self, *, tie_seed: int | None = None, fast: bool = True) -> None:
+    def __init__(self, *, tie_seed: int | None = None) -> None:
         super().__init__(0)
         self.running = False
         self.deadline_ps = FOREVER_PS
@@ -135,7 +110,6 @@ class FabricEnv(simpy.Environment):
         self._head: tuple[Any, ...] = (-1,)  # the place of the last event that was processed
         if tie_seed is not None:
             self.shuffle_ties(tie_seed)
-        self._fast = self.keeps_places = fast and internals_as_expected()
 
     __reduce__ = in_one_process
 
@@ -161,9 +135,6 @@ class FabricEnv(simpy.Environment):
         A call cannot be taken back: let `arg` show whether it is out of date.
         """
         assert t_ps >= self._now, (t_ps, self._now)
-        if not self._fast:
-            self.schedule(Call(fn, arg), NORMAL, t_ps - self.now)
-            return
         if self._pool:
             event = self._pool.pop()
             event.fn = fn
@@ -243,7 +214,7 @@ class FabricEnv(simpy.Environment):
         head = queue[0]
         event = head[3]
         self._head = max(self._head, head)
-        if type(event) is Call and self._fast:
+        if type(event) is Call:
             heappop(queue)
             self._now = head[0]
             event.fn(event.arg)
@@ -285,7 +256,6 @@ class FabricEnv(simpy.Environment):
         self.deadline_ps = deadline_ps
         queue = self._queue
         pool = self._pool
-        fast = self._fast
         stock_step = super().step
         while True:
             while len(queue) > self._daemons:
@@ -297,7 +267,7 @@ class FabricEnv(simpy.Environment):
                 # With shuffled ties an event may be made for a place before its maker's.
                 if head > self._head:  # noqa: PLR1730  # max() takes twice as long
                     self._head = head
-                if type(event) is Call and fast:
+                if type(event) is Call:
                     heappop(queue)
                     self._now = head[0]
                     event.fn(event.arg)

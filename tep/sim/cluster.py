@@ -257,7 +257,7 @@ class Cluster:
         """Let one NIC's link carry nothing for so many microseconds; with a profile, and mortal.
 
         What is under way is lost: it ends UNREACHABLE after the profile's `wire.peer_timeout`, and
-        so does what is sent meanwhile. On the chaos fabric, which has no such time, see `clog`.
+        so does what is sent meanwhile. On the chaos fabric, which has no such time, see `Clog`.
 
         Raises:
             UsageError: no such NIC, the cluster is not mortal, or the time is below the timeout.
@@ -267,7 +267,7 @@ class Cluster:
             name, self._nic(name, nic), round(check_seconds("cut_link: us", us) * PS_PER_US)
         )
         if isinstance(self.fabric, ChaosFabric):
-            raise UsageError("cut_link(): open the Cluster with a profile, or use tep.sim.clog")
+            raise UsageError("cut_link(): open the Cluster with a profile, or use tep.sim.Clog")
         assert fault.for_ps is not None
         self.fabric.cut_link(name, fault.nic, fault.for_ps)
         self.happened.append(fault)
@@ -282,7 +282,7 @@ class Cluster:
     def slow_down(self, node: int | str, nic: int, times: float) -> None:
         """Let one NIC take `times` as long for every byte from now on, both ways; with a profile.
 
-        1 makes it sound again. On the chaos fabric, which knows no rates, see `tep.sim.slow`.
+        1 makes it sound again. On the chaos fabric, which knows no rates, see `tep.sim.Slow`.
 
         Raises:
             UsageError: there is no such NIC, times < 0.01, or the cluster has no profile.

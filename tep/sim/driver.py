@@ -23,7 +23,7 @@ from tep.drivers.threads import Machine, Settles, Timed
 from tep.sim.clock import FOREVER_PS, FabricEnv, Place, Turned, in_one_process
 from tep.sim.loop import SimLoop
 
-__all__ = ["WATCH_PS", "SimDriver", "SimNode"]
+__all__ = ["WATCH_PS", "SimDriver", "SimNode", "nobody"]
 
 T = TypeVar("T")
 
@@ -37,65 +37,74 @@ WATCH_PS: Final = 500 * PS_PER_NS
 poll on an idle core takes well under a microsecond."""
 
 
-class SimNode(Protocol):
-    """One simulated host with one engine, as both fabrics make it.
+class SimNode:
+    """One simulated host with one engine; each fabric derives its own.
 
-    Attributes:
+    Args:
         name: of the engine.
         epoch: this incarnation's number.
+
+    Attributes:
+        name, epoch: as given.
         domains: its NICs.
         busy_until_ps: when the engine's worker has done the work that it is charged with.
+        on_arrival: called when there are completions that a poll would find, and that wake nobody.
+            A node always signals its driver before a poll can find anything.
+        on_imm: called with an immediate and the number that arrived, before anybody is woken; True:
+            they were counted, and no poll may find them.
+        on_drift: called with the new speed of the engine's clock, in millionths of the
+            simulation's, and with a jump in ps.
+        in_turn: set before a turn; `end_turn` is called after it.
     """
 
-    @property
-    def name(self) -> str: ...
+    domains: Sequence[Domain]
 
-    @property
-    def epoch(self) -> int: ...
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.busy_until_ps = 0
+        self.in_turn = False
+        self.on_arrival: Callable[[], object] = nobody
+        self.on_imm: Callable[[int, int], bool] = _takes_none
+        self.on_drift: Callable[[int, int], object] = _takes_none
 
-    @property
-    def domains(self) -> Sequence[Domain]: ...
+    __reduce__ = in_one_process
 
-    @property
-    def busy_until_ps(self) -> int: ...
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, epoch {self.epoch}, {len(self.domains)} NICs)"
 
     def step_delay_ps(self) -> int:
         """The delay from a kick to the step; 0 or more."""
+        raise NotImplementedError
 
-
-class _Abilities(Protocol):
-    """Further abilities of a node; the driver looks for each by its name.
-
-    Attributes:
-        on_arrival: called when there are completions that a poll would find, and that wake nobody.
-            A node that has it always signals its driver before a poll can find anything.
-        on_imm: called with an immediate and the number that arrived, before anybody is woken; True:
-            they were counted, and no poll may find them.
-        on_drift: called with the new speed in millionths of the simulation's, and with the jump of
-            the clock in ps.
-        in_turn: set before a turn; the node's `end_turn` is called after it.
-    """
-
-    on_arrival: Callable[[], object]
-    on_imm: Callable[[int, int], bool]
-    on_drift: Callable[[int, int], object]
-    in_turn: bool
+    def has_more(self) -> bool:
+        """Whether a poll has left entries behind without a wake-up."""
+        return False
 
     def end_turn(self) -> None:
         """Learn that the turn has posted everything."""
 
-    def has_more(self) -> bool:
-        """Whether a poll has left entries behind without a wake-up."""
+
+def nobody() -> None:
+    """Wake nobody: there is no owner yet, or none any more."""
 
 
-class _Restful(Protocol):
-    """A machine that says when it needs no further turn."""
+def _takes_none(_first: int, _second: int) -> bool:
+    """Take nothing: there is no driver yet."""
+    return False
+
+
+class _Machine(Machine, Timed, Protocol):
+    """An engine, as the simulation turns it."""
 
     def at_rest(self) -> bool:
         """Whether a turn now would find nothing to do unless a NIC has completions."""
 
     def count_early(self, imm: int, count: int) -> bool:
         """At rest: count them if a turn would do that and nothing else; whether it did."""
+
+    def stall_report(self) -> str:
+        """Report what the engine waits for; "": nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,30 +133,23 @@ class SimDriver:
     """
 
     __slots__ = (
-        "_booked", "_clock", "_counting", "_due_ps", "_has_more", "_idle", "_is_silent", "_machine",
-        "_report", "_rested", "_restful", "_silent", "_timed", "_turning", "_watching", "env",
-        "lock", "node",
+        "_booked", "_clock", "_due_ps", "_idle", "_is_silent", "_machine", "_rested", "_silent",
+        "_watching", "env", "lock", "node",
     )  # fmt: skip
 
     def __init__(self, env: FabricEnv, node: SimNode) -> None:
         self.env = env
         self.node = node
         self.lock: AbstractContextManager[object] = contextlib.nullcontext()
-        self._machine: Machine | None = None
-        self._timed: Timed | None = None
+        self._machine: _Machine | None = None
         self._booked = False
-        self._restful: _Restful | None = None
-        self._turning = cast("_Abilities", node) if hasattr(node, "in_turn") else None
-        self._has_more: Callable[[], bool] = bool
         self._idle: Place | None = None  # of the step after one that had work
-        self._counting: _Restful | None = None
         self._rested = False  # it was at rest, and nothing but a NIC has anything for it since
         self._silent: Place | None = None  # of a step that would only count immediates
         self._is_silent = False  # the step that is booked has some that were counted
         self._watching = False
         self._due_ps = FOREVER_PS
         self._clock: _Clock | None = None  # the simulation's
-        self._report: Callable[[], str] | None = None
 
     __reduce__ = in_one_process
 
@@ -156,25 +158,11 @@ class SimDriver:
 
     def start(self, machine: Machine) -> None:
         assert self._machine is None, "a driver turns one machine"
-        self._machine = machine
+        self._machine = engine = cast("_Machine", machine)
         Interrupts.forget()
-        # By one method each: isinstance() with a protocol takes longer than all of a small engine.
-        node = cast("_Abilities", self.node)
-        if hasattr(machine, "due_s"):
-            self._timed = cast("Timed", machine)
-        if self.env.keeps_places and hasattr(machine, "at_rest") and hasattr(node, "on_arrival"):
-            self._restful = cast("_Restful", machine)
-            node.on_arrival = self.look
-            self._has_more = getattr(node, "has_more", bool)
-            if hasattr(machine, "count_early") and hasattr(node, "on_imm"):
-                self._counting = cast("_Restful", machine)
-                node.on_imm = self._count
-        if hasattr(node, "on_drift"):
-            node.on_drift = self.drift
-        report = getattr(machine, "stall_report", None)
-        if report is not None:
-            self._report = report
-            self.env.reporters.append(report)
+        node = self.node
+        node.on_arrival, node.on_imm, node.on_drift = self.look, self._count, self.drift
+        self.env.reporters.append(engine.stall_report)
 
     def kick(self) -> None:
         if self._booked or self._machine is None:
@@ -259,52 +247,46 @@ class SimDriver:
         reads_ps = now_ps if clock is None else clock.read(now_ps)
         self._clock = _Clock(now_ps, reads_ps + ahead_ps, speed)
         self._due_ps = FOREVER_PS
-        if self._timed is not None and self._machine is not None:
-            self._set_alarm(self._timed.due_s())
+        if self._machine is not None:
+            self._set_alarm(self._machine.due_s())
 
     def close(self) -> None:
-        self._machine = self._counting = None
-        if self._report is not None:
-            self.env.reporters.remove(self._report)
-            self._report = None
+        machine, self._machine = self._machine, None
+        if machine is not None:
+            self.env.reporters.remove(machine.stall_report)
 
     def _run(self, _: object) -> None:
         self._booked = False
         machine = self._machine
         if machine is None:
             return
-        turning = self._turning
-        if turning is None:
-            work = machine.step()
-        else:
-            turning.in_turn = True
-            work = machine.step()
-            turning.end_turn()
+        node = self.node
+        node.in_turn = True
+        work = machine.step()
+        node.end_turn()
         if self._is_silent:
             self._is_silent, work = False, True
         machine.deliver()
         if self._machine is None:  # closed by a callback
             return
         if work:
-            if self._rests():
+            if self._rests(machine):
                 return
             self.kick()
-        elif self._timed is not None:
-            self._set_alarm(self._timed.due_s())
+        else:
+            self._set_alarm(machine.due_s())
         if not self._watching and not self._booked and machine.watching():
             self._watching = True
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
 
-    def _rests(self) -> bool:
+    def _rests(self, machine: _Machine) -> bool:
         """Decide after a step that had work whether the next one can be left out.
 
         An engine steps until it finds nothing to do, so half of all steps would be idle. The place
         of this one is reserved: a kick before its time takes it, so that every step happens at the
         same time, and in the same order, as if all idle steps were made.
         """
-        if self._booked or self._restful is None or not self._restful.at_rest():
-            return False
-        if self._has_more():
+        if self._booked or not machine.at_rest() or self.node.has_more():
             return False
         self._rested = True
         self._idle = self.env.reserve(self._next_ps())
@@ -316,10 +298,10 @@ class SimDriver:
         The places of that step, and of the idle one after it, are reserved as in `_rests`. Returns
         whether they were counted.
         """
-        counting = self._counting
-        if self._booked or counting is None:
+        machine = self._machine
+        if self._booked or machine is None:
             return False
-        if not (self._rested or counting.at_rest()) or not counting.count_early(imm, count):
+        if not (self._rested or machine.at_rest()) or not machine.count_early(imm, count):
             return False
         env = self.env
         if self._silent is not None and env.is_ahead(self._silent):
@@ -356,9 +338,9 @@ class SimDriver:
     def _ring(self, due_ps: int) -> None:
         if due_ps == self._due_ps:
             self._due_ps = FOREVER_PS
-        if self._machine is None or self._timed is None or self._booked:
+        if self._machine is None or self._booked:
             return
-        due_s = self._timed.due_s()  # the reason for the alarm may be gone
+        due_s = self._machine.due_s()  # the reason for the alarm may be gone
         if due_s is not None and due_s <= self.now_s():
             self.kick()
         else:

@@ -1,7 +1,8 @@
-"""All that can go wrong on the chaos fabric: the catalogue, the knobs of one run, and its faults.
+"""All that can go wrong on the chaos fabric: the knobs of one run, and its faults at times.
 
-F1, F2, ... number the catalogue; `CATALOGUE` says what causes each here. Faults at a time are
-records with times in ps, and functions that take microseconds. Data only; `chaos` carries them out.
+F1, F2, ... number the faults; the attributes of `Chaos` and the records say which is which. F17
+(immediates that are alike in 16 bits) and F18 (receivers that expect early or late) are made by
+whoever draws a scenario. Data only; `chaos` carries them out. Times are in ps.
 
 Rule 1: a knob draws from its own number, so a new knob leaves the draws of all others, and every
 recorded seed, alone. Rule 2: a knob may only do what some real fabric may do to a correct engine.
@@ -10,21 +11,21 @@ recorded seed, alone. Rule 2: a knob may only do what some real fabric may do to
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tep.base.checks import U64_MAX, check_flag, check_int, shown
 from tep.base.errors import BadRequest, UsageError
 from tep.base.hashing import below, draw, stream_key
-from tep.base.units import PS_PER_MS, PS_PER_NS, PS_PER_US
+from tep.base.units import PS_PER_MS, PS_PER_NS
 from tep.sim.draws import Label, Recorder, Stream
 
 __all__ = [
-    "CATALOGUE", "FRAGMENTS_MAX", "GROUPS", "HARM", "SPOILT", "SWARM", "Chaos", "Clog", "Cut",
-    "Drift", "Fault", "Faults", "KillNic", "Mute", "Pause", "Restart", "Revoke", "Slow",
-    "Swizzle", "clog", "cut", "drift", "groups_of", "kill_nic", "mute", "pause", "restart",
-    "revoke", "slow", "swizzle",
+    "FRAGMENTS_MAX", "GROUPS", "HARM", "SPOILT", "SWARM", "Chaos", "Clog", "Cut", "Drift", "Fault",
+    "Faults", "KillNic", "Mute", "Pause", "Restart", "Revoke", "Slow", "Swizzle", "groups_of",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 FRAGMENTS_MAX: Final = 5
 """Most pieces one row is cut into: four cuts of 16 bits are what one draw gives."""
@@ -33,23 +34,55 @@ _NS: Final = PS_PER_NS
 
 _PS_MAX: Final = 2**62 - 1
 
-_BOUNDS: Final = {
-    "seed": (0, U64_MAX),
-    "fragments": (1, FRAGMENTS_MAX),
-    "reorder_ps": (0, 2**32 - 2),
-    "rnr_retries": (-1, _PS_MAX),
-    "late_land": (0, 2),
-    **dict.fromkeys(("message_loss", "control_dup", "datagram_loss", "datagram_dup"), (0, 16)),
-    "odd_errors": (0, 256),
-    **dict.fromkeys(("post_fails", "connect_fails", "register_fails", "fence_fails"), (0, 255)),
-    "corrupt": (0, 256),
-    **dict.fromkeys(
-        ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
-    ),
-}
-"""The least and the most of each knob that is a number; of others 0 and 2**62 - 1."""
+_SKEWS: Final = tuple(
+    tuple(delay * _NS for delay in skew)
+    for skew in (
+        *((0,), (0, 500, 0, 4000), (500, 0), (4000, 0, 500, 0)),
+        *((0, 4000), (0, 0, 4000, 500), (0, 500, 500, 0), (0, 0, 0, 4000)),
+    )
+)
 
 
+class _Knob(NamedTuple):
+    """The rules of one knob.
+
+    Attributes:
+        group: the group of faults that it belongs to; "": it is only set by hand.
+        number: the number that it draws from: rule 1. 40 and up make a correct engine's rows,
+            messages and NICs fail; no engine repairs 50 and up.
+        choices: the values that are drawn, equally likely; one may stand twice.
+        least, most: the bounds of a number.
+        calm: the mildest value; None: the default.
+    """
+
+    group: str
+    number: int
+    choices: tuple[Any, ...]
+    least: int
+    most: int
+    calm: Any
+
+
+def _knob(
+    default: T,
+    group: str = "",
+    number: int = 0,
+    choices: tuple[Any, ...] = (),
+    *,
+    least: int = 0,
+    most: int = _PS_MAX,
+    calm: T | None = None,
+) -> T:
+    rules = _Knob(group, number, choices, least, most, calm)
+    found: T = field(default=default, metadata={"knob": rules})
+    return found
+
+
+_NO_YES: Final = (False, True)
+
+
+# Quoted: 0.5 s for a dead peer is the shortest that RC with retry_cnt 7 and timeout 14 takes; 3 ms
+# is the published tail of a callback under Python. All other sizes are choices.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chaos:
     """The knobs of one run; the defaults are an unordered, moderately hostile fabric.
@@ -103,45 +136,51 @@ class Chaos:
             has them; None: all are made. Shrinking a run sets it.
     """
 
-    seed: int = 0
-    ordered: bool = False
-    reorder_ps: int = 400 * _NS
-    fragments: int = 4
-    last_late_ps: int = 0
-    skew_ps: tuple[int, ...] = (0,)
-    dup_place: bool = False
-    late_read: bool = True
-    short_post: bool = True
-    refuse_post: bool = False
-    sq_depth: int = 4
-    peer_depth: int = 0
-    imm_credits: int = 8
-    rnr_retries: int = -1
-    dead_after_ps: int = 300 * _NS
-    poll_delay_ps: int = 50 * _NS
-    pause_ps: int = 0
-    cqe_limit: int = 4
-    burst_ps: int = 0
-    merge_cqes: bool = False
-    flush_on_error: bool = False
-    key_reuse: bool = False
-    key_again: bool = False
-    offsets: bool = False
-    tie_shuffle: bool = False
-    cq_depth: int = 0
-    message_loss: int = 0
-    datagram_loss: int = 0
-    datagram_dup: int = 0
-    late_land: int = 0
-    late_ps: int = 0
-    late_fence: bool = False
-    control_dup: int = 0
-    odd_errors: int = 0
-    post_fails: int = 0
-    connect_fails: int = 0
-    register_fails: int = 0
-    fence_fails: int = 0
-    corrupt: int = 0
+    seed: int = _knob(0, most=U64_MAX)
+    ordered: bool = _knob(False, "order", 1, _NO_YES)
+    reorder_ps: int = _knob(
+        400 * _NS, "order", 2, (0, 50 * _NS, 400 * _NS, 3000 * _NS), most=2**32 - 2, calm=0
+    )
+    fragments: int = _knob(4, "order", 3, (1, 2, 3, 4, 5), least=1, most=FRAGMENTS_MAX, calm=1)
+    last_late_ps: int = _knob(0, "order", 4, (0, 0, 1500 * _NS))
+    skew_ps: tuple[int, ...] = _knob((0,), "order", 5, _SKEWS)
+    dup_place: bool = _knob(False, "order", 6, _NO_YES)
+    late_read: bool = _knob(True, "order", 7, (True, True, True, True, False), calm=False)
+    short_post: bool = _knob(True, "posting", 8, _NO_YES, calm=False)
+    refuse_post: bool = _knob(False, "posting", 9, (False, False, False, True))
+    sq_depth: int = _knob(4, "posting", 10, (1, 2, 3, 4, 5, 6), least=1, calm=64)
+    peer_depth: int = _knob(0)
+    imm_credits: int = _knob(8, "receives", 11, (1, 4, 8, 128), least=1, calm=1000)
+    rnr_retries: int = _knob(-1, least=-1)
+    dead_after_ps: int = _knob(
+        300 * _NS, "nics", 12, (300 * _NS, 300 * _NS, 300 * _NS, 500 * PS_PER_MS), least=1
+    )
+    poll_delay_ps: int = _knob(
+        50 * _NS, "workers", 13, (10 * _NS, 50 * _NS, 400 * _NS), least=1, calm=10 * _NS
+    )
+    pause_ps: int = _knob(0, "workers", 14, (0, 0, 0, 3 * PS_PER_MS))
+    cqe_limit: int = _knob(4, "order", 15, (4, 4, 1, 64), least=1, calm=64)
+    burst_ps: int = _knob(0, "order", 16, (0, 0, 800 * _NS))
+    merge_cqes: bool = _knob(False, "order", 17, _NO_YES)
+    flush_on_error: bool = _knob(False, "errors", 18, _NO_YES)
+    key_reuse: bool = _knob(False, "restarts", 19, _NO_YES)
+    key_again: bool = _knob(False)
+    offsets: bool = _knob(False, "keys", 20, _NO_YES)
+    tie_shuffle: bool = _knob(False, "order", 21, _NO_YES)
+    cq_depth: int = _knob(0, "nics", 40, (0, 0, 2, 3))
+    message_loss: int = _knob(0, "control", 41, (0, 0, 2, 6), most=16)
+    datagram_loss: int = _knob(0, "control", 42, (0, 1, 4), most=16)
+    datagram_dup: int = _knob(0, "control", 43, (0, 1, 4), most=16)
+    late_land: int = _knob(0, "errors", 44, (0, 1, 1, 2), most=2)
+    late_ps: int = _knob(0, "errors", 45, (0, 0, 5000 * _NS, 100_000 * _NS))
+    late_fence: bool = _knob(False, "errors", 22, _NO_YES)
+    control_dup: int = _knob(0, "control", 46, (0, 0, 4), most=16)
+    odd_errors: int = _knob(0, "errors", 47, (0, 0, 0, 6), most=256)
+    post_fails: int = _knob(0, "resources", 48, (0, 0, 0, 2), most=255)
+    connect_fails: int = _knob(0, "resources", 49, (0, 0, 0, 24), most=255)
+    register_fails: int = _knob(0, most=255)
+    fence_fails: int = _knob(0, most=255)
+    corrupt: int = _knob(0, "bytes", 50, (0, 4, 32), most=256)
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
@@ -192,8 +231,12 @@ class Chaos:
         return f"Chaos({', '.join(set_here)})"
 
 
+_KNOBS: Final[Mapping[str, _Knob]] = {
+    knob.name: knob.metadata["knob"] for knob in fields(Chaos) if knob.name != "kept"
+}
+_CALM: Final = {name: knob.calm for name, knob in _KNOBS.items() if knob.calm is not None}
 _RANGES: Final[tuple[tuple[str, type, int, int], ...]] = tuple(
-    (knob.name, type(knob.default), *_BOUNDS.get(knob.name, (0, _PS_MAX)))
+    (knob.name, type(knob.default), _KNOBS[knob.name].least, _KNOBS[knob.name].most)
     for knob in fields(Chaos)
     if knob.name not in ("kept", "skew_ps")
 )
@@ -211,152 +254,38 @@ def _check_kept(what: str, value: object) -> Container[Label]:
     raise BadRequest(f"{what}={shown(value)} is no tuple of labels (stream, entity, index)")
 
 
-_SKEWS: Final = tuple(
-    tuple(delay * _NS for delay in skew)
-    for skew in (
-        (0,),
-        (0, 500, 0, 4000),
-        (500, 0),
-        (4000, 0, 500, 0),
-        (0, 4000),
-        (0, 0, 4000, 500),
-        (0, 500, 500, 0),
-        (0, 0, 0, 4000),
-    )
-)
+def _drawn(first: int, stop: int) -> tuple[tuple[int, str, tuple[Any, ...]], ...]:
+    """List number, name and choices of the knobs with these numbers, in their order."""
+    found = [(knob.number, name, knob.choices) for name, knob in _KNOBS.items()]
+    return tuple(sorted(one for one in found if first <= one[0] < stop))
 
-SWARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
-    # Rule 1 is about the first column. Choices are equally likely; one may stand twice.
-    (1, "ordered", (False, True)),
-    (2, "reorder_ps", (0, 50 * _NS, 400 * _NS, 3000 * _NS)),
-    (3, "fragments", (1, 2, 3, 4, 5)),
-    (4, "last_late_ps", (0, 0, 1500 * _NS)),
-    (5, "skew_ps", _SKEWS),
-    (6, "dup_place", (False, True)),
-    (7, "late_read", (True, True, True, True, False)),
-    (8, "short_post", (False, True)),
-    (9, "refuse_post", (False, False, False, True)),
-    (10, "sq_depth", (1, 2, 3, 4, 5, 6)),
-    (11, "imm_credits", (1, 4, 8, 128)),
-    (12, "dead_after_ps", (300 * _NS, 300 * _NS, 300 * _NS, 500 * PS_PER_MS)),
-    (13, "poll_delay_ps", (10 * _NS, 50 * _NS, 400 * _NS)),
-    (14, "pause_ps", (0, 0, 0, 3 * PS_PER_MS)),
-    (15, "cqe_limit", (4, 4, 1, 64)),
-    (16, "burst_ps", (0, 0, 800 * _NS)),
-    (17, "merge_cqes", (False, True)),
-    (18, "flush_on_error", (False, True)),
-    (19, "key_reuse", (False, True)),
-    (20, "offsets", (False, True)),
-    (21, "tie_shuffle", (False, True)),
-    (22, "late_fence", (False, True)),
-)
+
+SWARM: Final = _drawn(1, 40)
 """Number, name and choices of each knob that Chaos.draw() draws."""
-# Quoted: 0.5 s for a dead peer is the shortest that RC with retry_cnt 7 and timeout 14 takes; 3 ms
-# is the published tail of a callback under Python. All other sizes are choices.
 
-
-HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
-    # As SWARM, for the knobs by which a correct engine's rows, messages and NICs may fail.
-    (40, "cq_depth", (0, 0, 2, 3)),
-    (41, "message_loss", (0, 0, 2, 6)),
-    (42, "datagram_loss", (0, 1, 4)),
-    (43, "datagram_dup", (0, 1, 4)),
-    (44, "late_land", (0, 1, 1, 2)),
-    (45, "late_ps", (0, 0, 5000 * _NS, 100_000 * _NS)),
-    (46, "control_dup", (0, 0, 4)),
-    (47, "odd_errors", (0, 0, 0, 6)),
-    (48, "post_fails", (0, 0, 0, 2)),
-    (49, "connect_fails", (0, 0, 0, 24)),
-)
+HARM: Final = _drawn(40, 50)
 """Number, name and choices of each knob that Chaos.draw(harm=True) draws in addition."""
 
-SPOILT: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = ((50, "corrupt", (0, 4, 32)),)
+SPOILT: Final = _drawn(50, 60)
 """Further knobs, for faults that no engine repairs: only Faults.draw() draws them, on request."""
 
-_CALM: Final[dict[str, Any]] = {
-    "reorder_ps": 0,
-    "fragments": 1,
-    "late_read": False,
-    "short_post": False,
-    "sq_depth": 64,
-    "cqe_limit": 64,
-    "imm_credits": 1000,
-    "poll_delay_ps": 10 * _NS,
+_RECORDS: Final = {
+    **dict.fromkeys(("order", "posting", "receives"), ""),
+    "workers": "Pause Drift",
+    "nics": "KillNic",
+    "links": "Slow Clog Cut Mute Swizzle",
+    "keys": "Revoke",
+    "restarts": "Restart",
+    **dict.fromkeys(("control", "errors", "resources", "bytes"), ""),
 }
-
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "order": (
-        "ordered",
-        "reorder_ps",
-        "fragments",
-        "last_late_ps",
-        "skew_ps",
-        "dup_place",
-        "late_read",
-        "cqe_limit",
-        "burst_ps",
-        "merge_cqes",
-        "tie_shuffle",
-    ),
-    "posting": ("short_post", "refuse_post", "sq_depth"),
-    "receives": ("imm_credits",),
-    "workers": ("poll_delay_ps", "pause_ps", "Pause", "Drift"),
-    "nics": ("dead_after_ps", "KillNic", "cq_depth"),
-    "links": ("Slow", "Clog", "Cut", "Mute", "Swizzle"),
-    "keys": ("offsets", "Revoke"),
-    "restarts": ("key_reuse", "Restart"),
-    "control": ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
-    "errors": ("flush_on_error", "late_land", "late_ps", "late_fence", "odd_errors"),
-    "resources": ("post_fails", "connect_fails"),
-    "bytes": ("corrupt",),
+    group: (*(name for name, knob in _KNOBS.items() if knob.group == group), *records.split())
+    for group, records in _RECORDS.items()
 }
 """The knobs and records of each group that a swarm can be restricted to."""
 
 _UNASKED: Final = frozenset(GROUPS) - {"bytes"}
 """The groups of "all": under these an engine keeps its promises; it repairs no corrupted byte."""
-
-CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "F1": ("rows of one NIC land in any order", ("ordered", "reorder_ps")),
-    "F2": ("bytes of one row land in any order, and are visible", ("fragments",)),
-    "F3": ("the last byte comes very late", ("last_late_ps",)),
-    "F4": ("NICs run apart, one of them slow", ("skew_ps",)),
-    "F5": ("bytes are written twice before completion", ("dup_place",)),
-    "F6": ("the source is read late", ("late_read",)),
-    "F7": ("a post takes fewer rows than offered, or none", ("short_post", "refuse_post")),
-    "F8": ("the send queue is full, of a NIC or of one peer", ("sq_depth", "peer_depth")),
-    "F9": ("unsolicited immediates overrun a completion queue", ("cq_depth",)),
-    "F10": ("no receive is posted: RNR", ("imm_credits", "rnr_retries")),
-    "F11": ("a NIC dies; rows that landed may still report failure", ("KillNic",)),
-    "F12": ("a link slows down, flaps, recovers", ("Slow", "Clog")),
-    "F13": ("silence until the timeout", ("dead_after_ps",)),
-    "F14": ("a registration is revoked in mid-transfer", ("Revoke",)),
-    "F15": ("a peer restarts under its address, old keys invalid", ("Restart",)),
-    "F16": ("the new incarnation uses old key values for other memory", ("key_reuse",)),
-    "F17": ("immediates of 32 bits, alike in 16", ("IMMS",)),
-    "F18": ("receivers expect early and late", ("expect_ps",)),
-    "F19": ("workers pause", ("poll_delay_ps", "pause_ps", "Pause")),
-    "F20": (
-        "control messages are lost, doubled, reordered",
-        ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
-    ),
-    "F21": ("data arrives, acknowledgements do not", ("Mute",)),
-    "F22": ("links are clogged one by one, let go in another order", ("Swizzle",)),
-    "F23": (
-        "completions come in bursts, merged, in any order between NICs",
-        ("burst_ps", "merge_cqes", "cqe_limit", "tie_shuffle"),
-    ),
-    "F24": ("one error flushes the queue pair", ("flush_on_error",)),
-    "F25": ("bytes of a failed row stay, or land after the error", ("late_land", "late_ps")),
-    "F26": ("what is in flight lands until the fence is confirmed", ("late_fence",)),
-    "F27": ("a row that landed ends in an error of the provider's own", ("odd_errors",)),
-    "F28": ("two NICs reach all others and not each other, or only one way", ("Cut",)),
-    "F29": ("resources are used up", ("post_fails", "connect_fails", "register_fails")),
-    "F30": ("clocks of two engines run apart, and jump", ("Drift",)),
-    "F31": ("a key comes back for other memory, in one incarnation", ("key_again",)),
-    "F32": ("a NIC cannot fence another one off", ("fence_fails",)),
-    "F33": ("a bit of a row is turned on its way", ("corrupt",)),
-}
-"""Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
 
 def groups_of(kinds: str | Iterable[str]) -> frozenset[str]:
@@ -616,71 +545,3 @@ class Swizzle:
 
 
 Fault = KillNic | Revoke | Restart | Slow | Clog | Cut | Drift | Mute | Pause | Swizzle
-
-
-def _ps(us: float | None) -> int | None:
-    return None if us is None else max(1, round(us * PS_PER_US))
-
-
-def kill_nic(node: str, nic: int) -> KillNic:
-    """Say that a NIC dies for good."""
-    return KillNic(node, nic)
-
-
-def revoke(node: str, nic: int | None = None) -> Revoke:
-    """Say that one NIC, or all NICs, of a node lose their registrations."""
-    return Revoke(node, nic)
-
-
-def restart(node: str) -> Restart:
-    """Say that a node crashes and comes back."""
-    return Restart(node)
-
-
-def slow(node: str, nic: int, factor: int = 10, us: float | None = None) -> Slow:
-    """Say that a link is slow for some microseconds; None: until the fabric is healed."""
-    return Slow(node, nic, factor, _ps(us))
-
-
-def clog(node: str, nic: int, us: float | None = None, *, inward: bool = False) -> Clog:
-    """Say that a link carries nothing for some microseconds; None: until the fabric is healed.
-
-    `inward`: nothing reaches the NIC, and its own rows get through.
-    """
-    return Clog(node, nic, _ps(us), inward)
-
-
-def cut(
-    node: str,
-    nic: int,
-    peer: str,
-    peer_nic: int,
-    us: float | None = None,
-    *,
-    one_way: bool = False,
-) -> Cut:
-    """Say that nothing passes between two NICs for a while; None: until the fabric is healed.
-
-    `one_way`: rows of the peer's NIC arrive.
-    """
-    return Cut(node, nic, peer, peer_nic, _ps(us), one_way)
-
-
-def drift(node: str, ppm: int = 0, ahead_us: float = 0) -> Drift:
-    """Say that an engine's clock jumps ahead, and is `ppm` millionths too fast from then on."""
-    return Drift(node, ppm, round(ahead_us * PS_PER_US))
-
-
-def mute(node: str, nic: int, us: float | None = None) -> Mute:
-    """Say that a NIC hears no acknowledgement for a while; None: until the fabric is healed."""
-    return Mute(node, nic, _ps(us))
-
-
-def pause(node: str, us: float) -> Pause:
-    """Say that a worker does not step for some microseconds."""
-    return Pause(node, max(1, round(us * PS_PER_US)))
-
-
-def swizzle(node: str, nics: int, us: float, seed: int = 0) -> Swizzle:
-    """Say that NICs are clogged one by one and let go in another order, all within `us`."""
-    return Swizzle(node, nics, max(1, round(us * PS_PER_US)), seed)

@@ -24,6 +24,7 @@ from tep.base.errors import BadDescriptor, ClosedError
 from tep.base.units import PS_PER_S
 from tep.memory.source import Memory
 from tep.sim.clock import FOREVER_PS, FabricEnv, in_one_process
+from tep.sim.driver import SimNode, nobody
 from tep.sim.machines import Machines, ack_ps, latency_ps
 from tep.sim.profile import Profile
 
@@ -84,38 +85,24 @@ class FlowFabric:
         return FlowNode(self, name, epoch, machine)
 
 
-class FlowNode:
+class FlowNode(SimNode):
     """One host with one device: its NICs, and the CPU of its worker.
 
     Attributes:
-        name, epoch: of the engine.
         profile: of its machine.
-        domains: its NICs.
         busy_until_ps: time of the worker's next turn.
         cpu_free_ps: time when the worker has posted all rows that it was given.
-        in_turn: the worker takes a turn, and its driver will call `end_turn`.
-        on_arrival: never called, since every completion wakes the worker.
-        on_imm: called with an immediate and a count; True: they were counted, and need no turn.
     """
 
-    __slots__ = (
-        "_fabric", "_posts", "_reports", "_step_delay_ps", "_turn_ps", "busy_until_ps",
-        "cpu_free_ps", "domains", "epoch", "in_turn", "name", "on_arrival", "on_imm", "profile",
-    )  # fmt: skip
-
     def __init__(self, fabric: FlowFabric, name: str, epoch: int, profile: Profile) -> None:
-        self.name = name
-        self.epoch = epoch
+        super().__init__(name, epoch)
         self.profile = profile
-        self.busy_until_ps = self.cpu_free_ps = 0
-        self.in_turn = False
+        self.cpu_free_ps = 0
         self._fabric = fabric
         self._step_delay_ps = profile.step_delay_ps
         self._turn_ps = profile.turn_rows * profile.post_first_ps
         self._reports: dict[int, list[FlowNic]] = {}  # the NICs that report completions, by time
         self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
-        self.on_arrival: Callable[[], object] = _nobody
-        self.on_imm: Callable[[int, int], bool] = _takes_none
         self.domains = tuple(FlowNic(fabric, self, k) for k in range(profile.nics))
 
     def step_delay_ps(self) -> int:
@@ -240,7 +227,7 @@ class FlowNic:
         self._free_slots: list[int] = []
         self._mail: deque[tuple[FlowNic, bytes, int]] = deque()
         self._slot_bytes = 0
-        self._waker: Callable[[], None] = _nobody
+        self._waker: Callable[[], None] = nobody
         fabric.numbers[self.address] = len(fabric.nics)
         fabric.nics.append(self)
 
@@ -551,12 +538,3 @@ def _taking_ps(profile: Profile, n: int, nbytes: int) -> int:
     """The time that a NIC of a machine takes for n rows from an unlike one."""
     dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
     return max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
-
-
-def _takes_none(_imm: int, _count: int) -> bool:
-    """Count nothing: no driver has asked."""
-    return False
-
-
-def _nobody() -> None:
-    """Do nothing: the owner has set no waker."""

@@ -320,26 +320,18 @@ def trace_row(nic: Nic, what: What, time_ps: int, number: int, peer: str) -> Non
 
 
 def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
-    """Record rows that a NIC has just accepted."""
-    fabric = nic.fabric
+    """Record rows that a NIC has just accepted, those of one target behind each other."""
+    fabric, now = nic.fabric, nic.fabric.env.now
     ledger, row_log = fabric.ledger, fabric.row_log
     assert row_log is not None, "checked by the caller"
     region = nic.sources.get(int(ledger.lkey[where.start]))
-    for target in np.unique(ledger.target[where]).tolist():
-        rows = np.flatnonzero(ledger.target[where] == target) + where.start
-        row_log.add_rows(
-            len(rows),
-            fabric.env.now,
-            "post",
-            nic.node.name,
-            nic.index,
-            peer=fabric.name_of(target),
-            row=rows + ledger.base,
-            ctx=ctx,
-            # A row without a source has no offset.
-            offset=0 if region is None else ledger.src[rows] - np.uint64(region.ptr),
-            nbytes=ledger.nbytes[rows],
-        )
+    targets = ledger.target[where]
+    for place in np.argsort(targets, kind="stable").tolist():
+        row, peer = where.start + place, fabric.name_of(int(targets[place]))
+        # A row without a source has no offset.
+        offset = 0 if region is None else int(ledger.src[row]) - region.ptr
+        at = nic.node.name, nic.index, peer, row + ledger.base, ctx, offset
+        row_log.add(Record(now, "post", *at, int(ledger.nbytes[row])))
 
 
 def trace_ends(nic: Nic, times: Ints, numbers: Ints) -> None:

@@ -89,45 +89,6 @@ ARRIVAL: Final = np.dtype(
 )
 """One record as numbers: what RowLog.columns() returns, for pictures and counting."""
 
-_Ints = int | npt.NDArray[np.integer]
-
-
-class _Block(NamedTuple):
-    """Many records of one batch, as columns; n of each, or one int for all."""
-
-    n: int
-    t_ps: _Ints
-    what: What
-    node: str
-    nic: int
-    peer: str
-    row: _Ints
-    ctx: int
-    offset: _Ints
-    nbytes: _Ints
-    value: _Ints
-
-    def records(self) -> Iterator[Record]:
-        def column(value: _Ints) -> list[int]:
-            return [value] * self.n if isinstance(value, int) else value.tolist()
-
-        columns = zip(
-            *(column(c) for c in (self.t_ps, self.row, self.offset, self.nbytes, self.value))
-        )
-        for t_ps, row, offset, nbytes, value in columns:
-            yield Record(
-                t_ps,
-                self.what,
-                self.node,
-                self.nic,
-                self.peer,
-                row,
-                self.ctx,
-                offset,
-                nbytes,
-                value,
-            )
-
 
 class RowLog:
     """A list of records; a fabric holds None in its place when nobody asked for one.
@@ -139,43 +100,20 @@ class RowLog:
 
     def __init__(self, *, on: bool = True) -> None:
         self.on = on
-        self._items: list[Record | _Block] = []
+        self._items: list[Record] = []
         self.add = self._items.append
 
     def __repr__(self) -> str:
-        return f"RowLog({len(self._items)} items)" if self.on else "RowLog(off)"
-
-    def add_rows(
-        self,
-        n: int,
-        t_ps: _Ints,
-        what: What,
-        node: str,
-        nic: int,
-        *,
-        peer: str = "",
-        row: _Ints = -1,
-        ctx: int = 0,
-        offset: _Ints = 0,
-        nbytes: _Ints = 0,
-        value: _Ints = 0,
-    ) -> None:
-        """Append n records of one batch; columns are int arrays of length n, or one int for all."""
-        columns = (t_ps, what, node, nic, peer, row, ctx, offset, nbytes, value)
-        self._items.append(_Block(n, *columns))
+        return f"RowLog({len(self._items)} records)" if self.on else "RowLog(off)"
 
     def records(self) -> Iterator[Record]:
         """Every record, in the order they were written."""
         if not self.on:
             raise UsageError("no rows were logged: open the Cluster, or fabric, with row_log=True")
-        for item in self._items:
-            if isinstance(item, Record):
-                yield item
-            else:
-                yield from item.records()
+        return iter(self._items)
 
     def __len__(self) -> int:
-        return sum(1 if isinstance(item, Record) else item.n for item in self._items)
+        return len(self._items)
 
     def digest(self) -> str:
         """SHA-256 over all records, as hexadecimal digits: equal for equal runs."""

@@ -15,7 +15,7 @@ Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ from tep.sim.congestion import (
     is_paced,
     no_flights,
 )
+from tep.sim.driver import SimNode
 from tep.sim.ledger import Batches, Hold, Ledger
 from tep.sim.machines import InOrder, Machine, Machines, Network
 from tep.sim.profile import Profile
@@ -562,31 +563,24 @@ def _join(parts: list[npt.NDArray[_T]]) -> npt.NDArray[_T]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class Node:
+class Node(SimNode):
     """One host with one device: its NICs and the CPU of its worker.
 
     Attributes:
-        name: of the engine.
-        epoch: this incarnation's number.
         machine: which one it is.
-        domains: its NICs.
         busy_until_ps: time of the worker's next turn.
         wakes: the wake-ups of the worker.
-        on_arrival: called when there are completions that a poll would find, and that wake nobody.
     """
 
     def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
-        self.name = name
-        self.epoch = epoch
+        super().__init__(name, epoch)
         self.machine = machine
         self._profile = profile = machine.profile
-        self.busy_until_ps = 0
         self._cpu_free_ps = 0
         self._turn_ps = profile.turn_rows * profile.post_first_ps
         self._fabric = fabric
         self._posts: list[_Post] = []
         self.wakes = Wakes(fabric)
-        self.on_arrival: Callable[[], object] = _nobody
         make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [
             make(fabric, self, index) for index in range(profile.nics)
@@ -638,10 +632,6 @@ class Node:
         for index, (found, size) in enumerate(zip(mine.values(), sizes)):
             numbers = np.concatenate([post.numbers for post in found])
             found[0].nic.launch(numbers, done[:size, index])
-
-
-def _nobody() -> None:
-    """Do nothing: no driver has asked."""
 
 
 class _Post(NamedTuple):

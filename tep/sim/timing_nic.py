@@ -38,6 +38,7 @@ from tep.backends.common import check_memory
 from tep.base.errors import BadDescriptor, ClosedError
 from tep.memory.source import Memory
 from tep.sim.congestion import PacedQueue, is_paced
+from tep.sim.driver import nobody
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.queues import (
     NEVER_PS,
@@ -113,7 +114,7 @@ class TimingNic:
         self._batches: dict[int, int] = {}
         self.open_rows = 0
         self.depths = Depths(profile.qp_depth) if profile.qp_depth else None
-        self.waker: Callable[[], None] = _nobody
+        self.waker: Callable[[], None] = nobody
         node.wakes.nics.append(self)
 
     def _check_open(self) -> None:
@@ -534,10 +535,6 @@ class TimingNic:
             self.ready.append(entries)
         self.outbox.clear()
         self._inlet.close()
-
-
-def _nobody() -> None:
-    """Do nothing: the owner has set no waker."""
 
 
 def _distinct(values: npt.NDArray[np.integer]) -> list[int]:

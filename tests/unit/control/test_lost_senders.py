@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tep.base.errors import BadDescriptor, FabricError, StaleEpoch
+from tep.base.units import PS_PER_US
 from tep.control.membership import PeerState
-from tep.sim.faults import clog
+from tep.sim.faults import Clog
 from tests.support.couple import BEAT, LOST, kinds, pair, pass_time, regions_of, write
 
 
@@ -41,7 +42,7 @@ def test_a_lost_sender_is_refused_until_it_is_back() -> None:
         watch = a.watch_peer(who, every_s=BEAT, lost_after_s=LOST)
         write(b, regions).wait()
         for nic in range(2):
-            cluster.at(cluster.now_us, clog("b", nic, 300))
+            cluster.at(cluster.now_us, Clog("b", nic, 300 * PS_PER_US))
         pass_time(cluster, 100)
         a.expect_imm_count(7, 5, sender=who).wait()
         with pytest.raises(FabricError, match="its sender b is lost; 3 of 8 came"):

@@ -16,7 +16,7 @@ from tep.core.handles import Transfer
 from tep.core.path import Arrivals
 from tep.core.pending import Pending
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos, mute, slow
+from tep.sim.faults import Chaos, Mute, Slow
 from tests.support.ends import Ends, finish_all
 from tests.support.orders import Fabric
 from tests.world.explore import Choices
@@ -172,7 +172,7 @@ def test_rows_of_a_batch_that_has_not_ended_are_known_to_have_landed() -> None:
         a, *receivers = cluster.engines
         mr, _ = a.reg_mr(np.ones(PAGE, np.uint8))
         b, c = (engine.reg_mr(np.zeros(PAGE, np.uint8))[1] for engine in receivers)
-        cluster.at(0, slow("c", 0, 1_000_000))
+        cluster.at(0, Slow("c", 0, 1_000_000))
         to_b = [ScatterDst(1, 0, (b, at)) for at in range(4)]
         a.submit_single_write(1, (mr, 0), (c, 0))
         first = a.submit_scatter(mr, [*to_b, ScatterDst(1, 0, (c, 1))], imm=7)
@@ -283,7 +283,7 @@ def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None
         target = np.zeros(PAGES * PAGE, np.uint8)
         source = np.arange(1, PAGES * PAGE + 1).astype(np.uint8)
         (mr, _), (_, desc), pages = a.reg_mr(source), b.reg_mr(target), Pages(range(PAGES))
-        cluster.at(0.1, mute("a", 0, None))
+        cluster.at(0.1, Mute("a", 0))
         sent = a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), 7)
         got = b.expect_imm_count(7, PAGES)
         watch = b.watch_peer(a.main_address, every_s=20e-6, lost_after_s=1.0)  # turns both engines

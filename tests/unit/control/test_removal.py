@@ -20,7 +20,7 @@ from tep.core.path import Link
 from tep.engine import TransferEngine
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos, clog
+from tep.sim.faults import Chaos, Clog
 from tests.support.couple import (
     BEAT,
     LOST,
@@ -193,7 +193,7 @@ def test_sums_that_one_side_has_forgotten_judge_no_failover(who: str, why: str) 
         write(a, regions).wait()
         one, other = (a, b) if who == "a" else (b, a)
         one.remove_peer(other.main_address).wait()
-        cluster.at(cluster.now_us, clog("b", 1))
+        cluster.at(cluster.now_us, Clog("b", 1))
         sent = write(a, regions)
         pass_time(cluster, 100)
         assert why in str(sent.error)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from tep.base.errors import BadRequest, BusyError, FabricError, StaleEpoch, UsageError
+from tep.base.units import PS_PER_US
 from tep.control.membership import PeerChange, PeerState
 from tep.control.messages import Pong
 from tep.core.path import PathEvent, PathState
 from tep.drivers.threads import ThreadDriver
 from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.sim.faults import Chaos, clog, pause
+from tep.sim.faults import Chaos, Clog, Pause
 from tests.support.couple import (
     BEAT,
     LOST,
@@ -31,6 +32,11 @@ from tests.support.couple import (
     write,
 )
 from tests.support.script import scripted
+
+
+def _ps(us: float) -> int:
+    return round(us * PS_PER_US)
+
 
 # ---------------------------------------------------------------------- heartbeats
 
@@ -75,7 +81,7 @@ def test_a_peer_that_was_cut_off_comes_back(us: float, changes: list[PeerChange]
         a, b = cluster.engines
         watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
         for nic in range(2):
-            cluster.at(100, clog("b", nic, us))
+            cluster.at(100, Clog("b", nic, _ps(us)))
         pass_time(cluster, 1000)
         assert changes == kinds(told)
         assert PeerState.ALIVE is watch.state
@@ -89,7 +95,7 @@ def test_each_beat_asks_a_peer_of_which_no_nic_can_be_reached() -> None:
         regions = regions_of(a, b)
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
         for nic in range(2):
-            cluster.at(cluster.now_us, clog("b", nic, 350))
+            cluster.at(cluster.now_us, Clog("b", nic, _ps(350)))
         write(a, regions)
         pass_time(cluster, 400)
         assert 1 == kinds(told).count(PeerChange.LOST)
@@ -104,7 +110,7 @@ def test_time_in_which_the_watcher_slept_is_no_silence(at: float) -> None:
         a, b = cluster.engines
         watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=2 * BEAT)
         for k in range(4):
-            cluster.at(at + 100 * k, pause("a", 17 + 30 * k))
+            cluster.at(at + 100 * k, Pause("a", _ps(17 + 30 * k)))
         pass_time(cluster, 1000)
         assert [] == told
         assert PeerState.ALIVE is watch.state
@@ -116,9 +122,9 @@ def test_a_watch_needs_no_particular_nic() -> None:
     with cluster:
         a, b = cluster.engines
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
-        cluster.at(50, clog("a", 0))
+        cluster.at(50, Clog("a", 0))
         pass_time(cluster, 500)
-        cluster.at(cluster.now_us, clog("b", 0))
+        cluster.at(cluster.now_us, Clog("b", 0))
         pass_time(cluster, 500)
         assert [] == told
 
@@ -169,7 +175,7 @@ def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
     with cluster:
         a, b = cluster.engines
         regions = regions_of(a, b)
-        cluster.at(cluster.now_us, clog("b", 1))
+        cluster.at(cluster.now_us, Clog("b", 1))
         write(a, regions).wait()
         assert a._machine.life.busy, "NIC 1 is down, and asked whether it is back"
         cluster.restart("b")
@@ -239,7 +245,7 @@ SAME = itertools.repeat(7)
 def flap(cluster, regions, us: float, imms=SAME) -> None:
     """Cut the link of b's NIC 1 while a writes; go on until it has been back for a while."""
     a = cluster.engines[0]
-    cluster.at(cluster.now_us, clog("b", 1, us))
+    cluster.at(cluster.now_us, Clog("b", 1, _ps(us)))
     end = cluster.now_us + us + 1500
     while cluster.now_us < end:
         write(a, regions, imm=next(imms)).wait()
@@ -257,7 +263,7 @@ def test_an_old_answer_does_not_bring_a_nic_back() -> None:
     cluster, told = pair((2, 2))
     with cluster:
         a, b = cluster.engines
-        cluster.at(cluster.now_us, clog("b", 1))
+        cluster.at(cluster.now_us, Clog("b", 1))
         write(a, regions_of(a, b)).wait()
         assert [PeerChange.NIC_LOST] == kinds(told)
         for late in (0, int(told[0][0] * 1e9)):
@@ -302,7 +308,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
         regions = regions_of(*cluster.engines)
         a, _ = cluster.engines
         a._worker.group.failover = False  # nothing is fenced
-        cluster.at(cluster.now_us, clog("b", 1, 200))
+        cluster.at(cluster.now_us, Clog("b", 1, _ps(200)))
         lost = write(a, regions)
         pass_time(cluster, 20)
         assert "UNREACHABLE" == lost.error.code
@@ -350,7 +356,7 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
         write(a, regions).wait()
         for _ in range(2):
             for nic in range(2):
-                cluster.at(cluster.now_us, clog("b", nic, 5_000))
+                cluster.at(cluster.now_us, Clog("b", nic, _ps(5_000)))
             lost = write(a, regions, imm=next(FRESH))
             pass_time(cluster, 4_000)
             assert lost.error is not None
@@ -371,7 +377,7 @@ def test_a_path_that_was_shut_at_a_removal_is_used_again() -> None:
     with cluster:
         a, b = cluster.engines
         regions = regions_of(a, b)
-        cluster.at(cluster.now_us, clog("b", 1, 400))
+        cluster.at(cluster.now_us, Clog("b", 1, _ps(400)))
         write(a, regions).wait()
         a.remove_peer(b.main_address).wait()
         write(a, regions).wait()
@@ -393,7 +399,7 @@ def test_a_nic_that_fails_again_waits_longer() -> None:
         regions = regions_of(a, b)
         for k in range(400):
             if k % 4 == 0:
-                cluster.at(cluster.now_us, clog("b", 0, 4.5))
+                cluster.at(cluster.now_us, Clog("b", 0, _ps(4.5)))
             write(a, regions, imm=None)
             pass_time(cluster, 5)
         times = [at for at, kind, _ in told if kind is PeerChange.NIC_LOST]
@@ -412,7 +418,7 @@ def test_a_callback_that_raises_disturbs_nobody() -> None:
         engine_told = []
         a.on_peer(lambda event: 1 / 0)
         a.on_peer(engine_told.append)
-        cluster.at(0, clog("b", 0))
+        cluster.at(0, Clog("b", 0))
         for _ in range(3):
             write(a, regions_of(a, b))
         pass_time(cluster, 50)
@@ -450,7 +456,7 @@ def test_a_flushed_row_whose_path_a_note_has_broken_is_made_good() -> None:
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
         regions = regions_of(a, b)
         pass_time(cluster, 99)
-        cluster.at(cluster.now_us, clog("b", 1, 30))
+        cluster.at(cluster.now_us, Clog("b", 1, _ps(30)))
         pass_time(cluster, 5)
         sent = write(a, regions)
         sent.wait()

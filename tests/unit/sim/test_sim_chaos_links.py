@@ -9,7 +9,7 @@ import pytest
 
 from tep.backends.base import Kind, Status
 from tep.base.errors import UsageError
-from tep.sim import Cluster, Faults, clog, kill_nic, mute, pause, run, slow, swizzle
+from tep.sim import Cluster, Faults, run
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos, Clog, KillNic, Mute, Pause, Slow, Swizzle
@@ -116,7 +116,7 @@ def test_f22_links_stop_and_go_in_different_orders(nics: int) -> None:
         assert stops != goes or nics == 1
         assert max(t + c.for_ps for t, c in clogs) == 900 * NS
     seam = Seam(replace(CALM, dead_after_ps=50_000 * NS), nics=nics)
-    seam.fabric.inflict(swizzle("a", nics, 2, seed=1))
+    seam.fabric.inflict(Swizzle("a", nics, 2000 * NS, seed=1))
     for nic in range(nics):
         seam.write(PAGES, 5, nic=nic)
     seam.run()
@@ -282,11 +282,11 @@ def test_scripted_faults_stand_beside_drawn_ones() -> None:
     """A scenario with a name needs a fault at its time; a swarm draws the rest."""
     faults = Faults(((2_000_000, KillNic("b", 0)),), Chaos.calm(3))
     with Cluster(nics=2, faults=faults) as cluster:
-        cluster.at(1, clog("a", 0, 0.5))
-        cluster.at(3, mute("b", 1))
-        cluster.at(4, slow("b", 1, 7))
-        cluster.at(5, pause("a", 1))
-        cluster.at(9, kill_nic("a", 1))
+        cluster.at(1, Clog("a", 0, 500 * NS))
+        cluster.at(3, Mute("b", 1))
+        cluster.at(4, Slow("b", 1, 7))
+        cluster.at(5, Pause("a", 1000 * NS))
+        cluster.at(9, KillNic("a", 1))
         cluster.at(8, cluster.heal)
         cluster.env.run()
         kinds = [type(fault) for fault in cluster.happened]

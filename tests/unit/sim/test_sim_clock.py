@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import simpy
+from simpy.events import NORMAL
 
 from tep.base.errors import UsageError
-from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, internals_as_expected
+from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
 
 
 def _chatter(env: FabricEnv) -> list[tuple[int, str]]:
@@ -35,14 +36,16 @@ def _chatter(env: FabricEnv) -> list[tuple[int, str]]:
     return log
 
 
-def test_simpy_is_inside_as_the_fast_path_needs_it() -> None:
-    """A simpy that keeps its queue otherwise would make every simulation slow, or wrong."""
-    assert internals_as_expected()
+def test_simpy_is_inside_as_the_clock_needs_it() -> None:
+    """A simpy that keeps its queue otherwise would make every simulation wrong."""
+    probe = simpy.Environment(7)
+    event = probe.event()
+    probe.schedule(event, NORMAL, 5)
+    queue = probe._queue
 
-
-def test_fast_and_public_path_agree() -> None:
-    """The fast path is an optimisation: were it to order events otherwise, seeds would lie."""
-    assert _chatter(FabricEnv()) == _chatter(FabricEnv(fast=False))
+    assert type(queue) is list
+    assert [(12, NORMAL, next(probe._eid) - 1, event)] == queue
+    assert 7 == probe._now
 
 
 def test_calls_run_in_time_then_in_order_made() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tep.base.units import PS_PER_US
 from tep.control.channel import Channel
 from tep.control.membership import PeerChange
 from tep.control.messages import Pong
-from tep.sim import Cluster, drift
+from tep.sim import Cluster, Drift
 from tep.sim.faults import DRIFTS, Chaos
 
 EVERY_S, LOST_S = 2e-6, 20e-6
@@ -20,7 +21,7 @@ def told(node: str, ppm: int, ahead_us: float) -> list[PeerChange]:
         watcher, peer = cluster.engines
         watcher.on_peer(lambda event: found.append(event.kind))
         watch = watcher.watch_peer(peer.main_address, every_s=EVERY_S, lost_after_s=LOST_S)
-        cluster.at(50, drift(node, ppm, ahead_us))
+        cluster.at(50, Drift(node, ppm, round(ahead_us * PS_PER_US)))
         cluster.env.run_until(lambda: cluster.now_us > 200)
         assert [] == found
         assert (watch.round_trip_s or 0) > 0

@@ -62,8 +62,8 @@ def test_faults_of_a_swarm_crash_programs_as_well() -> None:
         await cluster.spawn(0, program)
 
     with Cluster(chaos=Chaos.calm()) as cluster:
-        cluster.at(1, tep.sim.restart("a"))
-        cluster.at(2, tep.sim.restart("a"))
+        cluster.at(1, tep.sim.Restart("a"))
+        cluster.at(2, tep.sim.Restart("a"))
         cluster.run(main())
         assert [1, 2, 3] == epochs
         assert 10 <= cluster.now_us < 11

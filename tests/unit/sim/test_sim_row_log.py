@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tep.base.errors import UsageError
@@ -53,20 +52,6 @@ def test_golden_digests() -> None:
         found.append(row_log.digest()[:16])
 
     assert GOLDEN == found, "if the fabric is meant to act otherwise, say so in CHANGELOG.md"
-
-
-def test_rows_in_columns_equal_rows_one_by_one() -> None:
-    """The timing fabric writes columns, the chaos fabric records: one digest for one run."""
-    one, many = RowLog(), RowLog()
-    for k in range(3):
-        one.add(Record(10 + k, "place", "b", 1, "a", k, 7, 64 * k, 64, 5))
-    t_ps, rows = np.arange(10, 13), np.arange(3)
-    many.add_rows(
-        3, t_ps, "place", "b", 1, peer="a", row=rows, ctx=7, offset=64 * rows, nbytes=64, value=5
-    )
-
-    assert list(one.records()) == list(many.records())
-    assert (one.digest(), 3) == (many.digest(), len(many))
 
 
 def test_overtakes_are_counted_per_pair() -> None:
