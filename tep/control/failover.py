@@ -37,10 +37,10 @@ from tep.control.messages import (
     runs_max,
     values_max,
 )
-from tep.core.group import DomainGroup, not_made_good
+from tep.core.group import DomainGroup, Loss, LostRow, not_made_good
 from tep.core.handles import Removal, Transfer
 from tep.core.path import Arrivals, Fence, Link, Path, PathEvent, PathState, PathSums, Run, runs_of
-from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
+from tep.core.posting import Pending, Retransmission, varies
 
 __all__ = ["Failover", "Fencing", "Pruning", "Reopening", "why_unable"]
 

@@ -1,4 +1,4 @@
-"""All NICs of one device together, and what becomes of rows when one of them or a path fails.
+"""All NICs of one device together: prepared writes, and what becomes of rows when a path fails.
 
 Rule 1: a posted row is never posted again unchanged. Queued rows may move to another NIC; posted
 rows whose NIC died are kept in `losses`, and `tep.control.failover` finds out whether they landed.
@@ -12,34 +12,90 @@ import errno
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple, cast
 
-from tep.backends.base import Status
+from tep.backends.base import Domain, Status
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
-from tep.core.path import Link, Path, PathEvent, PeerNicDown, PeerRestarted
-from tep.core.pending import (
-    NO_IMM,
-    Loss,
-    LostRow,
-    Pending,
-    Retransmission,
-    goes_to,
-    on_lanes,
-    row_error,
-    varies,
-)
-from tep.core.posting import Posting
+from tep.core.path import Acks, FarEnds, Link, Path, PathEvent, PeerNicDown, PeerRestarted
+from tep.core.posting import NO_ROWS, Pending, Posting, Retransmission, is_long, on_lanes, varies
+from tep.core.ready import Dealt, Ready
+from tep.core.stats import Journal
 
-__all__ = ["DomainGroup", "not_made_good"]
+__all__ = ["DomainGroup", "Loss", "LostRow", "not_made_good", "row_error"]
 
 _SHARED: Final = "a row of another request with the same immediate failed, and may have landed"
 
+_NO_IMM: Final = frozenset(
+    (Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH)
+)
+"""A row with one of these statuses has made no immediate (C11)."""
+
+
+class LostRow(NamedTuple):
+    """A row that may have landed, and the error that it may fail with."""
+
+    pending: Pending
+    row: int
+    error: FabricError
+
+    @property
+    def imm(self) -> int | None:
+        """Its immediate."""
+        return self.pending.imm(self.row)
+
+
+class Loss:
+    """Rows that one path lost, until it is known which of them landed.
+
+    Attributes:
+        path: the path.
+        rows: the lost rows.
+        asked: whether the receiver was asked about them; no row is added after that.
+        counts: the receiver's sums, by immediate.
+        pruned: the generation of these sums; None: no answer has come yet.
+        left: answers that are missing.
+    """
+
+    __slots__ = ("asked", "counts", "left", "path", "pruned", "rows")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[LostRow] = []
+        self.asked = False
+        self.counts: dict[int, int] = {}
+        self.pruned: int | None = None
+        self.left = 0
+
 
 class DomainGroup(Posting):
-    """All NICs of one engine; see Posting for its attributes."""
+    """All NICs of one engine; see Posting for most of its attributes.
 
-    __slots__ = ()
+    Attributes:
+        failover: whether lost rows are kept, to be retransmitted on other paths.
+        why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
+        losses: lost rows that are kept, by path, in the order of their loss.
+        far_ends: the records of paths by address.
+    """
+
+    __slots__ = ("_can_fence", "_reads_addresses", "failover", "far_ends", "losses", "why_not")
+
+    def __init__(
+        self,
+        domains: tuple[Domain, ...],
+        rows_max: int,
+        *,
+        failover: bool,
+        why_not: str | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        super().__init__(domains, rows_max, journal or Journal(), Acks() if failover else None)
+        self.failover = failover
+        self.why_not = why_not
+        self.losses: list[Loss] = []
+        self.far_ends = FarEnds()
+        self._can_fence = all(domain.caps.imm_source for domain in domains)
+        self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
 
     def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
         """Handle rows that came back with an error; True: they are kept, to be retransmitted."""
@@ -68,7 +124,7 @@ class DomainGroup(Posting):
         final = self._keep(pending, row, error) if lost else error
         if final is None:
             return True
-        if self.acks is not None and status not in NO_IMM:
+        if self.acks is not None and status not in _NO_IMM:
             self.acks.miss(pending, row)
         transfer.failed_rows += count
         if known is None:
@@ -172,6 +228,81 @@ class DomainGroup(Posting):
         self.drop_queued(transfer)
         if transfer.left == 0:
             self.ended.append(transfer)
+
+    # ------------------------------------------------------------------ prepared writes
+
+    def dealt(self, job: Ready) -> Dealt | None:
+        """Find the batches of a prepared write, if it was dealt out like this before."""
+        laid = job.laid()
+        return None if laid is None else laid.find(self._cursor, self.routes.version)
+
+    def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
+        """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
+        cursor = self._cursor
+        self.alone = False
+        self.start(transfer)
+        if transfer.queued is None:  # no NIC is alive
+            return
+        made = cast("list[Pending]", list(transfer.batches()))
+        laid = job.laid()
+        if laid is not None and not (self._shares and any(map(is_long, made))):
+            laid.learn(cursor, job, transfer, self._cursor)
+
+    def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
+        """start() of a prepared write; also post() if it is `alone`, without a backlog."""
+        self._cursor = dealt.cursor
+        if not alone or dealt.in_turn:
+            columns = dealt.at(job.here, job.there)
+            for part in dealt.parts:
+                self._push(part.pending(transfer, columns[part.place], job.imm))
+            return
+        base = self._ctx + 1
+        self._ctx += len(dealt.parts)
+        domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
+        posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
+        for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
+            batch = pending.batch
+            # As _enter(), without the call.
+            batch.ctx = ctx = base + place
+            batch.imm = imm
+            pending.transfer = transfer
+            pending.back = 0
+            pending.lost = NO_ROWS
+            batches[ctx] = pending
+            try:
+                taken = domains[domain].post(batch, 0, n)
+            except (OSError, MemoryError) as error:
+                self._stop(pending, 0, dealt, posts, error)
+                return
+            if taken != n:
+                self._stop(pending, taken, dealt, posts)
+                return
+            rows[domain] += n
+            nbytes[domain] += total
+        transfer.queued = posts[-1]
+        transfer.took = dealt.took
+
+    def _stop(
+        self,
+        stopped: Pending,
+        taken: int,
+        dealt: Dealt,
+        posts: list[Pending],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """Queue the rest of a prepared write after a NIC took a batch in part."""
+        transfer, dealt.kept = stopped.transfer, []
+        stopped.at = 0
+        at = posts.index(stopped)
+        transfer.queued, transfer.took = stopped, dealt.took[:at]
+        base = stopped.batch.ctx - dealt.by_nic[at].place
+        rest = []
+        for part, post in zip(dealt.by_nic[at + 1 :], posts[at + 1 :], strict=True):
+            batch = post.batch  # it may be of the submit before, but for its columns
+            waiting = part.pending(transfer, (batch.src, batch.dst), stopped.batch.imm)
+            self._enter(waiting, base + part.place)
+            rest.append(waiting)
+        self._go_on(stopped, taken, rest, error)
 
     # ------------------------------------------------------------------ failing over
 
@@ -291,3 +422,25 @@ class DomainGroup(Posting):
 def not_made_good(error: FabricError, why: str) -> FabricError:
     """The error of a row that could not be retransmitted, with the reason."""
     return error.saying(f". It could not be retransmitted on another path: {why}")
+
+
+def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:
+    """The error of a row that did not complete with OK."""
+    remote, nic = pending.target(row)
+    code, hint = Status(status).name, domain.status_text(status)
+    peer = f"{remote.link.addr.name} NIC {nic}"
+    what = f"{pending.transfer.job.kind} {'from' if pending.is_read else 'to'} {peer}"
+    return FabricError(
+        f"{what} failed on NIC {pending.domain} "
+        f"({domain.caps.nic}) at row {row}: {code}{': ' + hint if hint else ''}",
+        code=code,
+        domain=pending.domain,
+        peer=peer,
+        row=row,
+    )
+
+
+def goes_to(pending: Pending, link: Link, nic: int) -> bool:
+    """Whether a row that was not posted goes to this NIC of this peer."""
+    rows = range(pending.at, pending.stop) if varies(pending) else (pending.at,)
+    return any(remote.link is link and j == nic for remote, j in map(pending.target, rows))

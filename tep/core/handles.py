@@ -338,7 +338,7 @@ _TOOK_MAX: Final = 24
 
 
 class Queued(Protocol):
-    """A batch of a transfer that was queued; see `tep.core.pending.Pending`."""
+    """A batch of a transfer that was queued; see `tep.core.posting.Pending`."""
 
     at: int
     stop: int

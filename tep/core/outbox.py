@@ -11,12 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from tep.backends.base import Status
-from tep.base.errors import TepError
+from tep.backends.base import Domain, Status
+from tep.base.errors import FabricError, TepError
 from tep.core.group import DomainGroup
 from tep.core.handles import Message, State
 from tep.core.path import Link
-from tep.core.pending import message_error
 
 __all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
 
@@ -173,7 +172,19 @@ class Outbox:
         if status == _OK:
             self._end(message, _DONE, None)
             return
-        error = message_error(message, self._group.domains[domain], domain, status)
+        error = _error(message, self._group.domains[domain], domain, status)
         if status == Status.UNREACHABLE:  # the next message uses another NIC of the peer
             self._group.is_silent(domain, message.link, message.nic)
         self._end(message, _FAILED, error)
+
+
+def _error(message: Message, nic: Domain, domain: int, status: int) -> FabricError:
+    """The error of a message that did not arrive; `domain` is the number of our NIC."""
+    code, hint, name = Status(status).name, nic.status_text(status), message.link.addr.name
+    return FabricError(
+        f"message of {len(message.payload)} bytes to {name} failed on NIC {domain}: "
+        f"{code}{': ' + hint if hint else ''}",
+        code=code,
+        domain=domain,
+        peer=name,
+    )

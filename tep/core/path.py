@@ -16,20 +16,20 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import ControlDomain, Domain
+from tep.backends.base import ControlDomain, Domain, WriteBatch
 from tep.base.errors import FabricError
 from tep.base.wire import NetAddr
 from tep.core.stats import Journal
 
 __all__ = [
-    "KEYS_MAX", "PRUNE_AT", "TRANSITIONS", "Arrivals", "Event", "FarEnd", "FarEnds", "Fence",
-    "Link", "Path", "PathEvent", "PathShut", "PathState", "PathSums", "PeerHeard", "PeerNicDown",
-    "PeerRestarted", "Routes", "Run", "Sums", "expand", "runs_of",
+    "KEYS_MAX", "PRUNE_AT", "TRANSITIONS", "Acks", "Arrivals", "Event", "FarEnd", "FarEnds",
+    "Fence", "Link", "Path", "PathEvent", "PathShut", "PathState", "PathSums", "PeerHeard",
+    "PeerNicDown", "PeerRestarted", "Routes", "Run", "Sums", "expand", "runs_of",
 ]  # fmt: skip
 
 KEYS_MAX: Final = 1 << 18
@@ -46,6 +46,9 @@ _LOW_BITS: Final = 32
 _SOURCE_BITS: Final = 32
 
 _CELLS_MAX: Final = 1 << 20
+
+_WIDE_MAX: Final = 1024
+"""Kinds of scatters that are counted as a whole; with more, they are counted target by target."""
 
 U64 = npt.NDArray[np.uint64]
 Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]
@@ -438,14 +441,23 @@ _TOLD: Final = {
 
 
 class Rows(Protocol):
-    """The part of a batch that a path needs: how many rows are posted, and how many are back."""
+    """The part of a batch that paths and sums need; see `tep.core.posting.Pending`."""
 
+    batch: WriteBatch
+    domain: int
     at: int
     back: int
+    stop: int
+    lost: set[int]
+    remotes: Any  # a region, or one a row
+    nics: int | Sequence[int]
+
+    def imm(self, row: int) -> int | None: ...
+    def target(self, row: int) -> tuple[Any, int]: ...
 
 
 class Unsettled(Protocol):
-    """Rows that were lost together; see `tep.core.pending.Loss`."""
+    """Rows that were lost together; see `tep.core.group.Loss`."""
 
     asked: bool
 
@@ -649,6 +661,88 @@ class Link:
             ) from error
         self.path(domain, nic).peer_id = found
         return found
+
+
+class _Wide:
+    """Scatters or barriers over the same lanes with the same immediate."""
+
+    __slots__ = ("count", "domain", "imm", "nics", "remotes")
+
+    def __init__(self, domain: int, remotes: Sequence[Any], nics: Sequence[int], imm: int) -> None:
+        self.domain = domain
+        self.remotes = remotes
+        self.nics = nics
+        self.imm = imm
+        self.count = 1
+
+
+class Acks:
+    """The rows that one engine's peers have acknowledged.
+
+    A scatter or barrier in a steady group uses the same lanes each time. It is counted by (lanes,
+    immediate), and divided among the paths only when somebody asks, or when there are too many.
+
+    Attributes:
+        large: paths with so many values that they should be pruned.
+    """
+
+    __slots__ = ("_wide", "large")
+
+    def __init__(self) -> None:
+        self.large: dict[Path, None] = {}
+        self._wide: dict[tuple[int, int], _Wide] = {}
+
+    def add(self, pending: Rows) -> None:
+        """Count a batch whose rows have all come back, without its lost rows."""
+        imm, n, nics = pending.batch.imm, pending.stop, pending.nics
+        if n == 0 or imm is None:
+            return
+        if isinstance(nics, int):
+            path = pending.remotes.link.path(pending.domain, nics)
+            sent = path.sums.sent
+            if not isinstance(imm, int):
+                rows = imm[:n].astype(np.uint64)
+                sent.add_many(np.delete(rows, list(pending.lost)) if pending.lost else rows)
+            elif n > len(pending.lost):
+                sent.add(imm, n - len(pending.lost))
+            if sent.large:
+                self.large[path] = None
+        elif pending.lost or n < pending.batch.n or not isinstance(imm, int):
+            for row in range(n):
+                one = pending.imm(row)
+                if row not in pending.lost and one is not None:
+                    remote, nic = pending.target(row)
+                    self._add(remote.link, pending.domain, nic, one, 1)
+        else:
+            # The list of NICs identifies the lanes: each template has one list, which _Wide keeps.
+            key = id(nics), imm
+            known = self._wide.get(key)
+            if known is not None:
+                known.count += 1
+                return
+            self._wide[key] = _Wide(pending.domain, pending.remotes, nics, imm)
+            if len(self._wide) > _WIDE_MAX:
+                self.fold()
+
+    def miss(self, pending: Rows, row: int) -> None:
+        """Note that nobody will know whether a failed row landed."""
+        imm = pending.imm(row)
+        if imm is not None:
+            remote, nic = pending.target(row)
+            remote.link.path(pending.domain, nic).sums.unsure.add(imm)
+
+    def fold(self) -> None:
+        """Add everything that is counted as a whole to the sums of its paths."""
+        wide, self._wide = self._wide, {}
+        for each in wide.values():
+            for remote, nic in zip(each.remotes, each.nics, strict=True):
+                self._add(remote.link, each.domain, nic, each.imm, each.count)
+
+    def _add(self, link: Link, domain: int, nic: int, imm: int, count: int) -> None:
+        path = link.path(domain, nic)
+        path.sums.sent.add(imm, count)
+        if path.sums.sent.large:
+            self.large[path] = None
 
 
 class PeerNicDown(NamedTuple):

@@ -10,32 +10,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from typing import Final, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
-from tep.core.handles import Pace, Transfer
-from tep.core.path import Event, FarEnds, Link, PathShut, Routes
-from tep.core.pending import (
-    NO_ROWS,
-    Acks,
-    Loss,
-    Pending,
-    Retransmission,
-    cut_column,
-    ints,
-    on_lanes,
-    pick,
-    template_of,
-    varies,
-)
+from tep.core.handles import Pace, Queued, Transfer
+from tep.core.path import Acks, Event, Link, PathShut, Routes
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
-from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
 from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.stats import Journal
 
-__all__ = ["LONG_BYTES", "PIECE_BYTES", "TURNS_MAX", "Posting"]
+__all__ = [
+    "IN_TURN_ROWS", "LONG_BYTES", "NO_ROWS", "PIECE_BYTES", "TURNS_MAX", "Pending", "Posting",
+    "Retransmission", "cut", "is_long", "on_lanes", "varies",
+]  # fmt: skip
 
 TURNS_MAX: Final = 64
 """Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
@@ -45,6 +38,9 @@ _TEMPLATES_MAX: Final = 256
 
 _SHARED_ROWS: Final = 4
 """With fewer rows it is not worth the time to share them with another NIC."""
+
+IN_TURN_ROWS: Final = 16
+"""Rows that a NIC takes at a time of each of its batches of one transfer to several NICs."""
 
 PIECE_BYTES: Final = 2 << 20
 """The smallest piece of a long batch: 40 us of a link of 400 Gb/s."""
@@ -63,6 +59,101 @@ _LOOKED_AT: Final = 64
 
 _OK: Final = int(Status.OK)
 
+NO_ROWS: Final[set[int]] = set()
+"""The lost rows of every batch that has lost none; it is never changed."""
+
+
+class Retransmission:
+    """Rows that are written again, and the immediates that follow once all of them have arrived.
+
+    Attributes:
+        left: rows that are not over yet.
+        missed: whether the bytes of one did not arrive, since its transfer failed meanwhile. Then
+            no immediate follows, because it could stand for that row.
+        after: (batch, row, error) of the rows whose immediates follow.
+    """
+
+    __slots__ = ("after", "left", "missed")
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.missed = False
+        self.after: list[tuple[Pending, int, FabricError]] = []
+
+
+class Pending:
+    """Rows of one batch on one NIC: `at` of them are posted, `back` of them have returned.
+
+    `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
+    back with an error. `retransmission` is the one that a row belongs to which is written
+    again. `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost
+    before. `older`: the batch of the same transfer that was queued before it. `is_read`: it is a
+    batch of `tep.core.reads`, which queues, posts and ends it.
+    """
+
+    is_read = False
+    __slots__ = (
+        "at", "back", "batch", "domain", "is_piece", "lost", "nbytes", "nics", "older", "remotes",
+        "retransmission", "stop", "transfer", "tries",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        domain: int,
+        batch: WriteBatch,
+        remotes: Remote | Sequence[Remote],
+        nics: int | Sequence[int],
+    ) -> None:
+        self.transfer = transfer
+        self.domain = domain
+        self.batch = batch
+        self.remotes = remotes
+        self.nics = nics
+        self.at = 0
+        self.back = 0
+        self.stop = batch.n
+        self.nbytes = -1
+        self.lost = NO_ROWS
+        self.retransmission: Retransmission | None = None
+        self.is_piece = False
+        self.tries = 0
+        self.older: Queued | None = None
+
+    def lose(self, row: int) -> None:
+        """Record a row that came back with an error."""
+        if not self.lost:
+            self.lost = set()
+        self.lost.add(row)
+
+    def posted_rows(self) -> range:
+        """The rows that a NIC has taken, returned or not."""
+        return range(self.at)
+
+    def imm(self, row: int) -> int | None:
+        """The immediate of one row."""
+        imm = self.batch.imm
+        return imm if imm is None or isinstance(imm, int) else int(imm[row])
+
+    def row_bytes(self, row: int) -> int:
+        """Bytes of one row."""
+        nbytes = self.batch.nbytes
+        return nbytes if isinstance(nbytes, int) else int(nbytes[row])
+
+    def sum_bytes(self, start: int, stop: int) -> int:
+        """Bytes of rows start..stop."""
+        nbytes = self.batch.nbytes
+        if isinstance(nbytes, int):
+            return nbytes * (stop - start)
+        if self.nbytes >= 0 and stop - start == self.batch.n:
+            return self.nbytes
+        return int(np.add.reduce(nbytes[start:stop]))
+
+    def target(self, row: int) -> tuple[Remote, int]:
+        """The region and the remote NIC that a row goes to."""
+        remote = self.remotes if isinstance(self.remotes, Remote) else self.remotes[row]
+        return remote, self.nics if isinstance(self.nics, int) else self.nics[row]
+
 
 class Posting:
     """The queues of all NICs of one engine.
@@ -77,34 +168,23 @@ class Posting:
         ended: transfers without a row in flight or queued; the caller empties the list, and a
             transfer may be in it twice.
         batches: batches that are not over, by ctx.
-        failover: whether lost rows are kept, to be retransmitted on other paths.
-        why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
         closing: the error of retransmitted rows, since the engine is being closed; else None.
         alone: whether a lone row that is started now may be posted at once: post() follows, and
             would find nothing else.
-        losses: lost rows that are kept, by path, in the order of their loss.
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
         events: what was found out about peers, for those that handle it.
-        far_ends: the records of paths by address.
         journal: where faults are told.
         routes: changes with the state of any NIC or path.
     """
 
     __slots__ = (
-        "_back", "_can_fence", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues",
-        "_reads_addresses", "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches",
-        "closing", "domains", "ended", "events", "failover", "far_ends", "journal", "losses",
-        "nbytes", "offered", "queued_reads", "routes", "rows", "why_not",
+        "_back", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues", "_rows_max",
+        "_shares", "acks", "alive", "alone", "backlog", "batches", "closing", "domains", "ended",
+        "events", "journal", "nbytes", "offered", "queued_reads", "routes", "rows",
     )  # fmt: skip
 
     def __init__(
-        self,
-        domains: tuple[Domain, ...],
-        rows_max: int,
-        *,
-        failover: bool,
-        why_not: str | None = None,
-        journal: Journal | None = None,
+        self, domains: tuple[Domain, ...], rows_max: int, journal: Journal, acks: Acks | None
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
@@ -118,21 +198,15 @@ class Posting:
         self._rows_max = rows_max
         self._in_turn_rows = min(IN_TURN_ROWS, rows_max)
         self._shares = len(domains) > 1
-        self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
-        self.journal = Journal() if journal is None else journal
+        self.journal = journal
         events = self.events = deque[Event]()
         self.routes = Routes(self.journal, lambda path: events.append(PathShut(path)))
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
         self.alone = False
-        self.failover = failover
-        self._can_fence = all(domain.caps.imm_source for domain in domains)
-        self.why_not = why_not
         self.closing: TepError | None = None
-        self.losses: list[Loss] = []
-        self.acks = Acks() if failover else None
-        self.far_ends = FarEnds()
+        self.acks = acks
 
     @property
     def outstanding(self) -> list[int]:
@@ -215,10 +289,10 @@ class Posting:
         self._cursor = plan.cursor
         for share in plan.shares:
             start, stop = share.start, share.stop
-            src, dst, imm = job.src, job.dst, job.imm
+            columns = job.src, job.dst, job.imm
             if stop - start != job.n:  # else a view of all would cost a microsecond
-                part = slice(start, stop)
-                src, dst, imm = pick(src, part), pick(dst, part), cut_column(imm, start, stop)
+                columns = cut(columns, slice(start, stop))
+            src, dst, imm = columns
             self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
@@ -248,7 +322,7 @@ class Posting:
         for part in found:
             domain, rows, src = part.domain, part.rows, job.src
             if rows is not None:
-                src = pick(src, rows)
+                (src,) = cut((src,), rows)
             nbytes, total = part.sizes(job)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
             dst = part.places(job.dst)
@@ -338,81 +412,6 @@ class Posting:
             raise FabricError(text, code="UNREACHABLE", peer=name)
         return found
 
-    # ------------------------------------------------------------------ prepared writes
-
-    def dealt(self, job: Ready) -> Dealt | None:
-        """Find the batches of a prepared write, if it was dealt out like this before."""
-        laid = job.laid()
-        return None if laid is None else laid.find(self._cursor, self.routes.version)
-
-    def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
-        """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
-        cursor = self._cursor
-        self.alone = False
-        self.start(transfer)
-        if transfer.queued is None:  # no NIC is alive
-            return
-        made = cast("list[Pending]", list(transfer.batches()))
-        laid = job.laid()
-        if laid is not None and not (self._shares and any(map(_is_long, made))):
-            laid.learn(cursor, job, transfer, self._cursor)
-
-    def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
-        """start() of a prepared write; also post() if it is `alone`, without a backlog."""
-        self._cursor = dealt.cursor
-        if not alone or dealt.in_turn:
-            columns = dealt.at(job.here, job.there)
-            for part in dealt.parts:
-                self._push(part.pending(transfer, columns[part.place], job.imm))
-            return
-        base = self._ctx + 1
-        self._ctx += len(dealt.parts)
-        domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
-        posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
-        for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
-            batch = pending.batch
-            # As _enter(), without the call.
-            batch.ctx = ctx = base + place
-            batch.imm = imm
-            pending.transfer = transfer
-            pending.back = 0
-            pending.lost = NO_ROWS
-            batches[ctx] = pending
-            try:
-                taken = domains[domain].post(batch, 0, n)
-            except (OSError, MemoryError) as error:
-                self._stop(pending, 0, dealt, posts, error)
-                return
-            if taken != n:
-                self._stop(pending, taken, dealt, posts)
-                return
-            rows[domain] += n
-            nbytes[domain] += total
-        transfer.queued = posts[-1]
-        transfer.took = dealt.took
-
-    def _stop(
-        self,
-        stopped: Pending,
-        taken: int,
-        dealt: Dealt,
-        posts: list[Pending],
-        error: OSError | MemoryError | None = None,
-    ) -> None:
-        """Queue the rest of a prepared write after a NIC took a batch in part."""
-        transfer, dealt.kept = stopped.transfer, []
-        stopped.at = 0
-        at = posts.index(stopped)
-        transfer.queued, transfer.took = stopped, dealt.took[:at]
-        base = stopped.batch.ctx - dealt.by_nic[at].place
-        rest = []
-        for part, post in zip(dealt.by_nic[at + 1 :], posts[at + 1 :], strict=True):
-            batch = post.batch  # it may be of the submit before, but for its columns
-            waiting = part.pending(transfer, (batch.src, batch.dst), stopped.batch.imm)
-            self._enter(waiting, base + part.place)
-            rest.append(waiting)
-        self._go_on(stopped, taken, rest, error)
-
     def _go_on(
         self,
         pending: Pending,
@@ -470,7 +469,7 @@ class Posting:
                 pending = queue[0]
                 start, stop = pending.at, pending.stop
             batch = pending.batch
-            if self._shares and batch.n > _SHARED_ROWS and _is_long(pending):
+            if self._shares and batch.n > _SHARED_ROWS and is_long(pending):
                 if not self._cut_piece(pending, domain, queue):
                     refused += 1
                     queue.rotate(-1)
@@ -720,9 +719,84 @@ def _waiting(pending: Pending) -> int:
     return 0 if varies(pending) else nbytes * (pending.stop - pending.at)
 
 
-def _is_long(pending: Pending) -> bool:
+def is_long(pending: Pending) -> bool:
     """Whether a batch is posted in pieces, because it is long or the rest of a long one."""
     if pending.is_piece:
         return False
     nbytes = _waiting(pending)
     return nbytes > LONG_BYTES or (nbytes > 0 and pending.transfer.pace is not None)
+
+
+def varies(pending: Pending) -> bool:
+    """Whether its rows go to different regions."""
+    return not isinstance(pending.remotes, Remote)
+
+
+def ints(column: Column, n: int) -> list[int]:
+    """A column of n rows as plain ints."""
+    return [column] * n if isinstance(column, int) else column.tolist()
+
+
+def cut(columns: Iterable[Column | None], rows: slice | npt.NDArray[np.int64]) -> Any:
+    """Some rows of each column."""
+    return [c if c is None or isinstance(c, int) else c[rows] for c in columns]
+
+
+def as_slice(rows: list[int]) -> slice | npt.NDArray[np.int64]:
+    """Row numbers as a slice, which costs no copy, if they are consecutive, as they usually are."""
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return slice(rows[0], rows[-1] + 1)
+    return np.array(rows, np.int64)
+
+
+def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) -> Template:
+    """Return the columns that rows of one NIC share; `mine` are (target, its NIC) pairs."""
+    whole = len(mine) == len(targets.remotes)
+    remotes = targets.remotes if whole else [targets.remotes[k] for k, _ in mine]
+    nics = [nic for _, nic in mine]
+    lanes_of = list(zip(remotes, nics, strict=True))
+    columns = (
+        [remote.link.peer(domain, nic) for remote, nic in lanes_of],
+        [remote.rkeys[nic] for remote, nic in lanes_of],
+        [remote.bases[nic] for remote, nic in lanes_of],
+    )
+    peer, rkey, base = (np.array(column, np.uint64) for column in columns)
+    rows = None if whole else as_slice([k for k, _ in mine])
+    return Template(domain, remotes, nics, (peer, rkey, base), rows)
+
+
+def on_lanes(old: Pending, start: int, stop: int, domain: int, nics: Sequence[int]) -> Pending:
+    """Rows start..stop of a batch as a new batch on our NIC `domain`; the old one is not changed.
+
+    Args:
+        old: the batch.
+        start: the first of the rows.
+        stop: one behind the last.
+        domain: our NIC.
+        nics: the peers' NICs: of each row where the rows go to different regions, else one for all.
+    """
+    batch, mr = old.batch, old.transfer.job.mr
+    lkey = 0 if mr is None else mr.keys[domain].lkey
+    rows, n = slice(start, stop), stop - start
+    src, dst, nbytes, imm = cut((batch.src, batch.dst, batch.nbytes, batch.imm), rows)
+    if isinstance(old.remotes, Remote):
+        assert isinstance(old.nics, int)
+        remote, nic = old.remotes, nics[0]
+        dst = shifted(dst, remote.bases[nic] - remote.bases[old.nics])
+        peer = remote.link.peer(domain, nic)
+        fresh = WriteBatch(n, peer, src, lkey, dst, remote.rkeys[nic], nbytes, imm, 0)
+        return Pending(old.transfer, domain, fresh, remote, nic)
+    targets = [old.target(row) for row in range(start, stop)]
+    dsts = ints(dst, n)
+    moved = [
+        at - remote.bases[was] + remote.bases[now]
+        for at, (remote, was), now in zip(dsts, targets, nics, strict=True)
+    ]
+    lanes = [(remote, nic) for (remote, _), nic in zip(targets, nics, strict=True)]
+    peers = [remote.link.peer(domain, nic) for remote, nic in lanes]
+    rkeys = [remote.rkeys[nic] for remote, nic in lanes]
+    peer_column, dst_column, rkey_column = (
+        np.array(column, np.uint64) for column in (peers, moved, rkeys)
+    )
+    fresh = WriteBatch(n, peer_column, src, lkey, dst_column, rkey_column, nbytes, imm, 0)
+    return Pending(old.transfer, domain, fresh, [remote for remote, _ in lanes], list(nics))

@@ -16,11 +16,11 @@ from typing import Final, cast
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.base.api import EngineOptions
 from tep.base.errors import FabricError, TepError
-from tep.core.group import DomainGroup, not_made_good
+from tep.core.group import DomainGroup, not_made_good, row_error
 from tep.core.handles import Transfer
 from tep.core.path import Link, PeerRestarted
-from tep.core.pending import Pending, pick, row_error
 from tep.core.plan import lanes, plan_paged, plan_single
+from tep.core.posting import Pending, cut
 from tep.core.regions import Remote, shifted
 from tep.core.requests import ReadJob
 
@@ -115,8 +115,7 @@ class Reads:
             n = job.n - job.told
             plan = plan_paged(n, nlocal, remote.nics, cursor, job.routing.domain)
             for share in plan.shares:
-                part = slice(share.start, share.stop)
-                columns = pick(here, part), pick(there, part), nbytes
+                columns = cut((here, there, nbytes), slice(share.start, share.stop))
                 self._enqueue(transfer, share[:2], columns, share.stop - share.start)
         self._cursor = plan.cursor
 
@@ -312,10 +311,9 @@ class Reads:
             elif (here, there) == (old.domain, nic):
                 return False
             batch = old.batch
-            rows = slice(start, stop)
-            far = shifted(pick(batch.dst, rows), remote.bases[0] - remote.bases[nic])
-            columns = pick(batch.src, rows), far, pick(batch.nbytes, rows)
-            made = self._made(old.transfer, here, there, columns, stop - start)
+            src, dst, nbytes = cut((batch.src, batch.dst, batch.nbytes), slice(start, stop))
+            far = shifted(dst, remote.bases[0] - remote.bases[nic])
+            made = self._made(old.transfer, here, there, (src, far, nbytes), stop - start)
         except TepError:  # no NIC is alive, or it cannot connect
             return False
         made.tries = old.tries + turn

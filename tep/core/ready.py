@@ -16,18 +16,15 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, WriteBatch
 from tep.core.handles import Transfer
-from tep.core.pending import Pending
+from tep.core.posting import IN_TURN_ROWS, Pending
 from tep.core.regions import Job, Remote, Targets, shifted, summand
 
-__all__ = ["IN_TURN_ROWS", "Dealt", "Laid", "Part", "Ready"]
+__all__ = ["Dealt", "Laid", "Part", "Ready"]
 
 U64 = npt.NDArray[np.uint64]
 
 _KEPT_ROWS_MAX: Final = 2048
 """Rows of the longest write whose batches are kept: of longer ones making them is a small part."""
-
-IN_TURN_ROWS: Final = 16
-"""Rows that a NIC takes at a time of each of its batches of one transfer to several NICs."""
 
 _CURSORS_MAX: Final = 16
 """Cursors for which a prepared write keeps its parts; unusual mixes of NIC counts have more."""

@@ -21,9 +21,9 @@ from tep.base.api import Pages, Routing, ScatterDst
 from tep.base.checks import FOREIGN, check_int, check_kind, shown
 from tep.base.errors import BadRequest, BurntImm
 from tep.base.wire import MrDesc
+from tep.core.handles import Queued
 from tep.core.imm import Burnt, check_imm
 from tep.core.path import Link
-from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.regions import Job, MrHandle, Places, Remote, Targets, check_source
 from tep.memory.dlpack import as_array
@@ -467,7 +467,7 @@ class ReadJob(Job):
     ) -> None:
         self.owner_imm = None if imm is None else check_imm(imm)
         self.told = int(imm is not None)
-        self.after: Pending | None = None
+        self.after: Queued | None = None
         self.silent: set[tuple[int, int]] = set()
         super().__init__(kind, mr, remote, columns, None, n + self.told, total, longest, routing)
         self.split = kind == "single read"

@@ -15,7 +15,7 @@ import numpy as np
 from tep.backends.base import Batch, Completions, Domain, Kind, ReadDomain
 from tep.base.errors import UsageError
 from tep.core.handles import Expectation, Handle, Transfer, names_of
-from tep.core.pending import Pending
+from tep.core.posting import Pending
 from tep.drivers.threads import Driver, InlineDriver, ThreadDriver
 from tep.observe.trace import Mark, Span, Trace
 

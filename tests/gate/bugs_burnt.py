@@ -14,7 +14,7 @@ from tep.control.failover import Failover, Fencing
 from tep.control.membership import Membership
 from tep.core.group import DomainGroup
 from tep.core.imm import Burnt, ImmTable
-from tep.core.pending import Acks
+from tep.core.path import Acks
 from tep.core.regions import Job, PeerBook
 from tests.gate.registry import Bug, Change
 

@@ -10,7 +10,7 @@ from tep.control.channel import Channel
 from tep.control.messages import Pong
 from tep.core import plan as plans
 from tep.core.group import DomainGroup
-from tep.core.pending import Pending
+from tep.core.posting import Pending
 from tests.gate.registry import Change, bug
 
 LATE = 2000

@@ -15,8 +15,7 @@ from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.handles import Handle, State, Transfer
 from tep.core.imm import Counts
-from tep.core.path import Arrivals, Link, Sums
-from tep.core.pending import Acks
+from tep.core.path import Acks, Arrivals, Link, Sums
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tests.gate.bugs_counting import BY_COLUMNS

@@ -10,8 +10,8 @@ from tep.base.api import Routing
 from tep.core import plan as plans
 from tep.core.group import DomainGroup
 from tep.core.handles import Transfer
-from tep.core.pending import Pending
 from tep.core.plan import Plan
+from tep.core.posting import Pending
 from tep.core.regions import PeerBook, PeerGroup, Remote
 from tep.engine import verbs
 from tep.engine.worker import Worker
@@ -176,10 +176,10 @@ def page_index_swapped() -> list[Change]:
 def scatter_rows_misaligned() -> list[Change]:
     """The columns of a NIC's part of a scatter are taken from the front, not from its rows."""
 
-    def pick(column, rows):
-        return column if isinstance(column, int) else column[: len(column[rows])]
+    def cut(columns, rows):
+        return [c if c is None or isinstance(c, int) else c[: len(c[rows])] for c in columns]
 
-    return [("tep.core.posting", "pick", pick)]
+    return [("tep.core.posting", "cut", cut)]
 
 
 @bug()

@@ -13,7 +13,7 @@ import pytest
 
 from tep.base.units import PS_PER_MS
 from tep.core.group import DomainGroup
-from tep.core.pending import Pending
+from tep.core.posting import Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog

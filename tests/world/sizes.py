@@ -28,7 +28,7 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.imm._SCALAR_MAX": (1, 3),
     "core.imm._LINES_FEW": (1,),
     "core.outbox.WINDOW_MAX": (8,),
-    "core.pending._WIDE_MAX": (1,),
+    "core.path._WIDE_MAX": (1,),
     "core.ready._CURSORS_MAX": (1,),
     "core.path.PRUNE_AT": (2, 5),
     "core.path._CELLS_MAX": (2,),

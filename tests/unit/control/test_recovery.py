@@ -14,7 +14,7 @@ from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.base.errors import ClosedError, FabricError
 from tep.core.handles import Transfer
 from tep.core.path import Arrivals
-from tep.core.pending import Pending
+from tep.core.posting import Pending
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, Mute, Slow
 from tests.support.ends import Ends, finish_all

@@ -12,8 +12,8 @@ from tep.backends.base import WriteBatch
 from tep.base.errors import BadDescriptor
 from tep.control.messages import Answer, FenceOff, decode, encode, values_max
 from tep.core import path as path_module
-from tep.core.path import Arrivals, Sums
-from tep.core.pending import Acks, Pending
+from tep.core.path import Acks, Arrivals, Sums
+from tep.core.posting import Pending
 from tests.support.ends import Ends
 
 
