@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,10 @@ from tep.base.checks import (
 )
 from tep.base.errors import BadRequest
 from tep.base.wire import MrDesc, NetAddr
-from tep.memory.dlpack import as_array
 
 __all__ = [
     "Barrier", "CudaDevice", "EngineOptions", "Paged", "Pages", "Read", "Routing", "Scatter",
-    "ScatterDst", "Sender", "Shape", "Single",
+    "ScatterDst", "Sender", "Shape", "Single", "as_array",
 ]  # fmt: skip
 
 
@@ -41,6 +40,14 @@ _DENSE: Final = 16
 """Limit of the largest index, in multiples of the page count, up to which a bitmap is used."""
 
 
+def as_array(values: object) -> npt.NDArray[Any]:
+    """Return a list of numbers as a numpy array; objects that have only DLPack work too."""
+    kind = type(values)
+    if hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__"):
+        return np.from_dlpack(values)  # type: ignore[arg-type]  # what it lacks is its error
+    return np.asarray(values)
+
+
 class Pages:
     """The list of a region's pages, in order: page k starts at `offset + indices[k] * stride`.
 
@@ -51,11 +58,14 @@ class Pages:
             back to back.
         offset: bytes from the region's start to page 0.
 
+    Attributes:
+        index_max: the largest index.
+
     Raises:
         BadRequest: no pages, not integers, or something negative.
     """
 
-    __slots__ = ("_distinct", "_index_max", "_starts", "indices", "offset", "stride")
+    __slots__ = ("_distinct", "_starts", "index_max", "indices", "offset", "stride")
 
     def __init__(
         self,
@@ -78,13 +88,14 @@ class Pages:
             raise BadRequest(f"Pages: indices are {found.dtype}, not integers")
         if stride is not None:
             stride = check_int("Pages: stride", stride, 0, INT64_MAX)
-        offset = check_int("Pages: offset", offset, 0, INT64_MAX)
+        if type(offset) is not int or not 0 <= offset <= INT64_MAX:
+            offset = check_int("Pages: offset", offset, 0, INT64_MAX)
         self.indices: npt.NDArray[np.uint64] = found.astype(np.uint64)
         self.indices.flags.writeable = False
         self.stride = stride
         self.offset = offset
-        self._index_max = int(np.maximum.reduce(self.indices))
-        if self._index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
+        self.index_max = int(np.maximum.reduce(self.indices))
+        if self.index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
             raise BadRequest(f"Pages: index {int(found.min())} is negative")
 
         # Cached results, for lists that are used again.
@@ -95,13 +106,8 @@ class Pages:
         return len(self.indices)
 
     def __repr__(self) -> str:
-        pages = f"{len(self)} pages, largest index {self._index_max}"
+        pages = f"{len(self)} pages, largest index {self.index_max}"
         return f"Pages({pages}, stride={self.stride}, offset={self.offset})"
-
-    @property
-    def index_max(self) -> int:
-        """The largest index."""
-        return self._index_max
 
     @property
     def distinct(self) -> bool:
@@ -111,9 +117,9 @@ class Pages:
         return self._distinct
 
     def _count_distinct(self) -> int:
-        if self._index_max >= _DENSE * len(self):
+        if self.index_max >= _DENSE * len(self):
             return len(np.unique(self.indices))
-        seen = np.zeros(self._index_max + 1, np.bool_)
+        seen = np.zeros(self.index_max + 1, np.bool_)
         seen[self.indices.view(np.int64)] = True
         return int(np.count_nonzero(seen))
 

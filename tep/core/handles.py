@@ -590,6 +590,12 @@ class Expectation(Handle):
         came: int | None = getattr(self, "_came", None)  # it is set by fix_arrived() only
         return min(self.count, self._table.counts.get(self.imm, 0)) if came is None else came
 
+    def is_early(self) -> bool:
+        """Whether its command would change nothing now; may be called from any thread."""
+        table = self._table
+        early = table.counts.get(self.imm) < self.count
+        return early and self.sender is None and not table.burnt.why
+
     def fix_arrived(self, came: int) -> None:
         """Let `arrived` stay what it is: the expectation fails, and its count is dropped."""
         self._came = min(came, self.count)

@@ -20,7 +20,7 @@ from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Pace, Queued, Transfer
 from tep.core.path import Acks, Event, Link, PathShut, Routes
-from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
+from tep.core.plan import plan_paged, plan_row, plan_single, plan_targets
 from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.stats import Journal
@@ -275,7 +275,7 @@ class Posting:
         assert isinstance(job.src, int)
         assert isinstance(job.dst, int)
         assert isinstance(job.nbytes, int)
-        cursor = self._cursor % lanes(nlocal, remote.nics)
+        cursor = self._cursor % math.lcm(nlocal, remote.nics)
         plan = plan_single(job.nbytes, nlocal, remote.nics, cursor, job.routing)
         self._cursor = plan.cursor
         for share in plan.shares:
@@ -284,7 +284,7 @@ class Posting:
 
     def _deal_paged(self, transfer: Transfer, job: Job, remote: Remote) -> None:
         nlocal = len(self.domains)
-        cursor = self._cursor % lanes(nlocal, remote.nics)
+        cursor = self._cursor % math.lcm(nlocal, remote.nics)
         plan = plan_paged(job.n, nlocal, remote.nics, cursor, job.routing.domain)
         self._cursor = plan.cursor
         for share in plan.shares:
@@ -301,7 +301,7 @@ class Posting:
         columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
         for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
             dst = remote.bases[0] + offset
-            cursor = self._cursor % lanes(nlocal, remote.nics)
+            cursor = self._cursor % math.lcm(nlocal, remote.nics)
             shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
             for share in shares:
                 part = (src + share.start, dst + share.start, share.stop - share.start)

@@ -10,6 +10,7 @@ immediate is queued when all rows of the transfer are back, and not at all if on
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from typing import Final, cast
 
@@ -19,7 +20,7 @@ from tep.base.errors import FabricError, TepError
 from tep.core.group import DomainGroup, not_made_good, row_error
 from tep.core.handles import Transfer
 from tep.core.path import Link, PeerRestarted
-from tep.core.plan import lanes, plan_paged, plan_single
+from tep.core.plan import plan_paged, plan_single
 from tep.core.posting import Pending, cut
 from tep.core.regions import Remote, shifted
 from tep.core.requests import ReadJob
@@ -102,7 +103,7 @@ class Reads:
         remote, here, there, nbytes = job.remotes, job.src, job.dst, job.nbytes
         assert isinstance(remote, Remote)
         nlocal = len(self._group.domains)
-        cursor = self._cursor % lanes(nlocal, remote.nics)
+        cursor = self._cursor % math.lcm(nlocal, remote.nics)
         if job.split:
             assert isinstance(here, int)
             assert isinstance(there, int)

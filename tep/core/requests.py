@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.base.api import Pages, Routing, ScatterDst
+from tep.base.api import Pages, Routing, ScatterDst, as_array
 from tep.base.checks import FOREIGN, check_int, check_kind, shown
 from tep.base.errors import BadRequest, BurntImm
 from tep.base.wire import MrDesc
@@ -26,7 +26,6 @@ from tep.core.imm import Burnt, check_imm
 from tep.core.path import Link
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.regions import Job, MrHandle, Places, Remote, Targets, check_source
-from tep.memory.dlpack import as_array
 
 __all__ = [
     "DEFAULT",

@@ -22,7 +22,6 @@ from tep.base.api import EngineOptions
 from tep.base.errors import BadRequest, BusyError, CallbackError, ClosedError, UsageError
 from tep.base.waiting import note_escape, raise_escaped
 from tep.base.wire import NetAddr
-from tep.control.channel import sooner
 from tep.core.handles import Expectation, Handle, Removal, Transfer
 from tep.core.path import Link
 from tep.core.regions import Job, MrHandle, Quarantine
@@ -59,9 +58,8 @@ class Machine:
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
-        turn, tell: the worker's step() and deliver(), or what watches them.
+        step, deliver, busy, owing, due_s: the worker's, which the driver calls; see Worker.
         tracer: who records it; None: nobody.
-        life: the states of its peers.
         peers: the peers and their regions.
         regions: registered memory, by number.
         kept: regions that were deregistered, but that a NIC may still touch.
@@ -110,10 +108,12 @@ class Machine:
             self.address, self.domains, options, driver, self._replaced, self._report_error
         )
         self._start, self._burnt = self.worker.start, self.worker.notices.burnt
-        self.turn, self.tell = self.worker.step, self.worker.deliver
+        # Without a call between: drivers call these for each turn.
+        self.step, self.deliver = self.worker.step, self.worker.deliver
+        self.busy, self.owing, self.due_s = self.worker.busy, self.worker.owing, self.worker.due_s
         self.tracer: object | None = None
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
-        self.life, self.peers = self.worker.members, self.worker.peers
+        self.peers = self.worker.peers
         for domain in domains:
             domain.set_waker(driver.kick)
 
@@ -149,21 +149,13 @@ class Machine:
     def end(self) -> None:
         """Between two steps: settle everything, and close the NICs."""
         try:
-            self.tell()  # what arrived before this
-            self.life.close()
+            self.deliver()  # what arrived before this
             self.worker.close()
-            self.tell()
+            self.deliver()
         finally:
             self.ended = True
 
     # ------------------------------------------------------------------ for drivers and handles
-
-    def step(self) -> bool:
-        """Driver: turn once."""
-        if self.closed:
-            return False
-        work = self.turn()
-        return (self.life.busy and self.life.step()) or work
 
     def count_early(self, imm: int, count: int) -> bool:
         """Driver, at rest: count immediates that a NIC has, if a turn would do nothing else.
@@ -173,11 +165,6 @@ class Machine:
         worker = self.worker
         return not worker._arrivals and worker.imms.add_below(imm, count)
 
-    def deliver(self) -> None:
-        """Driver: run callbacks."""
-        if not self.closed:
-            self.tell()
-
     def observe(self, observer: Callable[[list[Handle]], object]) -> None:
         """Call observer(handles) with all that has settled, before their callbacks, from now on."""
         self.driver.call(lambda: self.worker.observers.append(observer))
@@ -185,21 +172,6 @@ class Machine:
     def unobserve(self, observer: Callable[[list[Handle]], object]) -> None:
         """End observe()."""
         self.driver.call(lambda: self.worker.observers.remove(observer))
-
-    def owing(self) -> bool:
-        """Driver: whether deliver() would run a user's function now."""
-        return not self.closed and self.worker.owing()
-
-    def busy(self) -> bool:
-        """Driver: whether rows, messages or commands are queued or in flight."""
-        return self.worker.busy()
-
-    def due_s(self) -> float | None:
-        """Driver: when to turn even if there is no news, on its clock; None: never."""
-        worker, life = self.worker, self.life
-        if not (life.busy or worker.channel.busy):
-            return None
-        return sooner(worker.due_s(), life.due_s())
 
     def at_rest(self) -> bool:
         """Driver: whether a turn now would find nothing to do unless a NIC has news."""
@@ -311,7 +283,7 @@ class Machine:
         """A later incarnation of a peer is known: remove the former one."""
         why = "a later incarnation of it is known"
         removal = Removal(self, link, self.driver.now_s(), why)
-        self.worker.commands.append((self.life.leave, removal))
+        self.worker.commands.append((self.worker.members.leave, removal))
         self.driver.kick()  # the verb that found it may raise, and then nobody else kicks
 
     # ------------------------------------------------------------------ for the verbs
@@ -401,7 +373,7 @@ class Machine:
             self.worker.commands.append((command, handle))
             # This check must come after the command is queued. A worker that counts its immediates
             # after this check had work, so it turns again, and takes commands first.
-            if type(handle) is Expectation and self.worker.is_early(handle):
+            if type(handle) is Expectation and handle.is_early():
                 driver.nudge()
             else:
                 driver.kick()

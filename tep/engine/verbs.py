@@ -682,7 +682,7 @@ class TransferEngine:
                 "twice, at the least, before it is lost"
             )
         link = self._peers.link(peer, "watch_peer")
-        found = self.driver.call(lambda: self._machine.life.watch(link, every_s, lost_after_s))
+        found = self.driver.call(lambda: self._worker.members.watch(link, every_s, lost_after_s))
         if found is None:
             raise BusyError(f"watch_peer: {peer.name} is watched already; close that watch first")
         self.driver.kick()
@@ -696,7 +696,8 @@ class TransferEngine:
         the thread that turns the engine.
         """
         self._machine.check_open("on_peer")
-        self._machine.life.callbacks = (*self._machine.life.callbacks, callback)
+        members = self._worker.members
+        members.callbacks = (*members.callbacks, callback)
 
     def remove_peer(self, peer: NetAddr) -> Removal:
         """Let go of a peer, and of all that is remembered of it.
@@ -718,7 +719,7 @@ class TransferEngine:
             raise BadRequest(f"remove_peer: {type(peer).__name__} is not a NetAddr")
         link = self._peers.leave(peer) or Link(peer, self._domains)
         removal = Removal(self._machine, link, self.driver.now_s())
-        self._machine.enqueue(self._machine.life.leave, removal, None)
+        self._machine.enqueue(self._worker.members.leave, removal, None)
         return removal
 
     # ------------------------------------------------------------------ reports

@@ -31,7 +31,7 @@ from tep.backends.base import (
 from tep.base.api import EngineOptions, Sender
 from tep.base.errors import ClosedError, TepError
 from tep.base.wire import NetAddr
-from tep.control.channel import CONTROL_CTX, Channel, Notices
+from tep.control.channel import CONTROL_CTX, Channel, Notices, sooner
 from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
 from tep.core.group import DomainGroup
@@ -176,6 +176,8 @@ class Worker:
 
     def step(self) -> bool:
         """Take commands, post, poll and count; True: there was work, so turn again soon."""
+        if self.closed:
+            return False
         self.steps += 1
         group, commands, work = self.group, self.commands, False
         if commands:
@@ -228,6 +230,8 @@ class Worker:
             self._settle_ended()
         if self.imms.reached:
             self._settle_reached()
+        if self.members.busy:
+            work |= self.members.step()
         return work or self._settled != []
 
     def _dispatch(self) -> None:
@@ -294,7 +298,7 @@ class Worker:
                 self.run_callback(callback, imm, count)
         if self._received:
             self._hand_over()
-        if self.watch.callbacks:
+        if self.watch.callbacks and not self.closed:
             for watching, old, new in self.watch.look():
                 self.run_callback(watching, old, new)
 
@@ -323,6 +327,8 @@ class Worker:
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""
+        if self.closed:
+            return False
         if self.imms.loose or self._received or self.watch.callbacks or self.members.events:
             return True
         for handle in self._settled:  # noqa: SIM110  # any() takes three times as long
@@ -372,8 +378,10 @@ class Worker:
         )
 
     def due_s(self) -> float | None:
-        """When step() must be called even if no NIC has news, seconds of the driver's clock."""
-        return self.channel.due_s() if self.channel.busy else None
+        """When a step is due without news of a NIC, on the driver's clock; None: never."""
+        if not (self.members.busy or self.channel.busy):
+            return None
+        return sooner(self.channel.due_s() if self.channel.busy else None, self.members.due_s())
 
     def unsettled(self) -> list[Handle]:
         """Every handle that has not settled, taken or not; may be called from any thread."""
@@ -479,11 +487,6 @@ class Worker:
             return
         if expectation.sender is not None:
             self.members.check_sender(expectation.sender)
-
-    def is_early(self, expectation: Expectation) -> bool:
-        """Whether its command would change nothing now; may be called from any thread."""
-        here = self.imms.counts.get(expectation.imm)
-        return here < expectation.count and expectation.sender is None and not self.imms.burnt.why
 
     def remove_imm(self, imm: int) -> int:
         """Forget an immediate's count, its claim, and that it is burnt; return the count."""
@@ -677,6 +680,7 @@ class Worker:
 
         Completions that the NICs still have are counted, and may complete expectations. Idempotent.
         """
+        self.members.close()
         self.take_all_commands()
         if self.closed:
             return
@@ -739,6 +743,7 @@ class Worker:
             if not handle.finished:
                 handle._settle(State.FAILED, error)
                 self._settled.append(handle)
+        self.closed = True
         self.deliver()
 
     def take_all_commands(self) -> None:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
-__all__ = ["KDL_CPU", "KDL_CUDA", "Exporter", "Tensor", "as_array", "is_dense", "read_dlpack"]
+__all__ = ["KDL_CPU", "KDL_CUDA", "Exporter", "Tensor", "is_dense", "read_dlpack"]
 
 KDL_CPU: Final = (1, 3, 11)
 """kDLCPU, kDLCUDAHost, kDLROCMHost: addresses that a CPU may touch."""
@@ -31,14 +28,6 @@ class Exporter(Protocol):
 
     def __dlpack__(self, *, stream: object = None) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-
-
-def as_array(values: object) -> npt.NDArray[Any]:
-    """Return a list of numbers as a numpy array; objects that have only DLPack work too."""
-    kind = type(values)
-    if hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__"):
-        return np.from_dlpack(values)  # type: ignore[arg-type]  # what it lacks is its error
-    return np.asarray(values)
 
 
 class Tensor(NamedTuple):

@@ -57,7 +57,7 @@ class Traced(Protocol):
     name: str
     driver: Driver
     tracer: object | None
-    turn: Callable[[], bool]
+    step: Callable[[], bool]
 
     @property
     def worker(self) -> _Worker: ...
@@ -184,7 +184,7 @@ class _Recorder:
         self.trace = trace
         self.now_s = machine.driver.now_s
         self._real = isinstance(machine.driver, ThreadDriver | InlineDriver)
-        self._turn = machine.turn
+        self._step = machine.step
         self._nics: tuple[Domain, ...] = ()
         self._taps: list[_Tap] = []
 
@@ -199,7 +199,7 @@ class _Recorder:
         self._nics = group.domains
         self._taps = [_Tap(self, nic, index) for index, nic in enumerate(self._nics)]
         group.domains = cast("tuple[Domain, ...]", tuple(self._taps))
-        self.machine.turn = self.turn
+        self.machine.step = self.step
         self.machine.observe(self.settled)
         self.machine.worker.journal.listeners.append(self.note)
 
@@ -207,7 +207,7 @@ class _Recorder:
         """End recording, between two steps, and record the spans that are still open."""
         now_s, worker = self.now_s(), self.machine.worker
         worker.group.domains = self._nics
-        self.machine.turn = self._turn
+        self.machine.step = self._step
         self.machine.unobserve(self.settled)
         self.machine.tracer = None
         worker.journal.listeners.remove(self.note)
@@ -217,11 +217,11 @@ class _Recorder:
         for tap in self._taps:
             tap.end(now_s)
 
-    def turn(self) -> bool:
-        """Run the worker's step(), timed."""
+    def step(self) -> bool:
+        """Time a step of the worker, and record it if there was work."""
         start_s = self.now_s()
         cpu_ns = time.thread_time_ns() if self._real else 0
-        work = self._turn()
+        work = self._step()
         if work:
             args = {"cpu_us": (time.thread_time_ns() - cpu_ns) / 1000} if self._real else {}
             name = self.machine.name

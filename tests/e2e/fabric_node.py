@@ -159,7 +159,7 @@ class Node:
     def beats(self, name):
         """Rounds of questions put to a peer, and seconds that the last answer took."""
         known = [
-            p for link, p in self.engine._machine.life._peers.items() if link.addr.name == name
+            p for link, p in self.engine._worker.members._peers.items() if link.addr.name == name
         ]
         return known[-1].beats, known[-1].round_trip_s
 

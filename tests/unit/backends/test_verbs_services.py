@@ -115,7 +115,7 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
         removal = a.remove_peer(b.main_address).wait(10)
         assert sent.ok
         assert "" == removal.unfenced
-        assert ({}, {}) == (a._peers.links, a._machine.life._peers), turn
+        assert ({}, {}) == (a._peers.links, a._worker.members._peers), turn
 
 
 def test_memory_is_free_once_its_silent_writer_is_removed(engines):

@@ -105,7 +105,7 @@ def test_what_was_removed_is_forgotten() -> None:
         gc.collect()
         links = [o for o in gc.get_objects() if type(o) is Link and o not in others]
         assert ["a"] == [link.addr.name for link in links]
-        life = a._machine.life
+        life = a._worker.members
         assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
         assert [0, 0] == [len(arrivals.counted) for arrivals in a._worker._arrivals]
         assert {} == a._worker.group.acks._wide
@@ -144,7 +144,7 @@ def test_memory_is_flat_over_join_and_leave() -> None:
                 a.remove_peer(b.main_address).wait()
             b.close()
             pass_time(cluster, 10)
-            book, life = a._peers, a._machine.life
+            book, life = a._peers, a._worker.members
             worker = a._worker
             held = (book.links, book._remotes, book._left, life._peers, life._nics)
             sums = [len(arrivals.counted) for arrivals in worker._arrivals]
@@ -221,7 +221,7 @@ def test_removing_a_stranger_is_no_error_and_no_address_is() -> None:
     with cluster:
         a, b = cluster.engines
         a.remove_peer(b.main_address).wait()
-        assert not a._machine.life.busy, "each turn would look for removals"
+        assert not a._worker.members.busy, "each turn would look for removals"
         with pytest.raises(BadRequest, match="not a NetAddr"):
             a.remove_peer(b"b")
         assert [] == told
@@ -289,8 +289,8 @@ def test_what_comes_late_of_a_removed_peer_makes_no_record_of_it() -> None:
         a.remove_peer(b.main_address).wait()
         pass_time(cluster, 100)
         assert ([], ()) == (told, a.stats().faults)
-        a._machine.life.path_shut(link.path(0, 0))  # rows of it come back
-        assert not a._machine.life.busy, "it is asked for ever"
+        a._worker.members.path_shut(link.path(0, 0))  # rows of it come back
+        assert not a._worker.members.busy, "it is asked for ever"
 
 
 @pytest.mark.parametrize(("n", "more"), [(8, ""), (9, " and 1 more"), (12, " and 4 more")])

@@ -177,12 +177,12 @@ def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
         regions = regions_of(a, b)
         cluster.at(cluster.now_us, Clog("b", 1))
         write(a, regions).wait()
-        assert a._machine.life.busy, "NIC 1 is down, and asked whether it is back"
+        assert a._worker.members.busy, "NIC 1 is down, and asked whether it is back"
         cluster.restart("b")
         write(a, regions)
         pass_time(cluster, 500)
         assert [PeerChange.NIC_LOST, PeerChange.RESTARTED] == kinds(told)
-        assert not a._machine.life.busy
+        assert not a._worker.members.busy
 
 
 def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
@@ -200,7 +200,7 @@ def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
         pass_time(cluster, 500)
         assert [PeerChange.RESTARTED] == kinds(told)
         assert [(0, 1)] == link.shut()
-        assert not a._machine.life.busy
+        assert not a._worker.members.busy
 
 
 def test_a_later_epoch_tells_of_the_restart() -> None:
@@ -267,7 +267,7 @@ def test_an_old_answer_does_not_bring_a_nic_back() -> None:
         write(a, regions_of(a, b)).wait()
         assert [PeerChange.NIC_LOST] == kinds(told)
         for late in (0, int(told[0][0] * 1e9)):
-            a._machine.life._heard(0, b.main_address.domains[1], Pong(late))
+            a._worker.members._heard(0, b.main_address.domains[1], Pong(late))
         pass_time(cluster, 5)
         assert [PeerChange.NIC_LOST] == kinds(told)
 
@@ -279,10 +279,10 @@ def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
         a, b = cluster.engines
         a.add_peer_group([b.main_address])
         with mock.patch.object(a._worker.channel, "say") as say:
-            a._machine.life.nic_down(a._peers.links["sim", "b"], 0)
+            a._worker.members.nic_down(a._peers.links["sim", "b"], 0)
             for _ in range(4):
                 pass_time(cluster, 200)
-                a._machine.life.step()
+                a._worker.members.step()
         asked = [call.args[2] for call in say.call_args_list]
         assert {(0, 0), (1, 0)} == set(asked[:2])
         assert asked[:2] == asked[2:4]
@@ -321,7 +321,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
         assert rows_to(cluster, "b", 1) > 10
         # The waits were 20, 40, 80, 160 us: the fourth question came when the link was back.
         assert 300 * US <= told[1][0] <= 330 * US
-        assert not a._machine.life.busy, "a NIC that is back is asked for ever"
+        assert not a._worker.members.busy, "a NIC that is back is asked for ever"
 
 
 @pytest.mark.parametrize("nics", [(1, 2), (2, 2), (3, 2)])
@@ -337,7 +337,7 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
         assert changes * 5 == [event[1:] for event in told]
         assert a._worker.failover.rows > 5
         assert not a._peers.links["sim", "b"].closed
-        assert not a._machine.life.busy, "a path that is open again is asked for, for ever"
+        assert not a._worker.members.busy, "a path that is open again is asked for, for ever"
         before = [rows_to(cluster, "b", nic) for nic in range(2)]
         sent = write(a, regions)
         sent.wait()
