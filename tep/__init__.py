@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         EngineOptions,
         Paged,
         Pages,
-        Read,
         Routing,
         Scatter,
         ScatterDst,
@@ -46,83 +45,51 @@ if TYPE_CHECKING:
     from tep.core.handles import Expectation, Message, Removal, Transfer
     from tep.core.plan import count_imms
     from tep.core.regions import MrHandle
-    from tep.core.stats import EngineStats, TransferStats
-    from tep.cuda.arena import Arena, alloc
+    from tep.cuda.arena import alloc
     from tep.drivers.threads import InlineDriver, ThreadDriver
     from tep.engine import PeerGroup, Prepared, TransferEngine
     from tep.memory.watch import Watcher
-    from tep.observe.trace import Mark, Span, Trace
+    from tep.observe.trace import Span, Trace
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Access", "Arena", "BackendUnavailable", "BadDescriptor", "BadRequest", "Barrier", "BurntImm",
-    "BusyError", "CallbackError", "Cancelled", "ClosedError", "EngineOptions", "EngineStats",
-    "Expectation", "FabricError", "InlineDriver", "Mark", "Message", "MrDesc", "MrHandle",
-    "NetAddr", "Paged", "Pages", "PeerChange", "PeerEvent", "PeerGroup", "PeerState", "PeerWatch",
-    "Prepared", "Read", "Removal", "RendezvousError", "Routing", "Scatter", "ScatterDst",
-    "Sender", "Single", "Span", "StaleEpoch", "StallError", "TepError", "ThreadDriver", "Trace",
-    "Transfer", "TransferEngine", "TransferStats", "UsageError", "WaitTimeout", "Watcher",
-    "__version__", "alloc", "alloc_shared", "count_imms", "rendezvous", "sim",
+    "Access", "BackendUnavailable", "BadDescriptor", "BadRequest", "Barrier", "BurntImm",
+    "BusyError", "CallbackError", "Cancelled", "ClosedError", "EngineOptions", "Expectation",
+    "FabricError", "InlineDriver", "Message", "MrDesc", "MrHandle", "NetAddr", "Paged", "Pages",
+    "PeerChange", "PeerEvent", "PeerGroup", "PeerState", "PeerWatch", "Prepared", "Removal",
+    "RendezvousError", "Routing", "Scatter", "ScatterDst", "Sender", "Single", "Span",
+    "StaleEpoch", "StallError", "TepError", "ThreadDriver", "Trace", "Transfer", "TransferEngine",
+    "UsageError", "WaitTimeout", "Watcher", "__version__", "alloc", "alloc_shared", "count_imms",
+    "rendezvous", "sim",
 ]  # fmt: skip
 
-_ROOMS = {
-    "tep.base.api": (
-        "Barrier",
-        "EngineOptions",
-        "Paged",
-        "Pages",
-        "Read",
-        "Routing",
-        "Scatter",
-        "ScatterDst",
-        "Sender",
-        "Single",
-    ),
-    "tep.drivers.threads": ("InlineDriver", "ThreadDriver"),
-    "tep.base.errors": (
-        "BackendUnavailable",
-        "BadDescriptor",
-        "BadRequest",
-        "BurntImm",
-        "BusyError",
-        "CallbackError",
-        "Cancelled",
-        "ClosedError",
-        "FabricError",
-        "RendezvousError",
-        "StaleEpoch",
-        "StallError",
-        "TepError",
-        "UsageError",
-        "WaitTimeout",
-    ),
-    "tep.control.membership": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
-    "tep.core.plan": ("count_imms",),
-    "tep.backends.base": ("Access",),
-    "tep.cuda.arena": ("Arena", "alloc"),
-    "tep.backends.local.memory": ("alloc_shared",),
-    "tep.core.regions": ("MrHandle",),
-    "tep.core.handles": (
-        "Expectation",
-        "Message",
-        "Removal",
-        "Transfer",
-    ),
-    "tep.engine": (
-        "PeerGroup",
-        "Prepared",
-        "TransferEngine",
-    ),
-    "tep.observe.trace": ("Mark", "Span", "Trace"),
-    "tep.memory.watch": ("Watcher",),
-    "tep.core.stats": (
-        "EngineStats",
-        "TransferStats",
-    ),
-    "tep.base.wire": ("MrDesc", "NetAddr"),
+_ROOM_OF = {
+    name: room
+    for room, names in {
+        "tep.base.api": (
+            "Barrier EngineOptions Paged Pages Routing Scatter ScatterDst Sender Single"
+        ),
+        "tep.drivers.threads": "InlineDriver ThreadDriver",
+        "tep.base.errors": (
+            "BackendUnavailable BadDescriptor BadRequest BurntImm BusyError CallbackError "
+            "Cancelled ClosedError FabricError RendezvousError StaleEpoch StallError TepError "
+            "UsageError WaitTimeout"
+        ),
+        "tep.control.membership": "PeerChange PeerEvent PeerState PeerWatch",
+        "tep.core.plan": "count_imms",
+        "tep.backends.base": "Access",
+        "tep.cuda.arena": "alloc",
+        "tep.backends.local.memory": "alloc_shared",
+        "tep.core.regions": "MrHandle",
+        "tep.core.handles": "Expectation Message Removal Transfer",
+        "tep.engine": "PeerGroup Prepared TransferEngine",
+        "tep.observe.trace": "Span Trace",
+        "tep.memory.watch": "Watcher",
+        "tep.base.wire": "MrDesc NetAddr",
+    }.items()
+    for name in names.split()
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every misspelt name
 

@@ -26,7 +26,7 @@ from tep.base.errors import BadRequest
 from tep.base.wire import MrDesc, NetAddr
 
 __all__ = [
-    "Barrier", "CudaDevice", "EngineOptions", "Paged", "Pages", "Read", "Routing", "Scatter",
+    "Barrier", "CudaDevice", "EngineOptions", "Paged", "Pages", "Routing", "Scatter",
     "ScatterDst", "Sender", "Shape", "Single", "as_array",
 ]  # fmt: skip
 
@@ -229,18 +229,13 @@ class Barrier:
     """The shape of a barrier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The shape of any read, as one of its owners sees it."""
-
-
 def _check_shape(shape: Single | Scatter) -> None:
     name = type(shape).__name__
     _put(shape, "nbytes", check_int(f"{name}: nbytes", shape.nbytes, 0, SHAPE_BYTES_MAX))
     check_kind(f"{name}: routing", shape.routing, Routing)
 
 
-Shape = Single | Paged | Scatter | Barrier | Read
+Shape = Single | Paged | Scatter | Barrier
 """The argument of `count_imms`: enough of a request to count the immediates for one target."""
 
 

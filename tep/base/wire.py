@@ -8,7 +8,7 @@ The envelope of every object (all integers little-endian):
     offset  size  field     content
     0       3     magic     b"TEP"
     3       1     kind      ASCII: A = NetAddr, M = MrDesc
-    4       2     version   3
+    4       2     version   5
     6       4     length    bytes of the payload
     10      4     crc32     of bytes 0..9 followed by the payload
     14      ...   payload   MessagePack array of the object's fields, in their order in the class
@@ -26,20 +26,18 @@ from typing import Annotated, ClassVar, Final, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tep.base.checks import shown
+from tep.base.checks import check_slice, shown
 from tep.base.errors import BadDescriptor
-from tep.memory.views import Axis0, check_slice
 
 __all__ = ["VERSION", "MrDesc", "NetAddr"]
 
-VERSION: Final = 4
+VERSION: Final = 5
 _HEADER: Final = struct.Struct("<3scHII")
 _MAGIC: Final = b"TEP"
 
 # msgspec bounds integers by int64; 64-bit keys and addresses are checked for >= 0 and travel as
 # msgpack uint64.
 Unsigned = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
 Nic = Annotated[bytes, Meta(min_length=1, max_length=256)]
 _NICS_MAX: Final = 64
 _SHOWN: Final = 80
@@ -202,7 +200,6 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         bases: what to add to an offset, for each NIC: the virtual address, or 0 where a provider
             wants offsets.
         readable: True for a region that peers may read.
-        stride: bytes of one entry of the first axis of the registered array; 1: it was no array.
     """
 
     KIND = b"M"
@@ -215,7 +212,6 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     rkeys: tuple[Unsigned, ...]
     bases: tuple[Unsigned, ...]
     readable: bool = False
-    stride: Positive = 1
 
     def by_address(self) -> MrDesc:
         """Return the same region of its owner's `NetAddr.by_address`."""
@@ -229,8 +225,6 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
             raise BadDescriptor(
                 f"MrDesc: {nics} NICs, {len(self.rkeys)} keys and {len(self.bases)} bases"
             )
-        if self.nbytes % self.stride:
-            raise BadDescriptor(f"MrDesc: {self.nbytes} bytes are no multiple of {self.stride}")
 
     __iter__ = None
 
@@ -240,17 +234,9 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         Offset 0 of the result is the range's first byte. It can be sent like any descriptor. Keep
         one that is used again: each new one is resolved anew.
         """
-        return self._view(*check_slice("desc", part, self.nbytes), 1)
-
-    @property
-    def axis0(self) -> Axis0[MrDesc]:
-        """Descriptors by the first axis of the owner's array: of KV blocks, `desc.axis0[3:5]`."""
-        return Axis0(self, "desc", self.nbytes, self.stride, self._view)
-
-    def _view(self, start: int, stop: int, stride: int) -> MrDesc:
+        start, stop = check_slice("desc", part, self.nbytes)
         bases = tuple(base + start for base in self.bases)
-        nbytes = stop - start
-        return msgspec.structs.replace(self, nbytes=nbytes, bases=bases, stride=stride)
+        return msgspec.structs.replace(self, nbytes=stop - start, bases=bases)
 
     def __str__(self) -> str:
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"

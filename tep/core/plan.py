@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from tep.base.api import Barrier, Paged, Read, Routing, Scatter, Shape, Single
+from tep.base.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.base.checks import check_int, shown
 from tep.base.errors import BadRequest
 
@@ -225,14 +225,14 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
     """Count the immediates that one request makes at each target; feed it to `expect_imm_count`.
 
     Args:
-        shape: Single, Paged, Scatter, Barrier or Read.
+        shape: Single, Paged, Scatter or Barrier.
         nlocal: NICs of the sender.
         nremote: NICs of the receiver.
 
     Returns:
         Paged: one a page. Single, and scatter by bytes: one a row, which is one a shard up to 1 GiB
             each.
-        Scatter by peers, Barrier: one. Read: one, once all rows are back.
+        Scatter by peers, Barrier: one. A read with an immediate makes one, once all rows are back.
 
     Raises:
         BadRequest: as for the request itself.
@@ -250,9 +250,9 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
                 if routing.scatter_by == "bytes"
                 else 1
             )
-        case Barrier() | Read():
+        case Barrier():
             return 1
         case _:
             raise BadRequest(
-                f"count_imms: shape={shown(shape)} is no Single, Paged, Scatter, Barrier or Read"
+                f"count_imms: shape={shown(shape)} is no Single, Paged, Scatter or Barrier"
             )

@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.base.api import Routing
-from tep.base.checks import unpicklable
+from tep.base.checks import check_slice, unpicklable
 from tep.base.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.base.wire import MrDesc, NetAddr
 from tep.core.path import Link, PathEvent, Routes
 from tep.memory.source import Memory
-from tep.memory.views import Axis0, check_slice
 
 __all__ = [
     "Job", "MrHandle", "MrView", "PeerBook", "PeerGroup", "Places", "Quarantine", "Remote",
@@ -108,21 +107,10 @@ class MrHandle:
     def __getitem__(self, part: slice) -> MrView:
         """A view of some of the bytes, by numpy's rules for slices.
 
-        It stands wherever a region does as a source, and its `desc` names these bytes. It
-        counts bytes, whatever was registered; `axis0` counts entries of an array.
+        It stands wherever a region does as a source, and its `desc` names these bytes.
         """
-        return self._view(*check_slice("mr", part, self.memory.nbytes), 1)
-
-    @property
-    def axis0(self) -> Axis0[MrHandle]:
-        """Views by the first axis of the array that was registered: of KV blocks, `mr.axis0[3:5]`.
-
-        Of anything that is no array an entry is one byte.
-        """
-        return Axis0(self, "mr", self.memory.nbytes, self.memory.stride, self._view)
-
-    def _view(self, start: int, stop: int, stride: int) -> MrView:
-        return MrView(self.root, self.start + start, self.start + stop, stride)
+        start, stop = check_slice("mr", part, self.memory.nbytes)
+        return MrView(self.root, self.start + start, self.start + stop)
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -145,15 +133,15 @@ class MrView(MrHandle):
 
     __slots__ = ("root", "start")
 
-    def __init__(self, root: MrHandle, start: int, stop: int, stride: int) -> None:
+    def __init__(self, root: MrHandle, start: int, stop: int) -> None:
         whole = root.memory
         self.root = root  # type: ignore[misc]  # a slot here, a property there
         self.start = start  # type: ignore[misc]  # a slot here, a property there
         self.owner, self.access, self.keys = root.owner, root.access, root.keys
         what = whole.device, whole.readonly, whole.owner
-        self.memory = Memory(whole.ptr + start, stop - start, *what, stride=stride)
+        self.memory = Memory(whole.ptr + start, stop - start, *what)
         self.ptr = np.array(self.memory.ptr, np.uint64)
-        self.desc = root.desc._view(start, stop, stride)
+        self.desc = root.desc[start:stop]
 
     @property
     def closed(self) -> bool:  # type: ignore[override]  # the region's

@@ -237,7 +237,6 @@ class TransferEngine:
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
             access.readable,
-            memory.stride,
         )
         handle = MrHandle(self._machine, memory, access, keys, desc)
         self._machine.regions[number] = handle
@@ -409,7 +408,7 @@ class TransferEngine:
         """Read `nbytes` contiguous bytes from (descriptor, offset) to (region, offset).
 
         Long ones are cut into shards over all NICs. `ok` means that all bytes are here. With an
-        `imm` the owner then gets one immediate (`tep.count_imms(tep.Read())`): its memory was read.
+        `imm` the owner then gets one immediate: its memory was read.
         A read that fails or is cancelled before has told it nothing.
         """
         what = "submit_single_read"

@@ -46,7 +46,6 @@ class Memory:
         readonly: True if nobody may write there.
         owner: the object that keeps the bytes mapped while it lives; this record references it.
         stands_for: names the memory that these bytes are a copy of, for `explain`; "" = none.
-        stride: bytes of one entry of the first axis, if it is an array; else 1.
         buffer: exactly these bytes, if they came by the buffer protocol; else None.
     """
 
@@ -56,7 +55,6 @@ class Memory:
     readonly: bool
     owner: object
     stands_for: str = ""
-    stride: int = 1
     buffer: memoryview | None = None
 
     @property
@@ -151,23 +149,12 @@ def adapt(buffer: Buffer) -> Memory:
         )
     if view.nbytes == 0:
         raise BadRequest("reg_mr: the buffer has 0 bytes")
-    stride = _stride(view.nbytes, view.shape)
     owner, nbytes = (buffer, view), view.nbytes
     if view.readonly:
         ptr = int(np.frombuffer(view, np.uint8).ctypes.data)
     else:  # the same result in a fifth of the time
         ptr = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return Memory(ptr, nbytes, "cpu", view.readonly, owner, stride=stride, buffer=view)
-
-
-def _stride(nbytes: int, shape: tuple[int, ...] | None) -> int:
-    """Return the bytes of one entry of a contiguous array's first axis; without axes, all bytes.
-
-    Return 1 where elements of less than a byte share one.
-    """
-    if not shape:
-        return nbytes
-    return 1 if nbytes % shape[0] else nbytes // shape[0]
+    return Memory(ptr, nbytes, "cpu", view.readonly, owner, buffer=view)
 
 
 def copied(what: str, payload: Buffer) -> bytes:
@@ -209,8 +196,8 @@ def _from_array(array: npt.NDArray[Any]) -> Memory:
         )
     if array.nbytes == 0:
         raise BadRequest("reg_mr: the buffer has 0 bytes")
-    where, stride = (int(array.ctypes.data), array.nbytes), _stride(array.nbytes, array.shape)
-    return Memory(*where, "cpu", not array.flags.writeable, array, stride=stride)
+    ptr = int(array.ctypes.data)
+    return Memory(ptr, array.nbytes, "cpu", not array.flags.writeable, array)
 
 
 def _from_raw(raw: tuple[object, ...]) -> Memory:
@@ -265,8 +252,7 @@ def _from_dlpack(exporter: Exporter) -> Memory:
         raise BadRequest(f"reg_mr: the {name} has 0 bytes")
     device = "cpu" if kind in KDL_CPU else f"cuda:{index}"
     owner = (exporter, tensor.capsule)
-    stride = _stride(tensor.nbytes, tensor.shape)
-    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner, stride=stride)
+    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner)
 
 
 def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
@@ -289,5 +275,4 @@ def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
         raise BadRequest("reg_mr: the CUDA array has 0 bytes")
     device = getattr(buffer, "device", None)
     index = getattr(device, "index", getattr(device, "id", 0))
-    device_name, stride = f"cuda:{index or 0}", _stride(nbytes, shape)
-    return Memory(ptr, nbytes, device_name, bool(readonly), buffer, stride=stride)
+    return Memory(ptr, nbytes, f"cuda:{index or 0}", bool(readonly), buffer)

@@ -27,6 +27,7 @@ from tep.core.regions import Quarantine
 from tep.drivers.threads import InlineDriver
 from tep.host import topology
 from tep.host.nics import Found
+from tep.observe.trace import Mark
 from tep.rendezvous.ranks import AsyncGroup
 from tep.sim.driver import SimDriver
 from tests.support.pairs import pair
@@ -111,7 +112,6 @@ def samples(p) -> list[object]:
         p.a.main_address,
         p.mr,
         p.mr[8:16],
-        p.mr.axis0,
         p.desc,
         sent,
         sent.stats(),
@@ -145,14 +145,13 @@ def values(desc: tep.MrDesc) -> list[object]:
         tep.Paged(3),
         tep.Pages([1, 2]),
         tep.PeerEvent(peer="b", epoch=1, kind=tep.PeerChange.LOST, reason="silent"),
-        tep.Read(),
         tep.Scatter(8, routing),
         tep.ScatterDst(8, 0, (desc, 0)),
         tep.Sender(b"nic 0 of b", b"b", None),
         tep.Single(8, routing),
         tep.Trace("host"),
         tep.Span("step", "a", "worker", "step", 0.0, 1.0, {}),
-        tep.Mark("fault", "a", "faults", "NIC 0 is down", 0.5, {}),
+        Mark("fault", "a", "faults", "NIC 0 is down", 0.5, {}),
     ]
 
 

@@ -97,68 +97,13 @@ def test_a_transfer_from_a_view_keeps_the_region() -> None:
             p.a.submit_single_write(64, (view, 0), (p.desc, 0))
 
 
-SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
-
-
-@settings(max_examples=effort(100, 15), derandomize=True)
-@given(SHAPES, st.sampled_from(["u1", "<i2", "f4", "c16"]), st.integers(-9, 9), ENDS, ENDS)
-def test_axis0_is_numpys(shape, dtype, k, start, stop) -> None:
-    """Blocks of a cache are counted by its array; another block's bytes are another request's."""
-    with pair() as p:
-        count = int(np.prod(shape, dtype=int))
-        array = np.arange(count).astype(dtype).reshape(shape)
-        (mr, desc), ours = p.a.reg_mr(array), array if shape else array.reshape(1)
-        travelled = tep.MrDesc.from_bytes(desc.to_bytes())
-        for whole in (mr, desc, travelled):
-            assert len(ours) == len(whole.axis0) == len(list(whole.axis0))
-            some = whole.axis0[start:stop]
-            assert len(ours[start:stop]) == len(some.axis0)
-            if not -len(ours) <= k < len(ours):
-                with pytest.raises(
-                    IndexError, match=rf"axis0\[{k}\]: there are {len(ours)} entries"
-                ):
-                    whole.axis0[k]
-        part = ours[start:stop]
-        view = mr.axis0[start:stop]
-        assert (part.nbytes, view.desc) == (view.memory.nbytes, desc.axis0[start:stop])
-        if part.nbytes:
-            assert part.ctypes.data == view.memory.ptr
-        if -len(ours) <= k < len(ours):
-            one, row = mr.axis0[k], ours[k : k + 1 or None]
-            assert (row.ctypes.data, row.nbytes) == (one.memory.ptr, one.memory.nbytes)
-            assert one.desc == desc.axis0[k] == travelled.axis0[k]
-            assert len(one.axis0) == row.nbytes, "an entry counts bytes, as mr[a:b] does"
-
-
-def test_blocks_are_written_to_blocks() -> None:
-    """The purpose of the axis: write the blocks of one cache to the blocks of another."""
-    with pair() as p:
-        ours = np.arange(6 * 32, dtype=np.uint16).reshape(6, 4, 8)
-        theirs = np.zeros_like(ours)
-        mr, _ = p.a.reg_mr(ours)
-        _, desc = p.b.reg_mr(theirs)
-        p.settle(p.a.submit_single_write(64, (mr.axis0[5], 0), (desc.axis0[-2], 0)))
-        assert 2 == len(desc.axis0[1:3].axis0)
-        p.settle(p.a.submit_single_write(128, (mr.axis0[1:3], 0), (desc.axis0[1:3], 0)))
-        expected = np.zeros_like(ours)
-        expected[4], expected[1:3] = ours[5], ours[1:3]
-        assert (expected == theirs).all()
-        assert "Axis0(6 entries of 64 bytes of MrHandle(region" in repr(mr.axis0)
-        for part, words in (
-            ("a", r"index='a' is not an integer"),
-            (slice(0, 4, 2), r"\[0:4:2\]: a view has no step"),
-        ):
-            with pytest.raises(tep.BadRequest, match=r"mr.axis0.*" + words):
-                mr.axis0[part]
-
-
 @pytest.mark.parametrize("which", ["mr", "desc"])
 def test_what_is_no_view_is_refused_by_name(which) -> None:
     """An index that numpy takes for an element has no meaning here."""
     with pair() as p:
         found = getattr(p, which)
         for part, words in (
-            (3, r"\[3\]: a view is a range of bytes.*axis0\[k\] is one entry"),
+            (3, r"\[3\]: a view is a range of bytes"),
             (slice(0, 8, 2), r"\[0:8:2\]: a view has no step; tep.Pages"),
             (slice("a", None), r"\[a:None\]: slice indices must be integers"),
             (np.array([1]), "a view is a range"),
