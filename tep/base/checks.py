@@ -17,7 +17,7 @@ from tep.base.errors import BadRequest, UsageError
 
 __all__ = [
     "FOREIGN", "INT64_MAX", "TIME_MAX_S", "U64_MAX", "check_flag", "check_int", "check_kind",
-    "check_seconds", "check_slice", "check_text", "is_bytes", "nearest", "shown", "unpicklable",
+    "check_seconds", "check_slice", "check_text", "nearest", "shown", "unpicklable",
 ]  # fmt: skip
 
 INT64_MAX: Final = 2**63 - 1
@@ -136,18 +136,15 @@ def check_flag(name: str, value: object, error: type[UsageError] = BadRequest) -
     raise error(f"{name}={shown(value)} is neither True nor False")
 
 
-def check_text(
-    name: str, value: object, bytes_max: int | None = None, error: type[UsageError] = BadRequest
-) -> str:
-    """Return a str that can be sent: valid UTF-8, of at most `bytes_max` bytes."""
+def check_text(name: str, value: object) -> str:
+    """Return a str that can be sent: valid UTF-8."""
     if not isinstance(value, str):
-        raise error(f"{name}={shown(value)} is not text")
+        raise BadRequest(f"{name}={shown(value)} is not text")
     try:
-        nbytes = len(value.encode())
+        value.encode()
     except UnicodeEncodeError as problem:
-        raise error(f"{name}={shown(value)} cannot be written as UTF-8: {problem.reason}") from None
-    if bytes_max is not None and nbytes > bytes_max:
-        raise error(f"{name}={shown(value)}; text of {bytes_max} bytes at the most")
+        text = f"{name}={shown(value)} cannot be written as UTF-8: {problem.reason}"
+        raise BadRequest(text) from None
     return value
 
 
@@ -178,11 +175,6 @@ def check_slice(what: str, part: object, length: int) -> tuple[int, int]:
     except TypeError as error:
         raise BadRequest(f"{what}[{part.start}:{part.stop}]: {error}") from None
     return start, max(start, stop)
-
-
-def is_bytes(values: object) -> bool:
-    """Return True if this is a tuple of byte strings."""
-    return isinstance(values, Iterable) and all(isinstance(value, bytes) for value in values)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -16,12 +16,10 @@
       StallError                 nothing can end this wait (simulation)
       CallbackError              a callback raised; see `engine.callback_errors`
 
-A bug in tep is an `assert`. `error.retryable` says whether the same call may succeed later.
+A bug in tep is an `assert`.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 __all__ = [
     "BackendUnavailable", "BadDescriptor", "BadRequest", "BurntImm", "BusyError", "CallbackError",
@@ -30,19 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-_FOR_GOOD: Final = frozenset(
-    ("LOCAL_KEY", "REMOTE_KEY", "REMOTE_RANGE", "LENGTH", "STALE_PEER", "PEER_RESTARTED", "UNKNOWN")
-)
-"""Codes of a FabricError that the same request would get again."""
-
-
 class TepError(Exception):
     """The base class of all exceptions of tep."""
-
-    @property
-    def retryable(self) -> bool:
-        """True if the same call may succeed later, with nothing changed."""
-        return False
 
 
 class UsageError(TepError, ValueError):
@@ -75,11 +62,6 @@ class BurntImm(UsageError):
 class BusyError(TepError):
     """Not now: memory is in use, or queues are full. The same call may succeed later."""
 
-    @property
-    def retryable(self) -> bool:
-        """True: memory and queues become free."""
-        return True
-
 
 class FabricError(TepError):
     """A posted row failed, as reported by the wire, the peer or the NIC.
@@ -106,14 +88,6 @@ class FabricError(TepError):
         self.peer = peer
         self.row = row
 
-    @property
-    def retryable(self) -> bool:
-        """True if the request can succeed under a fresh immediate once link, NIC or peer are back.
-
-        False where the request itself is wrong: its keys, range, length or the peer's incarnation.
-        """
-        return self.code not in _FOR_GOOD
-
     def saying(self, more: str) -> FabricError:
         """Return the same failure with more text."""
         return FabricError(
@@ -123,11 +97,6 @@ class FabricError(TepError):
 
 class RendezvousError(TepError):
     """The rendezvous failed: a process has left, does something else, or is no rank."""
-
-    @property
-    def retryable(self) -> bool:
-        """True: all may join again."""
-        return True
 
 
 class BackendUnavailable(TepError):
@@ -149,11 +118,6 @@ class Cancelled(TepError):
 
 class WaitTimeout(TepError, TimeoutError):
     """A wait ran out of time; the handle is still valid. The message is a stall report."""
-
-    @property
-    def retryable(self) -> bool:
-        """True: wait again."""
-        return True
 
 
 class StallError(TepError):

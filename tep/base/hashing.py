@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["below", "below_array", "draw", "draw_array", "draws", "hash64", "stream_key"]
+__all__ = ["below", "below_array", "draw", "draw_array", "draws", "stream_key"]
 
 _M64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -54,11 +54,6 @@ def draws(key: int, entity: int = 0) -> Iterator[int]:
     This is no generator, since a signal handler that raises would end it.
     """
     return map(partial(draw, key), count(entity))
-
-
-def hash64(seed: int, stream: int, entity: int, index: int = 0) -> int:
-    """Draw 64 bits for (seed, stream, entity, index)."""
-    return draw(stream_key(seed, stream), entity, index)
 
 
 def below(bits: int, n: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -182,6 +182,12 @@ class Posting:
         "_shares", "acks", "alive", "alone", "backlog", "batches", "closing", "domains", "ended",
         "events", "journal", "nbytes", "offered", "queued_reads", "routes", "rows",
     )  # fmt: skip
+
+    # What a failure makes of rows is decided by DomainGroup.
+    lose: Callable[..., None]
+    give_up: Callable[..., bool]
+    finish_retransmission: Callable[..., None]
+    _fail_rows: Callable[..., bool]
 
     def __init__(
         self, domains: tuple[Domain, ...], rows_max: int, journal: Journal, acks: Acks | None
@@ -669,34 +675,6 @@ class Posting:
     def _down_error(self) -> FabricError:
         names = ", ".join(domain.caps.nic for domain in self.domains)
         return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
-
-    # ------------------------------------------------------------------ for DomainGroup
-    #
-    # What a failure makes of rows is decided there.
-
-    def lose(
-        self,
-        transfer: Transfer,
-        rows: int,
-        error: TepError,
-        retransmission: Retransmission | None = None,
-    ) -> None:
-        """Fail rows that no NIC will ever take; of a retransmission one."""
-        raise NotImplementedError
-
-    def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
-        """Take a NIC for dead, whose post() or poll() raised; False: call it again."""
-        raise NotImplementedError
-
-    def finish_retransmission(
-        self, retransmission: Retransmission, *, missed: bool = False
-    ) -> None:
-        """Count a row of a retransmission that is over."""
-        raise NotImplementedError
-
-    def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
-        """Handle rows that came back with an error; True: they are kept, to be retransmitted."""
-        raise NotImplementedError
 
 
 def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:

@@ -28,23 +28,9 @@ from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.regions import Job, MrHandle, Places, Remote, Targets, check_source
 
 __all__ = [
-    "DEFAULT",
-    "ImmArg",
-    "ReadJob",
-    "Slices",
-    "barrier_job",
-    "check_pair",
-    "check_sink",
-    "imm_column",
-    "longest_row",
-    "no_pair",
-    "paged_job",
-    "paged_read_job",
-    "scatter_job",
-    "shares_of",
-    "single_job",
-    "single_read_job",
-    "slices_of",
+    "DEFAULT", "ImmArg", "ReadJob", "Slices", "barrier_job", "check_pair", "check_sink",
+    "imm_column", "longest_row", "no_pair", "paged_job", "paged_read_job", "scatter_job",
+    "shares_of", "single_job", "single_read_job", "slices_of",
 ]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
@@ -116,16 +102,36 @@ def paged_job(
             an immediate beyond 32 bits, or a NIC that is not there.
     """
     verb = "submit_paged_writes"
-    mr, src_pages = src
-    remote, dst_pages = dst
-    if not (isinstance(src_pages, Pages) and isinstance(dst_pages, Pages)):
-        wrong = dst_pages if isinstance(src_pages, Pages) else src_pages
+    columns, npages = _paged(verb, page_bytes, src, dst, routing, nlocal)
+    total, longest = npages * columns[2], columns[2]
+    imms = imm_column(verb, imm, npages)
+    return Job("paged", src[0].root, dst[0], columns, imms, npages, total, longest, routing)
+
+
+def _paged(
+    verb: str,
+    page_bytes: int,
+    near: tuple[MrHandle, Pages],
+    far: tuple[Remote, Pages],
+    routing: Routing,
+    nlocal: int,
+    *,
+    reads: bool = False,
+) -> tuple[tuple[Column, Column, int], int]:
+    """Check a paged write, or read: return the columns of a Job, and how many pages there are."""
+    (mr, here), (remote, there) = near, far
+    ends = (
+        (here, (mr.memory.ptr, mr.memory.nbytes, mr)),
+        (there, (remote.bases[0], remote.nbytes, remote.desc)),
+    )
+    (src, source), (dst, target) = ends[::-1] if reads else ends
+    what, side = ("reads", "destination") if reads else ("writes", "target")
+    if not (isinstance(src, Pages) and isinstance(dst, Pages)):
+        wrong = dst if isinstance(src, Pages) else src
         raise BadRequest(f"{verb}: a page list is a tep.Pages, not a {type(wrong).__name__}")
-    npages = len(src_pages.indices)
-    if npages != len(dst_pages.indices):
-        raise BadRequest(
-            f"{verb}: {npages} source pages but {len(dst_pages)} target pages; one each"
-        )
+    npages = len(src.indices)
+    if npages != len(dst.indices):
+        raise BadRequest(f"{verb}: {npages} source pages but {len(dst)} {side} pages; one each")
     if type(page_bytes) is not int:
         page_bytes = check_int(f"{verb}: page_bytes", page_bytes)
     if not 0 <= page_bytes <= ROW_BYTES_MAX:
@@ -134,28 +140,13 @@ def paged_job(
         )
     if routing is not DEFAULT:
         _check_routing(verb, routing, nlocal)
-        _refuse_shards(verb, routing, "pages stay whole, only single writes shard")
-    src_offset, src_stride = _check_pages(
-        verb, "source", src_pages, page_bytes, mr.memory.nbytes, mr
-    )
-    dst_offset, dst_stride = _check_pages(
-        verb, "target", dst_pages, page_bytes, remote.nbytes, remote.desc
-    )
-    if npages > 1 and page_bytes and not (dst_stride >= page_bytes and dst_pages.distinct):
-        _refuse_overlap(verb, dst_pages, page_bytes, dst_stride)
-    sources = _addresses(src_pages, src_stride, mr.memory.ptr + src_offset)
-    targets = _addresses(dst_pages, dst_stride, remote.bases[0] + dst_offset)
-    return Job(
-        "paged",
-        mr.root,
-        remote,
-        (sources, targets, page_bytes),
-        imm_column(verb, imm, npages),
-        npages,
-        npages * page_bytes,
-        page_bytes,
-        routing,
-    )
+        _refuse_shards(verb, routing, f"pages stay whole, only single {what} shard")
+    sources, _ = _starts(verb, "source", src, page_bytes, source)
+    targets, stride = _starts(verb, side, dst, page_bytes, target)
+    if npages > 1 and page_bytes and not (stride >= page_bytes and dst.distinct):
+        _refuse_overlap(verb, dst, page_bytes, stride, side)
+    columns = (targets, sources) if reads else (sources, targets)
+    return (*columns, page_bytes), npages
 
 
 class Slices(NamedTuple):
@@ -305,13 +296,6 @@ def shares_of(
     return plan.shares, plan.cursor
 
 
-def _addresses(pages: Pages, stride: int, start: int) -> Column:
-    """The address of each page's first byte; a plain int where there is one page."""
-    if len(pages.indices) == 1:
-        return start + int(pages.indices[0]) * stride
-    return pages.starts(stride, start)
-
-
 def _check_routing(verb: str, routing: Routing, nlocal: int) -> None:
     check_kind(f"{verb}: routing", routing, Routing, cure="leave it out for the usual one")
     pinned = routing.domain
@@ -357,10 +341,14 @@ def _check_slices(
             )
 
 
-def _check_pages(
-    verb: str, side: str, pages: Pages, page_bytes: int, limit: int, region: object
-) -> tuple[int, int]:
-    """Return offset and stride of pages that are all inside their region."""
+def _starts(
+    verb: str, side: str, pages: Pages, page_bytes: int, region: tuple[int, int, object]
+) -> tuple[Column, int]:
+    """Return address and stride of pages that are all inside their (first byte, length, region).
+
+    The addresses are a column, or a plain int where there is one page.
+    """
+    first, limit, name = region
     offset, stride = pages.offset, pages.stride
     if stride is None:
         stride = page_bytes
@@ -368,14 +356,14 @@ def _check_pages(
     if end > limit:
         raise BadRequest(
             f"{verb}: {side} page {pages.index_max} ends at byte {end} (offset {offset}, "
-            f"stride {stride}, page {page_bytes}), outside the {limit} bytes of {region}"
+            f"stride {stride}, page {page_bytes}), outside the {limit} bytes of {name}"
         )
-    return offset, stride
+    if len(pages.indices) == 1:
+        return first + offset + pages.index_max * stride, stride
+    return pages.starts(stride, first + offset), stride
 
 
-def _refuse_overlap(
-    verb: str, pages: Pages, page_bytes: int, stride: int, side: str = "target"
-) -> None:
+def _refuse_overlap(verb: str, pages: Pages, page_bytes: int, stride: int, side: str) -> None:
     """Refuse pages that share bytes where they arrive: which would win is undefined.
 
     Pages are listed twice, or the stride is below their size; then they overlap perhaps.
@@ -530,36 +518,9 @@ def paged_read_job(
             overlap, an immediate beyond 32 bits, or a NIC that is not there.
     """
     verb = "submit_paged_reads"
-    (remote, there), (mr, here) = src, dst
-    for pages in (there, here):
-        if not isinstance(pages, Pages):
-            raise BadRequest(f"{verb}: a page list is a tep.Pages, not a {type(pages).__name__}")
-    npages = len(there)
-    if npages != len(here):
-        raise BadRequest(
-            f"{verb}: {npages} source pages but {len(here)} destination pages; one each"
-        )
-    page_bytes = check_int(f"{verb}: page_bytes", page_bytes)
-    if not 0 <= page_bytes <= ROW_BYTES_MAX:
-        raise BadRequest(
-            f"{verb}: page_bytes={shown(page_bytes)} is outside 0 .. {ROW_BYTES_MAX}; cut the pages"
-        )
-    _check_routing(verb, routing, nlocal)
-    _refuse_shards(verb, routing, "pages stay whole, only single reads shard")
-    limit = mr.memory.nbytes
-    there_at, there_stride = _check_pages(
-        verb, "source", there, page_bytes, remote.nbytes, remote.desc
-    )
-    here_at, here_stride = _check_pages(verb, "destination", here, page_bytes, limit, mr)
-    if npages > 1 and page_bytes and not (here_stride >= page_bytes and here.distinct):
-        _refuse_overlap(verb, here, page_bytes, here_stride, "destination")
-    columns = (
-        _addresses(here, here_stride, mr.memory.ptr + here_at),
-        _addresses(there, there_stride, remote.bases[0] + there_at),
-        page_bytes,
-    )
-    total = npages * page_bytes
-    return ReadJob("paged read", mr.root, remote, columns, imm, npages, total, page_bytes, routing)
+    columns, npages = _paged(verb, page_bytes, dst, src, routing, nlocal, reads=True)
+    total, longest = npages * columns[2], columns[2]
+    return ReadJob("paged read", dst[0].root, src[0], columns, imm, npages, total, longest, routing)
 
 
 def check_pair(verb: str, src: object, dst: object, second: str, *, reads: bool = False) -> None:

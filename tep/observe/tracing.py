@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from tep.backends.base import Batch, Completions, Domain, Kind, ReadDomain
 from tep.base.errors import UsageError
 from tep.core.handles import Expectation, Handle, Transfer, names_of
-from tep.core.posting import Pending
-from tep.drivers.threads import Driver, InlineDriver, ThreadDriver
+from tep.drivers.threads import InlineDriver, ThreadDriver
 from tep.observe.trace import Mark, Span, Trace
 
 __all__ = ["record"]
@@ -29,41 +28,6 @@ _FEW: Final = 24
 
 _IMMS_MAX: Final = 8
 """Number of different immediates of one poll up to which each gets a mark; more share one."""
-
-
-class _Group(Protocol):
-    domains: tuple[Domain, ...]
-    batches: dict[int, Pending]
-
-
-class _Journal(Protocol):
-    listeners: list[Callable[[str, str], object]]
-
-
-class _Worker(Protocol):
-    @property
-    def group(self) -> _Group: ...
-    @property
-    def journal(self) -> _Journal: ...
-
-    _settled: list[Handle]
-
-    def unsettled(self) -> list[Handle]: ...
-
-
-class Traced(Protocol):
-    """The engine as a recorder uses it; see `tep.engine.machine.Machine`."""
-
-    name: str
-    driver: Driver
-    tracer: object | None
-    step: Callable[[], bool]
-
-    @property
-    def worker(self) -> _Worker: ...
-
-    def observe(self, observer: Callable[[list[Handle]], object]) -> None: ...
-    def unobserve(self, observer: Callable[[list[Handle]], object]) -> None: ...
 
 
 class _Out:
@@ -177,9 +141,13 @@ class _Tap:
 
 
 class _Recorder:
-    """Records one engine into a trace."""
+    """Records one engine into a trace.
 
-    def __init__(self, machine: Traced, trace: Trace) -> None:
+    Attributes:
+        machine: `tep.engine.machine.Machine`, which stands above this room.
+    """
+
+    def __init__(self, machine: Any, trace: Trace) -> None:
         self.machine = machine
         self.trace = trace
         self.now_s = machine.driver.now_s
@@ -221,7 +189,7 @@ class _Recorder:
         """Time a step of the worker, and record it if there was work."""
         start_s = self.now_s()
         cpu_ns = time.thread_time_ns() if self._real else 0
-        work = self._step()
+        work: bool = self._step()
         if work:
             args = {"cpu_us": (time.thread_time_ns() - cpu_ns) / 1000} if self._real else {}
             name = self.machine.name
@@ -271,7 +239,7 @@ def _sums(found: Completions) -> dict[int, int]:
     return dict(zip(values.tolist(), sums.tolist(), strict=True))
 
 
-def record(machine: Traced, trace: Trace) -> Callable[[], None]:
+def record(machine: Any, trace: Trace) -> Callable[[], None]:
     """Record an engine into a trace from now on; return the function that ends it."""
     recorder = _Recorder(machine, trace)
     machine.driver.call(recorder.start)

@@ -24,9 +24,6 @@ NOT_OURS = {
 }
 """Words that were used for a thing that has another, and the other."""
 
-KEPT = {"EngineStats.rows_outstanding": "a public field since the first release"}
-"""Names that keep such a word, and why."""
-
 OPENINGS = ("What ", "Who ", "Whom ", "Of ", "Where ", "How ", "As ")
 """Words that no docstring starts with; it starts with a verb or "The", or is a noun phrase."""
 
@@ -62,16 +59,11 @@ def test_public_names_use_the_words_of_the_dictionary() -> None:
     """A second word for a thing makes a reader look for a second thing."""
     found = {
         f"{name}: say {NOT_OURS[word]}"
-        for name in _public_names() - KEPT.keys()
+        for name in _public_names()
         for word in {word.removesuffix("s") for word in _words(name)} & NOT_OURS.keys()
     }
 
     assert set() == found
-
-
-def test_exceptions_are_still_there() -> None:
-    """An exception that outlives its name hides the next offender."""
-    assert set() == KEPT.keys() - _public_names()
 
 
 def test_a_word_has_one_entry() -> None:

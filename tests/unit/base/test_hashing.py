@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from tep.base.hashing import below, below_array, draw, draw_array, hash64, stream_key
+from tep.base.hashing import below, below_array, draw, draw_array, stream_key
 from tep.sim.draws import Stream
 
 _EDGES = (0, 1, 2, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+
+
+def hash64(seed: int, stream: int, entity: int, index: int = 0) -> int:
+    return draw(stream_key(seed, stream), entity, index)
 
 
 def test_scalar_and_vector_are_equal() -> None:

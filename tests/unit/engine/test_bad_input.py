@@ -336,7 +336,7 @@ def test_descriptors_of_another_version_are_refused(s) -> None:
     """A field that moved would be read as another."""
     data = bytearray(s.desc.to_bytes())
     data[4:6] = (1).to_bytes(2, "little")
-    with pytest.raises(BadDescriptor, match="wire version 1, this tep reads 4; run the same rel"):
+    with pytest.raises(BadDescriptor, match="wire version 1, this tep reads 5; run the same rel"):
         MrDesc.from_bytes(data)
 
 
