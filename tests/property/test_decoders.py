@@ -26,7 +26,7 @@ from tep.apps.kvcache import messages as kvcache_messages
 from tep.apps.kvcache import pipes as kvcache_pipes
 from tep.apps.kvcache.blocks import messages as block_messages
 from tep.apps.moe.config import MoeConfig
-from tep.apps.moe.turn import pack_hello, unpack_hellos
+from tep.apps.moe.proxy import pack_hello, unpack_hellos
 from tep.apps.rl import ports as rl_ports
 from tep.apps.rl import remote as rl_remote
 from tep.apps.rl import routes as rl_routes
@@ -161,7 +161,7 @@ CASES: dict[str, list[Case]] = {
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],
     "tep/apps/kvcache/pipes.py::decode": [Case(kvcache_pipes.decode, structs(kvcache_pipes))],
-    "tep/apps/moe/turn.py::unpack_hellos": [
+    "tep/apps/moe/proxy.py::unpack_hellos": [
         Case(lambda data: unpack_hellos(CONFIG, 0, [data]), [pack_hello(CONFIG, DESC, b"link")])
     ],
     "tep/apps/rl/ports.py::Regions.from_bytes": [

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.apps.moe.config import MoeConfig
-from tep.apps.moe.routing import Routes, private_limits, sort_copies
+from tep.apps.moe.config import MoeConfig, Routes, private_limits, sort_copies
 
 
 @st.composite

@@ -15,13 +15,11 @@ import pytest
 from tep.apps.moe import payload as payload_room
 from tep.apps.moe import proxy as proxy_room
 from tep.apps.moe.alltoall import AllToAll
-from tep.apps.moe.config import Format
+from tep.apps.moe.config import Format, Routes
 from tep.apps.moe.group import NvlinkPort
 from tep.apps.moe.payload import Payload, weighted_sum
-from tep.apps.moe.proxy import Proxy
-from tep.apps.moe.routing import Routes
+from tep.apps.moe.proxy import DISPATCHED, Proxy
 from tep.apps.moe.trial import Trial, run_trial
-from tep.apps.moe.turn import DISPATCHED
 from tests.gate.registry import Change, changed
 from tests.support.effort import effort
 from tests.support.planted import first_shown
@@ -242,7 +240,7 @@ def flag_before_push() -> list[Change]:
     async def early(self, moves, peers, flag):
         if self._link is not None and peers:
             self._link.signal(peers, flag)
-            await self._link.push(moves)
+            await self._link.move(moves, pushes=True)
             return 0.0
         return await push(self, moves, peers, flag)
 

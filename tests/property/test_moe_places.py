@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.apps.moe.config import Layout, MoeConfig
+from tep.apps.moe.config import Layout, MoeConfig, Routes, private_limits, sort_copies
 from tep.apps.moe.payload import Payload
-from tep.apps.moe.routing import Routes, private_limits, sort_copies
-from tep.apps.moe.turn import Peers
+from tep.apps.moe.proxy import Peers
 
 # Each example walks through every copy of every rank.
 SOME = settings(max_examples=max(10, settings().max_examples // 4))

@@ -15,18 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 import tep
-from tep.apps.moe.config import MoeConfig
+from tep.apps.moe.config import MoeConfig, sort_copies
 from tep.apps.moe.group import Group, Move
-from tep.apps.moe.kernels import HostKernels, Kernels, spend
+from tep.apps.moe.kernels import Kernels, spend
 from tep.apps.moe.nodesum import NodeSums
 from tep.apps.moe.payload import Payload, Received
-from tep.apps.moe.proxy import Proxy
-from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Verdict, Vote
-from tep.apps.moe.routing import sort_copies
-from tep.apps.moe.turn import (
+from tep.apps.moe.proxy import (
     PULL,
     PUSHED,
     Peers,
+    Proxy,
     Turn,
     imm_of,
     living_places,
@@ -36,6 +34,7 @@ from tep.apps.moe.turn import (
     pack_hello,
     unpack_hellos,
 )
+from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Verdict, Vote
 
 __all__ = ["AllToAll"]
 
@@ -81,7 +80,7 @@ class AllToAll:
         self.marks_s: dict[str, float] = {}
         self._engine = engine
         self._group = group
-        self._kernels: Kernels = kernels or HostKernels()
+        self._kernels = kernels or Kernels()
         self._link = group.link
         self._guard = Guard(self.config.timeout_s, f"rank {group.rank}")
         self._started = False
@@ -284,7 +283,7 @@ class AllToAll:
         arrivals = turn.arrivals = routes.arrivals(self.rank)
         pulls = near_rest(self._peers, self._payload.layout, routes)
         if pulls and self._link is not None:
-            await self._link.pull(pulls)
+            await self._link.move(pulls, pushes=False)
         self._mark("node link")
         copies = routes.copies[:, self.rank]
         far = sum(int(copies[g]) for g, p in self._peers.sources.items() if not self._peers.near(p))
@@ -419,7 +418,7 @@ class AllToAll:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if moves:
-            await self._link.push(moves)
+            await self._link.move(moves, pushes=True)
         self._link.signal(peers, flag)
         return loop.time() - start_s
 

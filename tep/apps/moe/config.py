@@ -1,4 +1,4 @@
-"""One all-to-all: shapes, formats and options, the sizes that follow from them, and the arena.
+"""One all-to-all: shapes, formats and options, the sizes that follow, the arena, and all places.
 
 Values and arithmetic only; no memory, no engine. The bounds stated here are what buffers are sized
 by, and tests/property/test_moe_bounds.py proves that they hold and are reached. All ranks have the
@@ -6,19 +6,28 @@ same layout, so that an offset computed here is valid at every peer. In order: o
 private areas by group, the shared area (these three in slots of one size, so that one gather reads
 all), results to send, results received, routes received, own routes, votes, and, where a node adds
 up what it sends back, partial sums and sums.
+
+A *copy* is one (token, expert) pair. A group's copies are ordered by expert, then token, so that
+those for one rank, and for one expert, stand together: a block. Rule 1: every place is a function
+of the routes alone (counts of copies by group and expert), so all ranks compute the same.
+Rule 2: how many immediates a rank counts is computed from the routes too, never measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
-from tep import UsageError
+import numpy as np
+import numpy.typing as npt
+
+from tep import BadRequest, UsageError
 
 __all__ = [
-    "HEADER_BYTES", "PARTIAL_HEAD_BYTES", "ROUTE_HEAD_BYTES", "VOTE_BYTES", "Format", "Layout",
-    "MoeConfig", "OnDead",
+    "HEADER_BYTES", "NOWHERE", "PARTIAL_HEAD_BYTES", "ROUTE_HEAD_BYTES", "VOTE_BYTES", "Arrivals",
+    "Batch", "Format", "Ints", "Layout", "MoeConfig", "OnDead", "Routes", "private_limits",
+    "sort_copies",
 ]  # fmt: skip
 
 
@@ -274,6 +283,7 @@ ROUTE_HEAD_BYTES: Final = 16
 PARTIAL_HEAD_BYTES: Final = 16  # of a block: how many rows follow; of a row: its token
 VOTE_BYTES: Final = 192  # four u64 and a bitmap of 1,024 ranks, rounded up
 _AREA_ALIGN: Final = 256
+_PACKED: Final = {"private", "shared", "routes_out"}  # follow the area before without a gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,38 +323,212 @@ class Layout:
         """Lay a configuration out."""
         stride, result = config.dispatch_stride, config.combine_stride
         route = ROUTE_HEAD_BYTES + 4 * config.num_experts
-        private = config.sent_copies_max * stride
-        shared = private + config.groups * config.private_tokens * stride
-        results_out = _area(shared + config.shared_copies_max * stride)
-        results_in = _area(results_out + config.received_copies_max * result)
-        routes_in = _area(results_in + config.sent_copies_max * result)
-        routes_out = routes_in + config.groups * route
-        votes = _area(routes_out + route)
-        partials_out = _area(votes + (2 * config.world + 1) * VOTE_BYTES)
-        nodes, summed = config.world // config.node_size, config.sums == "node"
         block = PARTIAL_HEAD_BYTES + config.max_tokens * (result + PARTIAL_HEAD_BYTES)
-        partials_in = _area(partials_out + summed * config.node_size * block)
-        nodes_out = _area(partials_in + summed * config.world * block)
-        nodes_in = _area(nodes_out + summed * nodes * config.max_tokens * result)
-        return cls(
-            stride=stride,
-            result_stride=result,
-            route_bytes=route,
-            send=0,
-            private=private,
-            shared=shared,
-            results_out=results_out,
-            results_in=results_in,
-            routes_in=routes_in,
-            routes_out=routes_out,
-            votes=votes,
-            partials_out=partials_out,
-            partials_in=partials_in,
-            nodes_out=nodes_out,
-            nodes_in=nodes_in,
-            nbytes=_area(nodes_in + summed * nodes * config.max_tokens * result),
+        summed = config.sums == "node"
+        nodes = summed * config.world // config.node_size * config.max_tokens * result
+        sizes = {
+            "send": config.sent_copies_max * stride,
+            "private": config.groups * config.private_tokens * stride,
+            "shared": config.shared_copies_max * stride,
+            "results_out": config.received_copies_max * result,
+            "results_in": config.sent_copies_max * result,
+            "routes_in": config.groups * route,
+            "routes_out": route,
+            "votes": (2 * config.world + 1) * VOTE_BYTES,
+            "partials_out": summed * config.node_size * block,
+            "partials_in": summed * config.world * block,
+            "nodes_out": nodes,
+            "nodes_in": nodes,
+        }
+        at, areas = 0, {}
+        for name, nbytes in sizes.items():
+            areas[name] = at if name in _PACKED else _up(at, _AREA_ALIGN)
+            at = areas[name] + nbytes
+        end = _up(at, _AREA_ALIGN)
+        return cls(stride=stride, result_stride=result, route_bytes=route, nbytes=end, **areas)
+
+
+# ---------------------------------------------------------------------- places
+
+
+Ints = npt.NDArray[np.int64]
+
+NOWHERE: Final = -1
+"""An index that chooses no expert."""
+
+
+class Batch(NamedTuple):
+    """The copies of one group's tokens, in sending order.
+
+    Attributes:
+        tokens: i64[copies], token of each copy.
+        slots: i64[copies], which of the token's R choices it is.
+        experts: i64[copies].
+        counts: i64[E], copies of each expert.
+        place: i64[n, R], position of each choice in sending order, or NOWHERE.
+    """
+
+    tokens: Ints
+    slots: Ints
+    experts: Ints
+    counts: Ints
+    place: Ints
+
+
+def sort_copies(
+    indices: npt.NDArray[np.integer], config: MoeConfig, alive: npt.NDArray[np.bool_] | None = None
+) -> Batch:
+    """Order the copies of a batch by expert, then token.
+
+    Args:
+        indices: int[n, R], expert of each choice, or NOWHERE; a token's choices are distinct.
+        config: of the all-to-all.
+        alive: bool[world]; choices of a dead rank's experts are dropped. None: all live.
+
+    Raises:
+        BadRequest: wrong shape, too many tokens, an unknown expert, or one chosen twice.
+    """
+    found = np.asarray(indices)
+    if found.ndim != 2 or found.shape[1] != config.topk or found.dtype.kind not in "iu":
+        raise BadRequest(
+            f"indices of shape {found.shape} {found.dtype}; integers [tokens, {config.topk}]"
         )
+    if len(found) > config.max_tokens:
+        raise BadRequest(f"{len(found)} tokens, but max_tokens={config.max_tokens}")
+    chosen = found.astype(np.int64)
+    if chosen.size and not NOWHERE <= int(chosen.min()) <= int(chosen.max()) < config.num_experts:
+        raise BadRequest(
+            f"indices from {int(chosen.min())} to {int(chosen.max())}; experts are 0 to "
+            f"{config.num_experts - 1}, and {NOWHERE} is none"
+        )
+    _refuse_twice(chosen)
+    used = chosen != NOWHERE
+    if alive is not None and not alive.all():
+        used &= alive[np.maximum(chosen, 0) // config.local_experts]
+    tokens, slots = np.nonzero(used)
+    experts = chosen[tokens, slots]
+    order = np.argsort(experts, kind="stable")
+    tokens, slots, experts = tokens[order], slots[order], experts[order]
+    place = np.full(chosen.shape, NOWHERE, np.int64)
+    place[tokens, slots] = np.arange(len(order))
+    counts = np.bincount(experts, minlength=config.num_experts)
+    return Batch(tokens, slots, experts, counts, place)
 
 
-def _area(value: int) -> int:
-    return _up(value, _AREA_ALIGN)
+def _refuse_twice(chosen: Ints) -> None:
+    ordered = np.sort(chosen, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOWHERE)
+    if twice.any():
+        token, at = (int(found[0]) for found in np.nonzero(twice))
+        raise BadRequest(f"token {token} chooses expert {int(ordered[token, at])} more than once")
+
+
+class Arrivals(NamedTuple):
+    """Every copy that one rank gets, in the order of its output: by expert, group, position.
+
+    Attributes:
+        group: i64[copies], where it comes from.
+        place: i64[copies], position among the copies from that group to this rank.
+        row: i64[copies], where it stands in the padded output.
+        counts: i64[L], copies of each expert.
+        starts: i64[L + 1], first row of each expert, and the end.
+    """
+
+    group: Ints
+    place: Ints
+    row: Ints
+    counts: Ints
+    starts: Ints
+
+
+def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
+    """Number of private slots of each group at each rank; i64[G, world].
+
+    Args:
+        config: of the all-to-all.
+        before: routes of the turn before, which all ranks know; None: there was none.
+
+    Returns:
+        Equal shares; or, with adaptive sizes, shares by what came the turn before and two standard
+        deviations more. The slots of a rank stay G * private_tokens in all, and never leave more
+        for the shared area than equal shares could: a group gets T * min(R, L) at the most, and
+        all that is there is shared out.
+    """
+    each = np.full((config.groups, config.world), config.private_tokens, np.int64)
+    if before is None or config.private_sizes == "equal":
+        return each
+    most = config.max_tokens * config.copies_per_token
+    own = np.arange(config.world) // config.dp_size == np.arange(config.groups)[:, None]
+    budget = (config.groups - 1) * min(config.private_tokens, most)
+    wish = before.copies + np.ceil(2 * np.sqrt(before.copies)).astype(np.int64)
+    wish = np.where(own, 0, np.minimum(wish, most))
+    # A peer that gets a second burst costs the same whether it is one copy or fifty: so where the
+    # slots do not suffice for all, the small ones are served whole.
+    order = np.argsort(wish, axis=0, kind="stable")
+    ordered = np.take_along_axis(wish, order, axis=0)
+    served = np.where(np.cumsum(ordered, axis=0) <= budget, ordered, 0)
+    limits = np.zeros_like(wish)
+    np.put_along_axis(limits, order, served, axis=0)
+    room = np.where(own, 0, most) - limits
+    left = budget - limits.sum(axis=0)
+    limits += np.clip(left - (np.cumsum(room, axis=0) - room), 0, room)
+    return limits
+
+
+class Routes:
+    """The counts of one turn, and all places that follow from them.
+
+    Args:
+        config: of the all-to-all.
+        counts: i64[G, E], copies by group and expert.
+        limits: i64[G, world], private slots of each group at each rank.
+
+    Attributes:
+        counts: as given.
+        copies: i64[G, world], copies from each group to each rank.
+        starts: i64[G, world], where a rank's block starts in the group's sending order.
+        private: i64[G, world], copies that go to the private area.
+        rest: i64[G, world], copies that go to the shared area.
+        private_at: i64[G, world], where a group's slots start in a rank's private area.
+        shared_at: i64[G, world], where the rest of a group starts in a rank's shared area.
+    """
+
+    def __init__(self, config: MoeConfig, counts: Ints, limits: Ints) -> None:
+        assert counts.shape == (config.groups, config.num_experts), counts.shape
+        self.config = config
+        self.counts = counts
+        shape = (config.groups, config.world, config.local_experts)
+        self.copies: Ints = counts.reshape(shape).sum(axis=2)
+        self.starts: Ints = np.cumsum(self.copies, axis=1) - self.copies
+        own = np.arange(config.world) // config.dp_size
+        foreign = own[None, :] != np.arange(config.groups)[:, None]
+        self.private: Ints = np.minimum(self.copies, limits) * foreign
+        self.private_at: Ints = np.cumsum(limits, axis=0) - limits
+        self.rest: Ints = (self.copies - self.private) * foreign
+        self.shared_at: Ints = np.cumsum(self.rest, axis=0) - self.rest
+
+    def result_starts(self, rank: int) -> Ints:
+        """Start of each group's block in a rank's combine source; i64[G]."""
+        mine = self.copies[:, rank]
+        return np.cumsum(mine) - mine
+
+    def arrivals(self, rank: int) -> Arrivals:
+        """Every copy that a rank gets."""
+        config = self.config
+        first = rank * config.local_experts
+        mine = self.counts[:, first : first + config.local_experts]
+        before = np.cumsum(mine, axis=1) - mine  # in the block of its group
+        totals = mine.sum(axis=0)
+        padded = -(-totals // config.expert_padding) * config.expert_padding
+        starts = np.concatenate(([0], np.cumsum(padded)))
+        rows = starts[:-1] + np.cumsum(mine, axis=0) - mine  # first row of (group, expert)
+        lengths = mine.T.ravel()  # expert by expert, group by group
+        run = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        group = np.tile(np.arange(config.groups), config.local_experts)
+        return Arrivals(
+            np.repeat(group, lengths),
+            np.repeat(before.T.ravel(), lengths) + run,
+            np.repeat(rows.T.ravel(), lengths) + run,
+            totals,
+            starts,
+        )

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from tep import UsageError
+from tep.apps.moe.config import Batch
 from tep.apps.moe.payload import Bytes
-from tep.apps.moe.routing import Batch
 
 if TYPE_CHECKING:
     from tep import MrDesc, TransferEngine
@@ -167,11 +167,8 @@ class NodeLink(Protocol):
     ) -> None:
         """Meet the peers of the node: rank -> hello and arena descriptor."""
 
-    def push(self, moves: Sequence[Move]) -> Awaitable[None]:
-        """Store bytes into peers' arenas; done once they are all there."""
-
-    def pull(self, moves: Sequence[Move]) -> Awaitable[None]:
-        """Load bytes from peers' arenas."""
+    def move(self, moves: Sequence[Move], *, pushes: bool) -> Awaitable[None]:
+        """Store bytes into peers' arenas, done once they are all there; or load them from there."""
 
     def signal(self, peers: Sequence[int], flag: int) -> None:
         """Add one to a flag (an immediate's value) at each peer, behind all pushes so far."""
@@ -291,13 +288,7 @@ class NvlinkPort:
     ) -> None:
         self._peers = {rank: self._fabric.ports[rank] for rank in hellos}
 
-    async def push(self, moves: Sequence[Move]) -> None:
-        await self._move(moves, pushes=True)
-
-    async def pull(self, moves: Sequence[Move]) -> None:
-        await self._move(moves, pushes=False)
-
-    async def _move(self, moves: Sequence[Move], *, pushes: bool) -> None:
+    async def move(self, moves: Sequence[Move], *, pushes: bool) -> None:
         fabric, mine = self._fabric, self._rank
         loads: dict[tuple[int, int], int] = {}
         jobs: list[tuple[Bytes, Bytes]] = []
@@ -389,13 +380,7 @@ class SharedMemory:
             finally:
                 os.close(fd)
 
-    async def push(self, moves: Sequence[Move]) -> None:
-        await self._move(moves, pushes=True)
-
-    async def pull(self, moves: Sequence[Move]) -> None:
-        await self._move(moves, pushes=False)
-
-    async def _move(self, moves: Sequence[Move], *, pushes: bool) -> None:
+    async def move(self, moves: Sequence[Move], *, pushes: bool) -> None:
         assert self.arena is not None, "allocate() comes first"
         for peer, here, there, nbytes in moves:
             mine, theirs = self.arena[here : here + nbytes], self._peers[peer][there:][:nbytes]

@@ -1,6 +1,6 @@
 """A model of the durations of a GPU's kernels and host proxy; numbers come from a file.
 
-`HostKernels` is no GPU: numpy does the work, in its own time, and nothing is added. What the
+`Kernels` itself is no GPU: numpy does the work, in its own time, and nothing is added. What the
 numbers of `Gpu` are, where they come from, and where they are wrong stands in profiles/README.md.
 """
 
@@ -11,80 +11,57 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Final, Protocol
+from typing import Final
 
 from tep import UsageError
 
-__all__ = ["Gpu", "HostKernels", "Kernels", "load_gpu", "numbers_of", "spend"]
+__all__ = ["Gpu", "Kernels", "load_gpu", "numbers_of", "spend"]
 
 _SCALE: Final = {"us": 1e-6, "ns": 1e-9, "GB/s": 1e9, "B": 1.0, "1": 1.0}
 _CONFIDENCES: Final = ("measured", "quoted", "fitted", "guessed")
 
 
-class Kernels(Protocol):
-    """Seconds of each stage; `copies` are token copies, `stride` their bytes."""
+class Kernels:
+    """Seconds of each stage beyond numpy's own: none. `copies` are token copies, `stride` their
+    bytes.
+    """
 
     def launch_s(self) -> float:
         """Kernel start to its first word written."""
+        return 0.0
 
     def watch_s(self) -> float:
         """Word written to proxy running, beyond what the engine's own look costs."""
+        return 0.0
 
     def flag_s(self) -> float:
         """Proxy to a waiting kernel."""
+        return 0.0
 
-    def routes_s(self, entries: int, rest: int) -> float:
-        """Proxy's CPU for the routes: `entries` counts, and second bursts to `rest` peers."""
+    def routes_s(self, _entries: int, _rest: int, /) -> float:
+        """Proxy's CPU for the routes: so many counts, and second bursts to so many peers."""
+        return 0.0
 
-    def copy_s(self, copies: int, stride: int) -> float:
+    def copy_s(self, _copies: int, _stride: int, /) -> float:
         """Staging: read and write each copy in the GPU's memory."""
+        return 0.0
 
-    def send_rest_s(self, stage: str, pushed_s: float) -> float:
-        """Rest of a send kernel ("dispatch", "combine") once pushes took `pushed_s`."""
+    def send_rest_s(self, _stage: str, _pushed_s: float, /) -> float:
+        """Rest of a send kernel ("dispatch", "combine") once pushes took `_pushed_s`."""
+        return 0.0
 
-    def receive_launch_s(self, stage: str) -> float:
+    def receive_launch_s(self, _stage: str, /) -> float:
         """Start of a receive kernel, before it can use what arrives."""
+        return 0.0
 
-    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+    def sum_s(self, _copies: int, _tokens: int, _stride: int, /) -> float:
         """Weighted sum: read each result, write each token."""
-
-
-class HostKernels:
-    """Adds no time to what numpy takes. A Kernels."""
-
-    def launch_s(self) -> float:
-        return 0.0
-
-    def watch_s(self) -> float:
-        return 0.0
-
-    def flag_s(self) -> float:
-        return 0.0
-
-    def routes_s(self, entries: int, rest: int) -> float:
-        del entries, rest
-        return 0.0
-
-    def copy_s(self, copies: int, stride: int) -> float:
-        del copies, stride
-        return 0.0
-
-    def send_rest_s(self, stage: str, pushed_s: float) -> float:
-        del stage, pushed_s
-        return 0.0
-
-    def receive_launch_s(self, stage: str) -> float:
-        del stage
-        return 0.0
-
-    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
-        del copies, tokens, stride
         return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU with its proxy, by the numbers of a file. A Kernels; seconds and bytes a second.
+class Gpu(Kernels):
+    """A GPU with its proxy, by the numbers of a file; seconds and bytes a second.
 
     Attributes:
         name: of the file.
@@ -132,13 +109,13 @@ class Gpu:
     def flag_s(self) -> float:
         return self.flag
 
-    def routes_s(self, entries: int, rest: int) -> float:
+    def routes_s(self, entries: int, rest: int, /) -> float:
         return self.route_entry * entries + self.rest_peer * rest
 
-    def copy_s(self, copies: int, stride: int) -> float:
+    def copy_s(self, copies: int, stride: int, /) -> float:
         return 2 * copies * stride / self.memory_bytes_s
 
-    def send_rest_s(self, stage: str, pushed_s: float) -> float:
+    def send_rest_s(self, stage: str, pushed_s: float, /) -> float:
         whole, stride = self.dispatch_send, self._DISPATCH
         if stage == "combine":
             whole, stride = self.combine_send, self._COMBINE
@@ -146,12 +123,12 @@ class Gpu:
         # What was pushed has taken its time already; the part that hides is not paid twice.
         return rest - min(pushed_s, self.push_hidden)
 
-    def receive_launch_s(self, stage: str) -> float:
+    def receive_launch_s(self, stage: str, /) -> float:
         if stage == "combine":
             return self.combine_recv - self.sum_s(self._COPIES, self._TOKENS, self._COMBINE)
         return self.dispatch_recv - self.copy_s(self._COPIES, self._DISPATCH)
 
-    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+    def sum_s(self, copies: int, tokens: int, stride: int, /) -> float:
         return (copies + tokens) * stride / self.memory_bytes_s
 
 

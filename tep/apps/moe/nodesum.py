@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 import tep
-from tep.apps.moe.config import PARTIAL_HEAD_BYTES
+from tep.apps.moe.config import NOWHERE, PARTIAL_HEAD_BYTES, Batch, Ints
 from tep.apps.moe.group import Move, NodeLink
 from tep.apps.moe.kernels import spend
 from tep.apps.moe.payload import F32, Bytes, from_f32, like, to_f32, weighted_sum
-from tep.apps.moe.routing import NOWHERE, Batch, Ints
-from tep.apps.moe.turn import COMBINE, Turn, Word, imm_of, partial_flag
+from tep.apps.moe.proxy import COMBINE, Turn, Word, imm_of, partial_flag
 
 if TYPE_CHECKING:
     from tep.apps.moe.proxy import Proxy
@@ -116,7 +115,7 @@ class NodeSums:
                 self._write(here if local != self._local else there, partial)
             if local != self._local:
                 moves.append(Move(mine + local, here, there, nbytes))
-        await self._link.push(moves)
+        await self._link.move(moves, pushes=True)
         flag = partial_flag(payload.config.imm_base, turn.number, node)
         self._link.signal([move.peer for move in moves], flag)
 

@@ -15,8 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import BadRequest
-from tep.apps.moe.config import HEADER_BYTES, ROUTE_HEAD_BYTES, Format, Layout, MoeConfig
-from tep.apps.moe.routing import NOWHERE, Arrivals, Batch, Ints, Routes
+from tep.apps.moe.config import (
+    HEADER_BYTES,
+    NOWHERE,
+    ROUTE_HEAD_BYTES,
+    Arrivals,
+    Batch,
+    Format,
+    Ints,
+    Layout,
+    MoeConfig,
+    Routes,
+)
 
 __all__ = [
     "F32", "Bytes", "Payload", "Received", "as_rows", "from_f32", "like", "to_f32",

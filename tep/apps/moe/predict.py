@@ -23,10 +23,9 @@ import numpy as np
 import tep
 from tep import Trace, sim
 from tep.apps.moe.alltoall import AllToAll
-from tep.apps.moe.config import MoeConfig
+from tep.apps.moe.config import Ints, MoeConfig, sort_copies
 from tep.apps.moe.group import Move, Nvlink, NvlinkPort, NvlinkTimes, local_groups
 from tep.apps.moe.kernels import Gpu, load_gpu
-from tep.apps.moe.routing import Ints, sort_copies
 from tep.base.units import PS_PER_S
 from tep.sim import Profile, load_profile
 
@@ -121,16 +120,6 @@ class Prediction:
     trace: Trace | None = None
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The reports of the ranks: marks of each half and turn, seconds; barriers."""
-
-    marks: dict[str, list[dict[str, float]]] = field(
-        default_factory=lambda: {"dispatch": [], "combine": []}
-    )
-    barriers: list[float] = field(default_factory=list)
-
-
 def draw_indices(workload: Workload) -> Indices:
     """Routing drawn from the seed: a token's choices are distinct; even, or skewed to few."""
     if not workload.skew:
@@ -183,7 +172,8 @@ def predict(
     nvlink = Nvlink(speed, carries_bytes=False)
     groups = local_groups(workload.ep, node_size=min(workload.gpus, workload.ep), links=nvlink.port)
     draw = indices or draw_indices(workload)
-    seen = _Seen()
+    marks: dict[str, list[dict[str, float]]] = {"dispatch": [], "combine": []}
+    barriers: list[float] = []
 
     async def rank(cluster: sim.Cluster, number: int) -> None:
         alltoall = AllToAll(
@@ -201,9 +191,9 @@ def predict(
                 first = alltoall.marks_s
                 await alltoall.combine(None)
                 if turn or workload.all_turns == 1:
-                    seen.marks["dispatch"].append(first)
-                    seen.marks["combine"].append(alltoall.marks_s)
-        seen.barriers.append(alltoall.barrier_s)
+                    marks["dispatch"].append(first)
+                    marks["combine"].append(alltoall.marks_s)
+        barriers.append(alltoall.barrier_s)
 
     with _cluster(workload, machine, network) as cluster:
         found = cluster.trace() if trace else None
@@ -211,7 +201,7 @@ def predict(
         if found is not None:
             found.stop()
     first = machine if isinstance(machine, Profile) else machine[0]
-    return replace(_summary(workload, first, seen), trace=found)
+    return replace(_summary(workload, _first_byte_s(first), marks, barriers), trace=found)
 
 
 def _shape(workload: Workload) -> dict[str, Any]:
@@ -257,16 +247,21 @@ def profile_of(workload: Workload) -> Profile:
     return profile
 
 
-def _summary(workload: Workload, profile: Profile, seen: _Seen) -> Prediction:
-    found = {op: _of(op, marks, _first_byte_s(profile)) for op, marks in seen.marks.items()}
+def _summary(
+    workload: Workload,
+    byte_s: float,
+    marks: dict[str, list[dict[str, float]]],
+    barriers: list[float],
+) -> Prediction:
+    dispatch, combine = (_of(op, marks[op], byte_s) for op in ("dispatch", "combine"))
     return Prediction(
         workload=workload,
-        dispatch_us=found["dispatch"][0],
-        combine_us=found["combine"][0],
-        p99_us=(found["dispatch"][1], found["combine"][1]),
-        dispatch_parts=found["dispatch"][2],
-        combine_parts=found["combine"][2],
-        barrier_us=min(seen.barriers) * _US,
+        dispatch_us=dispatch[0],
+        combine_us=combine[0],
+        p99_us=(dispatch[1], combine[1]),
+        dispatch_parts=dispatch[2],
+        combine_parts=combine[2],
+        barrier_us=min(barriers) * _US,
     )
 
 
@@ -382,14 +377,7 @@ class _Rank:
         self.gpu = gpu
         self.rank = rank
         self.node = min(workload.gpus, workload.ep)
-        self.config = MoeConfig(
-            num_experts=workload.experts,
-            topk=workload.topk,
-            hidden=workload.hidden,
-            num_scales=workload.scales,
-            max_tokens=workload.tokens,
-            world=workload.ep,
-        )
+        self.config = MoeConfig(world=workload.ep, **_shape(replace(workload, sums="token")))
         world = workload.ep
         self.others = [(rank + k) % world for k in range(1, world)]
         self.far = [p for p in self.others if p // self.node != rank // self.node]
@@ -404,7 +392,7 @@ class _Rank:
         arrived = self.engine.expect_imm_count(imm, self.rows(coming))
         self.post(out, stride, imm)
         moves = [Move(p, 0, 0, int(out[p]) * stride) for p in self.near if out[p]]
-        push = asyncio.ensure_future(self.link.push(moves))
+        push = asyncio.ensure_future(self.link.move(moves, pushes=True))
         await arrived
         await push
         self.link.signal(self.near, imm)

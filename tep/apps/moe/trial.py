@@ -8,8 +8,9 @@ reference is the same layer on one rank, in loops; bytes are compared, not numbe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -18,14 +19,13 @@ import numpy.typing as npt
 import tep
 from tep import sim
 from tep.apps.moe.alltoall import AllToAll
-from tep.apps.moe.config import Format, OnDead
+from tep.apps.moe.config import NOWHERE, Format, Ints, MoeConfig, OnDead
 from tep.apps.moe.group import Group, Nvlink, local_groups
 from tep.apps.moe.payload import F32, Bytes, Received, as_rows, from_f32, to_f32
-from tep.apps.moe.routing import NOWHERE, Ints
 
 __all__ = [
     "Expert", "Mismatch", "Tokens", "Trial", "Wrong", "apply_experts", "dense", "dense_layer",
-    "dense_layer_by_node", "draw_trial", "run_ranks", "run_trial", "run_turn",
+    "draw_trial", "run_ranks", "run_trial", "run_turn",
 ]  # fmt: skip
 
 
@@ -97,23 +97,9 @@ class Trial:
     @property
     def shape(self) -> dict[str, Any]:
         """Arguments of AllToAll."""
-        return {
-            "num_experts": self.world * self.local_experts,
-            "topk": self.topk,
-            "hidden": self.hidden,
-            "max_tokens": self.max_tokens,
-            "private_tokens": self.private_tokens,
-            "dp_size": self.dp_size,
-            "num_scales": self.num_scales,
-            "expert_padding": self.expert_padding,
-            "dispatch_format": self.dispatch_format,
-            "combine_format": self.combine_format,
-            "private_sizes": self.private_sizes,
-            "private_scatter": self.private_scatter,
-            "sums": self.sums,
-            "on_dead": self.on_dead,
-            "timeout_s": self.timeout_s,
-        }
+        names = {knob.name for knob in fields(MoeConfig)} & {knob.name for knob in fields(self)}
+        shape = {name: getattr(self, name) for name in names - {"world", "node_size"}}
+        return shape | {"num_experts": self.world * self.local_experts}
 
     def tokens(self, group: int, turn: int) -> Tokens:
         """Draw a group's tokens for a turn from the seed: 0 to max_tokens of them."""
@@ -194,19 +180,6 @@ def dense(
     def of(number: int, x: Bytes, scales: F32 | None) -> Any:
         return expert(trial, number, x, scales).view(width)
 
-    if trial.sums == "node":
-        return dense_layer_by_node(
-            tokens.x,
-            tokens.scales,
-            tokens.indices,
-            tokens.weights,
-            of,
-            hidden=trial.hidden,
-            combine_format=trial.combine_format,
-            node=rank // trial.node_size,
-            local_experts=trial.local_experts,
-            node_size=trial.node_size,
-        )
     return dense_layer(
         tokens.x,
         tokens.scales,
@@ -216,6 +189,8 @@ def dense(
         hidden=trial.hidden,
         combine_format=trial.combine_format,
         alive=lambda number: alive(number // trial.local_experts),
+        node=rank // trial.node_size if trial.sums == "node" else None,
+        ranks=(trial.local_experts, trial.node_size),
     )
 
 
@@ -334,6 +309,8 @@ def dense_layer(
     hidden: int,
     combine_format: Format,
     alive: Callable[[int], bool] = lambda _: True,
+    node: int | None = None,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Bytes:
     """Send each token through its experts, one by one, and sum in the order of its choices.
 
@@ -346,79 +323,37 @@ def dense_layer(
         hidden: elements of a result.
         combine_format: of a result.
         alive: whether an expert answers; the choices of others add nothing.
+        node: of the rank whose tokens these are, where other nodes add up what they send back:
+            AllToAll(sums="node"). None: they do not.
+        ranks: experts of a rank, and ranks of a node.
 
     Returns:
         u8[n, hidden * bytes of the format].
     """
-    total = np.zeros((len(x), hidden), np.float32)
-    for token in range(len(x)):
-        scale = None if x_scale is None else x_scale[token : token + 1]
-        for choice, chosen in enumerate(indices[token].tolist()):
-            if chosen >= 0 and alive(chosen):
-                result = expert(chosen, x[token : token + 1], scale)
-                rows = as_rows(result, hidden, combine_format.nbytes, "results")
-                value = to_f32(rows, combine_format).reshape(hidden)
-                total[token] += np.float32(weights[token, choice]) * value
-    return from_f32(total, combine_format)
-
-
-def dense_layer_by_node(
-    x: Any,
-    x_scale: F32 | None,
-    indices: npt.NDArray[np.integer],
-    weights: F32,
-    expert: Expert,
-    *,
-    hidden: int,
-    combine_format: Format,
-    node: int,
-    local_experts: int,
-    node_size: int,
-) -> Bytes:
-    """The same layer where other nodes add up what they send back: AllToAll(sums="node").
-
-    Args:
-        x: as of dense_layer; so are the next six.
-        x_scale: as there.
-        indices: as there.
-        weights: as there.
-        expert: as there.
-        hidden: as there.
-        combine_format: as there.
-        node: of the rank whose tokens these are.
-        local_experts: of a rank.
-        node_size: ranks of a node.
-    """
 
     def result(token: int, number: int) -> F32:
         scale = None if x_scale is None else x_scale[token : token + 1]
-        rows = as_rows(
-            expert(number, x[token : token + 1], scale), hidden, combine_format.nbytes, "results"
-        )
+        found = expert(number, x[token : token + 1], scale)
+        rows = as_rows(found, hidden, combine_format.nbytes, "results")
         return to_f32(rows, combine_format).reshape(hidden)
 
-    def rounded(value: F32) -> F32:
-        return to_f32(from_f32(value[None], combine_format), combine_format).reshape(hidden)
+    def rounded(values: Iterable[F32]) -> F32:
+        total = sum(values, np.zeros(hidden, np.float32))
+        return to_f32(from_f32(total[None], combine_format), combine_format).reshape(hidden)
 
+    of_rank, of_node = ranks[0], ranks[0] * ranks[1]
     total = np.zeros((len(x), hidden), np.float32)
     for token in range(len(x)):
-        chosen = {
-            int(e): np.float32(w) for e, w in zip(indices[token], weights[token], strict=True)
-        }
-        chosen.pop(-1, None)
-        for number, weight in chosen.items():
-            if number // (local_experts * node_size) == node:
-                total[token] += weight * result(token, number)
-        by_node: dict[int, dict[int, F32]] = {}
-        for number in sorted(chosen):
-            rank = number // local_experts
-            if rank // node_size != node:
-                ranks = by_node.setdefault(rank // node_size, {})
-                ranks.setdefault(rank, np.zeros(hidden, np.float32))
-                ranks[rank] += chosen[number] * result(token, number)
-        for ranks in by_node.values():  # ascending, and so are the ranks
-            there = np.zeros(hidden, np.float32)
-            for partial in ranks.values():
-                there += rounded(partial)
-            total[token] += rounded(there)
+        away: dict[int, F32] = {}
+        for choice, number in enumerate(indices[token].tolist()):
+            if number < 0 or not alive(number):
+                continue
+            value = np.float32(weights[token, choice]) * result(token, number)
+            if node is None or number // of_node == node:
+                total[token] += value
+            else:
+                away[number] = value
+        for _, there in groupby(sorted(away), lambda number: number // of_node):
+            by_rank = groupby(there, lambda number: number // of_rank)
+            total[token] += rounded(rounded(away[k] for k in mine) for _, mine in by_rank)
     return from_f32(total, combine_format)

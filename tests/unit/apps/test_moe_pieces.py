@@ -11,12 +11,12 @@ import pytest
 
 import tep
 from tep.apps import moe
+from tep.apps.moe.config import sort_copies
 from tep.apps.moe.group import Board, Move, SharedMemory
-from tep.apps.moe.kernels import HostKernels, load_gpu, numbers_of
+from tep.apps.moe.kernels import Kernels, load_gpu, numbers_of
 from tep.apps.moe.payload import as_rows, from_f32, like, to_f32, weighted_sum
+from tep.apps.moe.proxy import Word, cut, imm_of, partial_flag, parts_of
 from tep.apps.moe.recovery import Guard
-from tep.apps.moe.routing import sort_copies
-from tep.apps.moe.turn import Word, cut, imm_of, partial_flag, parts_of
 from tests.support.tensors import TORCHES, get_torch
 
 SMALL = {"num_experts": 8, "topk": 2, "hidden": 16, "max_tokens": 4, "world": 4}
@@ -195,11 +195,13 @@ def test_nvlink_ports_are_shared_and_switch_is_not() -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         await asyncio.gather(
-            ports[0].push([Move(1, 0, 0, 1000)]), ports[0].push([Move(2, 0, 0, 1000)])
+            ports[0].move([Move(1, 0, 0, 1000)], pushes=True),
+            ports[0].move([Move(2, 0, 0, 1000)], pushes=True),
         )
         same, start = loop.time() - start, loop.time()
         await asyncio.gather(
-            ports[0].push([Move(1, 0, 0, 1000)]), ports[2].push([Move(3, 0, 0, 1000)])
+            ports[0].move([Move(1, 0, 0, 1000)], pushes=True),
+            ports[2].move([Move(3, 0, 0, 1000)], pushes=True),
         )
         return same, loop.time() - start
 
@@ -219,7 +221,7 @@ def test_a_flag_comes_behind_what_was_pushed() -> None:
             port.allocate(4096)
             port.connect(None, {1 - rank: b""}, {})
         ports[0].arena[:] = 7
-        await ports[0].push([Move(1, 0, 0, 4096)])
+        await ports[0].move([Move(1, 0, 0, 4096)], pushes=True)
         ports[0].signal([1], 5)
         early = ports[1].arena.copy()
         await ports[1].expect(5, 1)
@@ -286,7 +288,7 @@ def test_a_word_is_seen_whether_it_is_stored_before_or_after() -> None:
 
 def test_a_host_adds_no_time() -> None:
     """On real machines numpy takes its own time; a model on top would be a lie."""
-    host = HostKernels()
+    host = Kernels()
     times = [host.launch_s(), host.watch_s(), host.flag_s(), host.routes_s(9, 9), host.copy_s(9, 9)]
     times += [host.send_rest_s("combine", 1.0), host.receive_launch_s("dispatch")]
 

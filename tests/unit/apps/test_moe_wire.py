@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from tep.apps.moe import MoeConfig
-from tep.apps.moe.config import Layout
+from tep.apps.moe.config import Layout, sort_copies
 from tep.apps.moe.payload import Payload
+from tep.apps.moe.proxy import COMBINED, PUSHED, imm_of, partial_flag
 from tep.apps.moe.recovery import Recovery
-from tep.apps.moe.routing import sort_copies
-from tep.apps.moe.turn import COMBINED, PUSHED, imm_of, partial_flag
 
 CONFIG = MoeConfig(num_experts=8, topk=2, hidden=20, max_tokens=4, world=4, num_scales=3)
 BASE = CONFIG.imm_base
