@@ -43,6 +43,11 @@ class Case:
     crash: bool = False
     lost: int = 0  # of 16 messages
 
+    @property
+    def joined(self) -> bool:
+        """Whether K and V of a layer are two planes of one tensor."""
+        return self.seed % 2 == 1
+
     @classmethod
     def draw(cls, dice: random.Random, *, trouble: bool = True) -> Case:
         shuffled = ["".join(dice.sample(AXES, len(AXES))) for _ in range(2)]
@@ -75,15 +80,18 @@ class Rank:
         whole = np.full([sizes[a] for a in axes] + [RUN], fill, np.uint8)
         self.blocks = KvBlocks(engine, tp=tp, rank=rank)
         for layer in range(LAYERS):
+            left = "".join(a for a in axes if a != "l") + "d"
+            both = whole[(slice(None),) * axes.index("l") + (layer,)]
+            if case.joined:
+                both = both.copy() if case.apart[side] else both
+                self.blocks.add(f"{layer}", layer, both, left, heads=HEADS)
             for plane in range(2):
-                cut = tuple({"l": layer, "p": plane}.get(a, slice(None)) for a in axes)
-                view = whole[cut]
-                if case.apart[side]:
-                    view = view.copy()
-                left = "".join(a for a in axes if a in "bht") + "d"
-                name = f"{layer}.{'kv'[plane]}"
-                self.blocks.add(name, layer, view, left, heads=HEADS)
-                self.views[name] = view.transpose([left.index(a) for a in "bhtd"])
+                view = both[(slice(None),) * left.index("p") + (plane,)]
+                name, rest = f"{layer}.{'kv'[plane]}", left.replace("p", "")
+                if not case.joined:
+                    view = view.copy() if case.apart[side] else view
+                    self.blocks.add(name, layer, view, rest, heads=HEADS)
+                self.views[name] = view.transpose([rest.index(a) for a in "bhtd"])
         if case.mla:
             for layer in range(LAYERS):
                 array = np.full((BLOCKS, 2, RUN), fill, np.uint8)

@@ -164,13 +164,12 @@ class KvMemory:
         layout, shape = self.layout, self.shapes[rank]
         blocks = KvBlocks(self.engines[rank], tp=self.tp, rank=rank)
         for spec, held in zip(layout.buffers, self._buffers[rank], strict=False):
-            dims = (self.npages, len(shape.heads(spec)), layout.page_tokens, spec.token_bytes)
-            step = shape.page_bytes(spec) * self.npages
-            for index in range(spec.layers * spec.planes):
-                layer, plane = divmod(index, spec.planes)
-                view = _View(held.address + index * step, dims, held.device)
-                name, place = f"{spec.name}.{layer}.{plane}", spec.first_layer + layer
-                blocks.add(name, place, view, "bhtd", heads=spec.heads)
+            heads = len(shape.heads(spec))
+            dims = (spec.planes, self.npages, heads, layout.page_tokens, spec.token_bytes)
+            for layer in range(spec.layers):
+                at = held.address + layer * shape.layer_bytes(spec, self.npages)
+                view, place = _View(at, dims, held.device), spec.first_layer + layer
+                blocks.add(f"{spec.name}.{layer}", place, view, "pbhtd", heads=spec.heads)
         tails = self._buffers[rank][-1]
         view = _View(tails.address, (self.tail_slots, self.tail_bytes), tails.device)
         blocks.add("tail", layout.layers, view, "bd", heads=1, group=1)

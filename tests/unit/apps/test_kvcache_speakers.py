@@ -11,7 +11,18 @@ import pytest
 
 from tep import BadDescriptor, NetAddr, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvBlocks, KvReceiver, KvSender, cache
-from tep.apps.kvcache.blocks.messages import Cancel, Card, Ended, Go, Note, Over, Refuse, encode
+from tep.apps.kvcache.blocks.messages import (
+    Cancel,
+    Card,
+    Ended,
+    Go,
+    Note,
+    Over,
+    Refuse,
+    decode_as,
+    encode,
+)
+from tep.apps.kvcache.blocks.strided import Placed
 
 WAIT_S = 60.0
 
@@ -184,13 +195,17 @@ def test_a_card_is_its_own_engines_memory(engines):
     victim, friend, evil = engines
     sender, theirs = KvSender(blocks_of(victim)), blocks_of(friend)
     card = msgspec.msgpack.decode(theirs.card(), type=Card)
-    (place,) = card.tensors
+    (place,) = decode_as(tuple[Placed, ...], card.tensors)
+
+    def placed(**fields: object) -> object:
+        return forged(card, tensors=msgspec.Raw(encode((forged(place, **fields),))))
+
     bad = {
         "another engine's memory": forged(card, addr=evil.main_address.to_bytes()),
         "rank 1 of 1": forged(card, rank=1),
-        "ends at": forged(card, tensors=(forged(place, block_stride=2**47),)),
-        "no region 1": forged(card, tensors=(forged(place, region=1),)),
-        "no Card": forged(card, tensors=(forged(place, blocks=0),)),
+        "ends at": placed(block_stride=2**47),
+        "no region 1": placed(region=1),
+        "no tuple": placed(blocks=0),
     }
     for text, one in bad.items():
         with pytest.raises(BadDescriptor, match=text):

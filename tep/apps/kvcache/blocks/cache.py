@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
+from operator import itemgetter
 from threading import RLock
 from typing import Any
 
@@ -31,7 +32,7 @@ from tep.apps.kvcache.blocks.messages import Card, Message, Note, Over, decode, 
 from tep.apps.kvcache.blocks.strided import KvTensor, Placed, describe_tensor
 from tep.apps.kvcache.layout import held_heads
 
-__all__ = ["KvBlocks", "PeerCache"]
+__all__ = ["KvBlocks", "PeerCache", "PeerLayout"]
 
 MESSAGE_BYTES = 32 * 1024
 BUFFERS = 64
@@ -59,8 +60,35 @@ _NOBODY = -1
 
 
 _tensor = lru_cache(maxsize=4096)(KvTensor)
+_placed = lru_cache(maxsize=4096)(Placed)
 _card = lru_cache(maxsize=64)(partial(decode_as, Card))
 """The ranks of one process have the same tensors, and are handed the same cards."""
+
+
+class PeerLayout:
+    """The tensors of another rank's cache; one object for all whose cards say the same.
+
+    Attributes:
+        tp, rank: of that cache.
+        tensors: by name.
+        ends: of each region, its tensor that ends last, and that end.
+    """
+
+    def __init__(self, raw: bytes, tp: int, rank: int) -> None:
+        self.tp, self.rank = tp, rank
+        tensors = decode_as(tuple[Placed, ...], raw)
+        self.tensors = {one.tensor.name: one for one in tensors}
+        self.ends: dict[int, tuple[int, Placed]] = {}
+        for one in tensors:
+            tensor = one.tensor
+            held = len(held_heads(tensor.heads, tp, rank, f"the card's {tensor.name!r}"))
+            end = one.start + (one.blocks - 1) * one.block_stride + (held - 1) * one.head_stride
+            end += (tensor.tokens - 1) * one.token_stride + (tensor.planes - 1) * one.plane_stride
+            known = self.ends.get(one.region, (0, one))
+            self.ends[one.region] = max(known, (end + tensor.run, one), key=itemgetter(0))
+
+
+_layout = lru_cache(maxsize=64)(PeerLayout)
 
 
 class PeerCache:
@@ -71,37 +99,31 @@ class PeerCache:
         named: how its engine is called here, see `KvBlocks.named`.
 
     Attributes:
-        card: as it was given.
         addr: of its engine.
         descs: of its regions.
-        tensors: by name.
+        layout: of its tensors.
 
     Raises:
         BadDescriptor: no card, or one that cannot be.
     """
 
     def __init__(self, raw: bytes, named: Callable[[NetAddr], NetAddr]) -> None:
-        card = self.card = _card(raw)
+        card = _card(raw)
         addr = NetAddr.from_bytes(card.addr)
         self.addr = named(addr)
         descs = [MrDesc.from_bytes(one) for one in card.regions]
-        self.tensors = {one.tensor.name: one for one in card.tensors}
         what = f"card of {addr.name}"
         if card.rank >= card.tp:
             raise BadDescriptor(f"{what}: rank {card.rank} of {card.tp}")
         for desc in descs:
             if desc.addr != addr:
                 raise BadDescriptor(f"{what}: {desc} is another engine's memory")
-        for one in card.tensors:
-            if one.region >= len(descs):
-                raise BadDescriptor(f"{what}: no region {one.region}: {one}")
-            held = len(held_heads(one.tensor.heads, card.tp, card.rank, what))
-            last = (one.blocks - 1) * one.block_stride + (held - 1) * one.head_stride
-            last += (one.tensor.tokens - 1) * one.token_stride + one.tensor.run
-            if one.start + last > descs[one.region].nbytes:
-                raise BadDescriptor(
-                    f"{what}: {one} ends at {one.start + last} of {descs[one.region].nbytes} bytes"
-                )
+        self.layout = _layout(bytes(card.tensors), card.tp, card.rank)
+        for region, (end, one) in self.layout.ends.items():
+            if region >= len(descs):
+                raise BadDescriptor(f"{what}: no region {region}: {one}")
+            if end > descs[region].nbytes:
+                raise BadDescriptor(f"{what}: {one} ends at {end} of {descs[region].nbytes} bytes")
         self.descs = [msgspec.structs.replace(desc, addr=self.addr) for desc in descs]
 
 
@@ -143,10 +165,9 @@ class KvBlocks:
         self.garbled = self.foreign = 0
         self._smallest: dict[int, Placed] = {}  # of each group, the tensor with the fewest blocks
         self._by_address = False
-        # The tensors, which start at an address until they are registered; device, end, and array.
-        self._added: list[tuple[Placed, str, int, object]] = []
+        # By name: device, first and last address; the tensor, its blocks and strides; the array.
+        self._added: dict[str, tuple[tuple[str, int, int], tuple[Any, ...], object]] = {}
         self._regions: list[tuple[MrHandle, MrDesc]] = []
-        self._named: set[str] = set()
         self._spans: list[tuple[int, int, str]] = []  # address, length and device of each region
         self._under_way: dict[Hashable, tuple[int, int]] = {}
         self._out: Counter[tuple[str, int]] = Counter()
@@ -173,12 +194,13 @@ class KvBlocks:
             name: unique, and the same on both sides.
             layer: of the model, as `layer_done` counts.
             array: numpy array or torch tensor, or a view of one.
-            axes: a letter for each dimension: b block, h head, t token, d what is contiguous.
+            axes: a letter for each dimension: b block, p plane (K or V), h head, t token, d what is
+                contiguous.
             heads: of the whole model; None: as many as here, times tp. 1 for an MLA cache.
             group: which of a request's lists of blocks it uses.
         """
         address, dims, run, device = describe_tensor(array, axes)
-        here, tokens = dims.get("h", (1, 0)), dims.get("t", (1, 0))
+        here, tokens, planes = (dims.get(letter, (1, 0)) for letter in "htp")
         total = heads if heads is not None else here[0] * self.tp
         held = len(held_heads(total, self.tp, self.rank, f"KvBlocks.add: {name!r}"))
         if held != here[0]:
@@ -186,14 +208,12 @@ class KvBlocks:
                 f"KvBlocks.add: {name!r} has {here[0]} heads here; rank {self.rank} of {self.tp} "
                 f"holds {held} of heads={total}"
             )
-        if self._regions or name in self._named:
+        if self._regions or name in self._added:
             raise UsageError(f"KvBlocks.add: {name!r} was added before, or the cache is in use")
-        tensor = _tensor(name, layer, total, tokens[0], run, group)
-        self._named.add(name)
+        tensor = _tensor(name, layer, total, tokens[0], run, group, planes[0])
         stop = address + sum((n - 1) * step for n, step in dims.values()) + run // dims["d"][0]
-        steps = (dims["b"][1], here[1], tokens[1])
-        at = Placed(tensor, 0, address, dims["b"][0], *steps)
-        self._added.append((at, device, stop, array))
+        extents = (tensor, *dims["b"], here[1], tokens[1], planes[1])
+        self._added[name] = (device, address, stop), extents, array
 
     def card(self) -> bytes:
         """Describe this cache for senders; the first call registers the memory."""
@@ -201,7 +221,8 @@ class KvBlocks:
         engine = self.engine
         regions = tuple(desc.to_bytes() for _, desc in self._regions)
         addr = engine.main_address.to_bytes()
-        return encode(Card(addr, self.tp, self.rank, tuple(self.placed.values()), regions))
+        tensors = msgspec.Raw(encode(tuple(self.placed.values())))
+        return encode(Card(addr, self.tp, self.rank, tensors, regions))
 
     def mr(self, region: int) -> MrHandle:
         """The handle of a region."""
@@ -213,25 +234,23 @@ class KvBlocks:
             return
         if not self._added:
             raise UsageError("KvBlocks: no tensor was added")
-        spans = sorted((device, at.start, stop) for at, device, stop, _ in self._added)
         merged: list[tuple[str, int, int]] = []
-        for device, start, stop in spans:
+        for device, start, stop in sorted(span for span, _, _ in self._added.values()):
             if merged and merged[-1][0] == device and start <= merged[-1][2]:
                 merged[-1] = (device, merged[-1][1], max(stop, merged[-1][2]))
             else:
                 merged.append((device, start, stop))
         self._spans = [(start, stop - start, device) for device, start, stop in merged]
         self._regions = [self.engine.reg_mr(span) for span in self._spans]
-        for at, device, _, _ in self._added:
-            region = next(
-                k for k, (d, a, b) in enumerate(merged) if d == device and a <= at.start < b
-            )
-            start = at.start - merged[region][1]
-            found = msgspec.structs.replace(at, region=region, start=start)
-            self.placed[at.tensor.name] = found
-            least = self._smallest.setdefault(at.tensor.group, found)
-            if at.blocks < least.blocks:
-                self._smallest[at.tensor.group] = found
+        for name, ((device, at, _), (tensor, *extents), _) in self._added.items():
+            region = next(k for k, (d, a, b) in enumerate(merged) if d == device and a <= at < b)
+            found = _placed(tensor, region, at - merged[region][1], *extents)
+            self.placed[name] = found
+            least = self._smallest.setdefault(tensor.group, found)
+            if found.blocks < least.blocks:
+                self._smallest[tensor.group] = found
+        self._arrays = [array for _, _, array in self._added.values()]  # which own the memory
+        self._added.clear()
         self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message, with_sender=True)
 
     def renew(self) -> None:

@@ -35,14 +35,14 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     Attributes:
         addr: NetAddr of its engine.
         tp, rank: its place among the ranks of its instance.
-        tensors: where they lie.
+        tensors: where they lie: a list of `Placed`, encoded; caches of one layout have equal ones.
         regions: MrDesc of each region.
     """
 
     addr: bytes
     tp: Ranks
     rank: Rank
-    tensors: tuple[Placed, ...]
+    tensors: msgspec.Raw
     regions: tuple[bytes, ...]
 
 
@@ -171,8 +171,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)
 
 
-def encode(value: Message | Card | Ticket) -> bytes:
-    """Turn a message, a card or a ticket into bytes."""
+def encode(value: Message | Card | Ticket | tuple[Placed, ...]) -> bytes:
+    """Turn a message, a card, a ticket or the tensors of a card into bytes."""
     return _ENCODER.encode(value)
 
 

@@ -266,7 +266,7 @@ class KvReceiver(KvSide):
                 raise UsageError(f"rank {message.rank} of {message.tp} has claimed {name!r} before")
             tensor = place.tensor
             n = served_heads(tensor.heads, theirs, mine, name)[2]
-            nbytes = n * tensor.tokens * tensor.run
+            nbytes = n * tensor.planes * tensor.tokens * tensor.run
             if length < 1 or nbytes % length or not n or n > load._uncovered.get(name, 0):
                 raise UsageError(
                     f"rank {message.rank} of {message.tp} brings {n} heads of {name!r} in rows of "

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from tep import BadDescriptor, NetAddr, Pages, Prepared, Sender, TepError, Transfer, UsageError
-from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
+from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache, PeerLayout
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
     Cancel,
@@ -51,12 +52,21 @@ class _Run:
     def add(self, row: Row) -> None:
         self.rows.append(row)
         first, last = self.rows[0], row
+        self.fewest = min((there for _, there, _ in self.rows), key=attrgetter("blocks"))
         self.starts = first[0].start, first[1].start
         strides = last[0].block_stride, last[1].block_stride
         away = last[0].start - self.starts[0], last[1].start - self.starts[1]
         offsets = id(last[2][1]), id(last[2][2])  # which live as long as the run
         before = self.key if len(self.rows) > 1 else (self.group, self.regions, self.length)
         self.key: tuple[object, ...] = (*before, *strides, *away, *offsets)
+
+    def check_blocks(self, claim: _Claim, highest: int) -> None:
+        """Refuse a claim whose target has not so many blocks."""
+        if highest >= self.fewest.blocks:
+            raise UsageError(
+                f"begin: {claim.send.request!r}: {claim.ticket.name} expects block {highest} "
+                f"of {self.fewest.tensor.name!r}, which has {self.fewest.blocks}"
+            )
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -147,7 +157,7 @@ class KvSender(KvSide):
         super().__init__(blocks, patience)
         self.layers = {one.tensor.layer for one in blocks.placed.values()}
         self._peers: dict[tuple[str, int], PeerCache] = {}
-        self._runs: WeakKeyDictionary[PeerCache, dict[int, list[_Run]]] = WeakKeyDictionary()
+        self._runs: WeakKeyDictionary[PeerLayout, dict[int, list[_Run]]] = WeakKeyDictionary()
         self._claims: dict[int, _Claim] = {}
         self._open: set[KvSend] = set()
         self._number = 0
@@ -175,20 +185,10 @@ class KvSender(KvSide):
         found = PeerCache(card, self.blocks.named)
         if peer not in {None, found.addr}:
             raise BadDescriptor(f"{peer} handed in the card of {found.addr}")
-        for name, there in found.tensors.items():
-            here = self.blocks.placed.get(name)
-            if here is not None and here.tensor != there.tensor:
-                raise UsageError(
-                    f"{found.addr.name} has another KV cache:\n  here:  {here.tensor}\n"
-                    f"  there: {there.tensor}"
-                )
-            if here is not None:
-                self._served(there, found)
-        if not self.blocks.placed.keys() & found.tensors.keys():
-            raise UsageError(f"{found.addr.name}'s KV cache has no tensor in common with ours")
         with self.blocks.lock:
+            self._runs_to(found)
             self._peers[found.addr.name, found.addr.epoch] = found
-        return found.card.tp, found.card.rank
+        return found.layout.tp, found.layout.rank
 
     def begin(
         self,
@@ -232,10 +232,6 @@ class KvSender(KvSide):
 
     # ------------------------------------------------------------------ making claims
 
-    def _served(self, there: Placed, peer: PeerCache) -> tuple[int, int, int]:
-        mine, theirs = (self.blocks.tp, self.blocks.rank), (peer.card.tp, peer.card.rank)
-        return served_heads(there.tensor.heads, mine, theirs, there.tensor.name)
-
     def _add_claim(self, send: KvSend, ticket: Ticket) -> None:
         if ticket.request != send.request:
             raise UsageError(f"begin: {send.request!r} got a ticket of {ticket.request!r}")
@@ -259,7 +255,7 @@ class KvSender(KvSide):
             for run in runs:
                 dst = claim.dst[run.group]
                 if len(dst):
-                    self._check_blocks(claim, run, int(dst.max()))
+                    run.check_blocks(claim, int(dst.max()))
                     claim.runs.setdefault(layer, []).append(run)
                     claim.sent[layer, run.group] = 0
                     claim.missing[run.group] += len(run.rows)
@@ -267,33 +263,39 @@ class KvSender(KvSide):
         if claim.runs:
             send._claims.append(claim)
 
-    @staticmethod
-    def _check_blocks(claim: _Claim, run: _Run, highest: int) -> None:
-        for _, there, _ in run.rows:
-            if highest >= there.blocks:
-                raise UsageError(
-                    f"begin: {claim.send.request!r}: {claim.ticket.name} expects block {highest} "
-                    f"of {there.tensor.name!r}, which has {there.blocks}"
-                )
-
     def _runs_to(self, peer: PeerCache) -> dict[int, list[_Run]]:
-        """The runs of each layer that this rank writes to a peer."""
-        found = self._runs.get(peer)
-        if found is None:
-            found = self._runs[peer] = {}
-            for name, there in peer.tensors.items():
-                here = self.blocks.placed.get(name)
-                served = (0, 0, 0) if here is None else self._served(there, peer)
-                if here is None or not served[2]:
-                    continue
+        """The runs of each layer that this rank writes to a peer, the same for peers of one layout.
+
+        Raises:
+            UsageError: the peer's cache holds something else.
+        """
+        layout = peer.layout
+        known = self._runs.get(layout)
+        if known is not None:
+            return known
+        found: dict[int, list[_Run]] = {}
+        placed, name = self.blocks.placed, peer.addr.name
+        common = [(placed[k], there) for k, there in layout.tensors.items() if k in placed]
+        if not common:
+            raise UsageError(f"{name}'s KV cache has no tensor in common with ours")
+        mine, theirs = (self.blocks.tp, self.blocks.rank), (layout.tp, layout.rank)
+        for here, there in common:
+            tensor = here.tensor
+            if tensor != there.tensor:
+                raise UsageError(
+                    f"{name} has another KV cache:\n  here:  {tensor}\n  there: {there.tensor}"
+                )
+            served = served_heads(tensor.heads, mine, theirs, tensor.name)
+            if served[2]:
                 row = (here, there, rows_of(here, there, served))
-                key = (here.tensor.group, (here.region, there.region), row[2][0])
-                runs = found.setdefault(here.tensor.layer, [])
+                key = (tensor.group, (here.region, there.region), row[2][0])
+                runs = found.setdefault(tensor.layer, [])
                 run = next((r for r in runs if (r.group, r.regions, r.length) == key), None)
                 if run is None:
                     run = _Run(*key)
                     runs.append(run)
                 run.add(row)
+        self._runs[layout] = found
         return found
 
     def _ask(self, claim: _Claim) -> None:

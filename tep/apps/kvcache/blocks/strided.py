@@ -2,8 +2,9 @@
 
 Pure arithmetic: no engine, no memory, no time. A block is what inference engines call a page: the
 cache of `tokens` neighbouring tokens. Each side describes its own tensors; the two sides may order
-heads, tokens and blocks differently, keep K and V together or apart, and differ in their degree of
-tensor parallelism. They must agree on names, layers, heads, tokens of a block and element bytes.
+planes, heads, tokens and blocks differently, keep K and V together or apart, and differ in their
+degree of tensor parallelism. They must agree on names, layers, planes, heads, tokens of a block and
+element bytes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         tokens: tokens of a block.
         run: bytes of one token of one head.
         group: which of a request's lists of blocks it uses.
+        planes: parts of each block that lie apart: 2 where one tensor has K and V.
     """
 
     name: Annotated[str, Meta(max_length=256)]
@@ -46,6 +48,7 @@ class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     tokens: Size
     run: Size
     group: Index = 0
+    planes: Size = 1
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,7 +59,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         region: index of the registered region.
         start: of block 0 in the region.
         blocks: how many there are.
-        block_stride, head_stride, token_stride: from one to the next.
+        block_stride, head_stride, token_stride, plane_stride: from one to the next.
     """
 
     tensor: KvTensor
@@ -66,6 +69,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     block_stride: Index
     head_stride: Index
     token_stride: Index
+    plane_stride: Index = 0
 
 
 def describe_tensor(array: Any, axes: str) -> tuple[int, dict[str, tuple[int, int]], int, str]:
@@ -73,8 +77,8 @@ def describe_tensor(array: Any, axes: str) -> tuple[int, dict[str, tuple[int, in
 
     Args:
         array: a view of the cache; slices such as `cache[:, 0]` are fine.
-        axes: one letter a dimension: b block, h head, t token, d the elements of one token of one
-            head, which must be contiguous. Letters h and t may be missing.
+        axes: one letter a dimension: b block, p plane, h head, t token, d the elements of one token
+            of one head, which must be contiguous. Letters p, h and t may be missing.
 
     Returns:
         Address, {letter: (extent, stride in bytes)}, bytes of the elements, device.
@@ -83,8 +87,8 @@ def describe_tensor(array: Any, axes: str) -> tuple[int, dict[str, tuple[int, in
         UsageError: other axes, or elements that are not contiguous.
     """
     shape = tuple(int(n) for n in array.shape)
-    if sorted(axes) != sorted(set(axes)) or not {"b", "d"} <= set(axes) <= set("bhtd"):
-        raise UsageError(f"axes={axes!r}: letters b and d, and h and t where there are any")
+    if sorted(axes) != sorted(set(axes)) or not {"b", "d"} <= set(axes) <= set("bphtd"):
+        raise UsageError(f"axes={axes!r}: letters b and d, and p, h and t where there are any")
     if len(axes) != len(shape):
         raise UsageError(f"axes={axes!r} names {len(axes)} dimensions, the tensor has {shape}")
     if hasattr(array, "data_ptr"):
@@ -130,26 +134,26 @@ def rows_of(src: Placed, dst: Placed, served: tuple[int, int, int]) -> tuple[int
 
     A row is as long as both layouts are contiguous.
     """
-    steps = ((src.token_stride, dst.token_stride), (src.head_stride, dst.head_stride))
-    return _rows(src.tensor.run, src.tensor.tokens, served, steps)
+    tensor = src.tensor
+    dims = (
+        (tensor.planes, src.plane_stride, dst.plane_stride),
+        (tensor.tokens, src.token_stride, dst.token_stride),
+        (served[2], src.head_stride, dst.head_stride),
+    )
+    return _rows(tensor.run, served[:2], dims)
 
 
 @lru_cache(maxsize=4096)
 def _rows(
-    run: int,
-    tokens: int,
-    served: tuple[int, int, int],
-    steps: tuple[tuple[int, int], tuple[int, int]],
+    length: int, first: tuple[int, int], dims: tuple[tuple[int, int, int], ...]
 ) -> tuple[int, Offsets, Offsets]:
-    length, (src_head, dst_head, heads) = run, served
-    (src_token, dst_token), (src_step, dst_step) = steps
-    left = [(tokens, src_token, dst_token), (heads, src_step, dst_step)]
-    left = [dim for dim in left if dim[0] > 1]
+    """Do rows_of() for the bytes of one token of one head, the first heads, and the dimensions."""
+    _, *steps = dims[-1]
+    left = [dim for dim in dims if dim[0] > 1]
     while (next_dim := next((d for d in left if d[1] == d[2] == length), None)) is not None:
         left.remove(next_dim)
         length *= next_dim[0]
-    src_rows = np.array([src_head * src_step], np.int64)
-    dst_rows = np.array([dst_head * dst_step], np.int64)
+    src_rows, dst_rows = (np.array([h * step], np.int64) for h, step in zip(first, steps))
     for count, src_step, dst_step in left:
         ticks = np.arange(count)
         src_rows = (src_rows[:, None] + ticks * src_step).ravel()
