@@ -25,7 +25,7 @@ from tep.cli.show import (
 )
 
 if TYPE_CHECKING:
-    from tep.apps.kvcache.process import Shape
+    from tep.apps.kvcache.cluster import Shape
     from tep.apps.kvcache.simulate import Plant, Report
 
 __all__ = ["app"]
@@ -177,7 +177,7 @@ def day(
     json: Json = False,
 ) -> None:
     """Run a simulated day on which members come and go under load; every answer is compared."""
-    from tep.apps.kvcache.scenario import draw_day
+    from tep.apps.kvcache.simulate import draw_day
 
     drawn = draw_day(seed, requests, changes)
     with busy("a simulated day", quiet=json):
@@ -198,7 +198,7 @@ def day(
 
 
 def _check(seed: int, runs: int, *, json: bool) -> None:
-    from tep.apps.kvcache.scenario import draw_scenario
+    from tep.apps.kvcache.simulate import draw_scenario
 
     rows: list[dict[str, Any]] = []
     violations: list[str] = []
@@ -257,7 +257,7 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
 
 def _shape(fabric: Fabric, sizes: tuple[int, int, int], seed: int, address: str | None) -> Shape:
     """Make the shape of the cluster, with the NICs of this address, if one is given."""
-    from tep.apps.kvcache.process import Shape
+    from tep.apps.kvcache.cluster import Shape
 
     prefillers, decoders, tp = sizes
     nics = {} if address is None else {"nics": [address]}
@@ -278,8 +278,7 @@ def _real(
 ) -> None:
     import numpy as np
 
-    from tep.apps.kvcache.launch import Cluster, RankedCluster
-    from tep.apps.kvcache.process import work_as_rank
+    from tep.apps.kvcache.cluster import Cluster, RankedCluster, work_as_rank
     from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
     from tep.rendezvous.launch import own_address, place_here
 

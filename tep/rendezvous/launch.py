@@ -18,15 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
-from tep.base.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.errors import FabricError, RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.place import Place
 
 __all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here"]
+
+T = TypeVar("T")
 
 METHODS: Final = ("local", "ssh", "srun")
 _PORTS: Final = 29_400, 1_000  # the first, and how many; by job, so that two jobs rarely meet
@@ -158,6 +160,24 @@ class RankProcesses:
     async def ended(self, rank: int) -> int:
         """Wait until a rank has ended; return its status, negative for a signal."""
         return await self._processes[rank].wait()
+
+    async def unless_ended(self, rank: int, what: str, work: Coroutine[object, object, T]) -> T:
+        """Wait for something that a rank does.
+
+        Raises:
+            FabricError: the rank's process has ended before; with the end of its log.
+        """
+        ended = asyncio.ensure_future(self.ended(rank))
+        done = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({ended, done}, return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
+                return done.result()
+            words = self.last_words(rank)
+            raise FabricError(f"{what} has ended, exit {ended.result()}:\n{words}", peer=what)
+        finally:
+            ended.cancel()
+            done.cancel()
 
     async def kill(self, rank: int) -> None:
         """Kill a rank, as a machine that fails would; return when it has ended."""

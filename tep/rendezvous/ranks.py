@@ -16,7 +16,7 @@ from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door, listen
 from tep.rendezvous.place import Place
 from tep.rendezvous.proof import challenge, enter, refuse, welcome
-from tep.rendezvous.wire import PART_BYTES_MAX, TROUBLE, Got, Late, Message, Peer, Put, Who, encode
+from tep.rendezvous.wire import PART_BYTES_MAX, TROUBLE, Got, Late, Message, Peer, Put, Who, frame
 
 __all__ = ["AsyncGroup"]
 
@@ -292,13 +292,13 @@ class AsyncGroup:
         A rank that is gone is skipped; the next call reports it.
         """
         slow = []
-        frame = encode(message)
+        data = frame(message)
 
         async def one(rank: int, peer: Peer) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     try:
-                        await peer.send(frame)
+                        await peer.send(data)
                     except OSError:
                         return
             except TimeoutError:

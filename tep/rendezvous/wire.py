@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import Final
 
 import msgspec
 
-from tep.base.errors import RendezvousError
+from tep.base.errors import RendezvousError, UsageError
 
 __all__ = [
     "PART_BYTES_MAX", "STRANGER_BYTES_MAX", "TROUBLE", "Challenge", "Got", "Join", "Joined",
-    "Late", "Message", "Peer", "Put", "Refused", "Who", "decode", "encode",
+    "Late", "Message", "Peer", "Put", "Refused", "Who", "decode", "frame",
 ]  # fmt: skip
 
 PART_BYTES_MAX: Final = 1 << 20
@@ -30,6 +31,15 @@ STRANGER_BYTES_MAX: Final = 4096
 """The longest frame of a peer that has not proved that it knows the token."""
 
 _CHUNK_BYTES: Final = 1 << 16
+
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+)
+"""A host that has vanished ends its connections within 20 s."""
 
 _AROUND_BYTES_MAX: Final = 4096  # a frame's overhead beside the parts; 5 bytes a part, and 4 KiB
 
@@ -96,9 +106,15 @@ TROUBLE: Final = (RendezvousError, EOFError, OSError)
 """The exceptions of hear() and say() when the other end is gone, or no rank of this job."""
 
 
-def encode(message: Message) -> bytes:
-    """Make the frame of a message; one frame can be sent to many peers."""
+def frame(message: object, limit: int = 1 << 32) -> bytes:
+    """Make the frame of a message; one frame can be sent to many peers.
+
+    Raises:
+        UsageError: it is longer than the limit.
+    """
     data = _encode(message)
+    if len(data) >= limit:
+        raise UsageError(f"a control frame of {len(data)} bytes; {limit} at the most")
     return len(data).to_bytes(4, "little") + data
 
 
@@ -134,18 +150,27 @@ class Peer:
 
     async def say(self, message: Message) -> None:
         """Send, and return when the kernel has all of it."""
-        await self.send(encode(message))
+        await self.send(frame(message))
 
-    async def send(self, frame: bytes) -> None:
-        """Send a frame of encode(), and return when the kernel has all of it.
+    async def send(self, data: bytes) -> None:
+        """Send a frame of frame(), and return when the kernel has all of it.
 
         It is sent in chunks: the transport copies the bytes that the kernel does not take at once,
         and an answer to all ranks would be in memory once for each of them.
         """
-        view = memoryview(frame)
-        for at in range(0, len(frame), _CHUNK_BYTES):
-            self._writer.write(view[at : at + _CHUNK_BYTES])
-            await self._writer.drain()
+        view = memoryview(data)
+        for at in range(0, len(data), _CHUNK_BYTES):
+            self.write(view[at : at + _CHUNK_BYTES])
+            await self.drain()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send a frame of frame() in its turn; a peer that is gone is noticed by receive()."""
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the kernel has all that was written."""
+        await self._writer.drain()
 
     async def hear(self, parts: int) -> Message:
         """Receive the next message, which may hold `parts` parts of others; 0 for strangers.
@@ -155,27 +180,35 @@ class Peer:
         limit = STRANGER_BYTES_MAX
         if parts:
             limit = parts * (PART_BYTES_MAX + 5) + _AROUND_BYTES_MAX
+        return decode(await self.receive(limit))
+
+    async def receive(self, limit: int) -> bytes:
+        """Receive the contents of the next frame; raises one of TROUBLE."""
         length = int.from_bytes(await self._reader.readexactly(4), "little")
         if length > limit:
             raise RendezvousError(f"a frame of {length} bytes; {limit} are allowed here")
-        return decode(await self._reader.readexactly(length))
+        return await self._reader.readexactly(length)
 
-    def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return the connection itself, for a service with its own protocol."""
-        self._writer.transport.set_write_buffer_limits()
-        return self._reader, self._writer
+    def keep_alive(self) -> None:
+        """Have the connection end some time after the other host has vanished."""
+        for option in _KEEPALIVE:
+            self._writer.get_extra_info("socket").setsockopt(*option)
 
     @property
     def gone(self) -> bool:
         """True if the other end has hung up."""
         return self._reader.at_eof()
 
+    def hang_up(self) -> None:
+        """End the connection once the kernel has all that was written."""
+        self._writer.close()
+
     def abort(self) -> None:
         """Hang up at once, and drop unsent bytes."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Hang up."""
-        self._writer.close()
+        """Hang up, and wait for it."""
+        self.hang_up()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tep.apps.kvcache import scenario
+from tep.apps.kvcache import simulate as scenario
 from tep.cli import app
 
 

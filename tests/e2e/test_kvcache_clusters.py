@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.scenario import draw_day
-from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.kvcache.simulate import Load, Plant, draw_day, simulate
 from tep.apps.kvcache.world import World
 
 

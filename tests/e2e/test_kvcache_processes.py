@@ -6,20 +6,18 @@ import asyncio
 import io
 import json
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tep
-from tep.apps.kvcache.launch import Cluster, RankedCluster
+from tep.apps.kvcache.cluster import Cluster, RankedCluster, Shape, work_as_rank
 from tep.apps.kvcache.model import Completion
-from tep.apps.kvcache.pipes import Line, Pipe, Ready
-from tep.apps.kvcache.process import Shape, work_as_rank
 from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
 from tep.base.errors import UsageError
 from tep.rendezvous import Place
+from tep.rendezvous.calls import Caller, Hello, connect
 from tep.rendezvous.launch import launch
 from tep.rendezvous.proof import enter
 from tests.support.here import require
@@ -141,16 +139,14 @@ class Witness:
         self.fences.append((prefiller, epoch))
 
 
-async def connect(
-    host: str, port: int, writers: list[asyncio.StreamWriter], name: str, *lines: Line
-) -> tuple[Pipe, asyncio.StreamWriter]:
-    peer = await enter(host, port, TOKEN, ("kvcache", name), 60.0)
-    reader, writer = peer.streams()
-    writers.append(writer)
-    pipe = Pipe(reader, writer)
-    for line in lines:
-        pipe.send(line)
-    return pipe, writer
+class Member:
+    """A member that starts at once."""
+
+    def __init__(self, addr: bytes) -> None:
+        self.addr = addr
+
+    async def start(self) -> tuple[bytes, ...]:
+        return (self.addr,)
 
 
 @pytest.mark.parametrize("proven", [True, False], ids=["hung up", "timed out"])
@@ -170,23 +166,25 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> Non
         cluster = Watched(Shape(prefillers=1, decoders=0), place)
         entering = asyncio.create_task(cluster.__aenter__())
         host, port = place.host, await listens
-        writers: list[asyncio.StreamWriter] = []
 
-        call = partial(connect, host, port, writers)
+        async def come() -> Caller:
+            return await connect(Member(addr), host, port, TOKEN, Hello("prefiller", "p0"))
+
         async with asyncio.timeout(60):
             for token, who in (
-                ("wrong", ("kvcache", "p0")),
-                (TOKEN, ("kvcache", "p9")),
+                ("wrong", ("worker", "prefiller", "p0")),
+                (TOKEN, ("worker", "prefiller", "p9")),
+                (TOKEN, ("worker", "decoder", "p0")),
                 (TOKEN, ()),
             ):
                 with pytest.raises(UsageError):
                     await enter(host, port, token, who, 60.0)
             silent = [await asyncio.open_connection(host, port) for _ in range(65)]
             await silent[0][0].read()
-            _, writer = await call("p0", Ready((addr,)))
+            member = await come()
             await entering
             with pytest.raises(UsageError, match="is here already"):
-                await call("p0")
+                await come()
             assert ["p0"] == cluster.scheduler.prefillers
             with pytest.raises(UsageError, match="another program"):
                 await cluster.kill("p0")
@@ -194,18 +192,17 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> Non
             witness, child = Witness(), cluster._children["p0"]
             cluster.scheduler.join_decoder(witness)
             if proven:
-                writer.close()
+                await member.close()
             else:
-                child.pipe._reader.set_exception(TimeoutError("no answer"))
-            assert child.task is not None
-            await child.task
+                child.caller._peer._reader.set_exception(TimeoutError("no answer"))
+            assert ("has ended" if proven else "was lost: no answer") in await child.over
             assert [] == cluster.scheduler.prefillers
             assert [("p0", epoch)] * proven == witness.fences
             await cluster.close()
-            for reader, one in silent:
+            await member.close()
+            for reader, _ in silent:
                 await reader.read()
-                writers.append(one)
-        for writer in writers:
+        for _, writer in silent:
             writer.transport.abort()
 
     with tep.TransferEngine.open("loopback") as engine:

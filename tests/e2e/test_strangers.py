@@ -53,7 +53,7 @@ if kind == "rendezvous":
     threading.Thread(target=run, daemon=True).start()
     ready(port)
 elif kind == "hub":
-    from tep.apps.rl import Listener
+    from tep.rendezvous.calls import Listener
     async def main():
         async with Listener("t") as listener:
             await asyncio.to_thread(ready, listener.port)

@@ -9,8 +9,7 @@ import itertools
 
 import pytest
 
-from tep.apps.kvcache.launch import Cluster
-from tep.apps.kvcache.process import Shape
+from tep.apps.kvcache.cluster import Cluster, Shape
 from tep.base.units import KiB, MiB
 from tests.e2e import test_killed_and_stopped as killed
 from tests.e2e import test_watched_processes as watched

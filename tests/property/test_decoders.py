@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 
 import tep
 from tep.apps.kvcache import messages as kvcache_messages
-from tep.apps.kvcache import pipes as kvcache_pipes
 from tep.apps.kvcache.blocks import messages as block_messages
+from tep.apps.kvcache.layout import Placed
 from tep.apps.moe.config import MoeConfig
 from tep.apps.moe.proxy import pack_hello, unpack_hellos
 from tep.apps.rl import ports as rl_ports
-from tep.apps.rl import remote as rl_remote
 from tep.apps.rl import routes as rl_routes
 from tep.backends import loopback
 from tep.backends.libfabric import address as libfabric_address
@@ -39,6 +38,7 @@ from tep.base.wire import VERSION, MrDesc, NetAddr
 from tep.compat.nixl import wire as nixl_wire
 from tep.control import messages
 from tep.integrations.vllm import terms as vllm_terms
+from tep.rendezvous import calls as rendezvous_calls
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
 from tests.support.effort import effort
@@ -55,7 +55,7 @@ READERS = {
     "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
     "tep/apps/rl/job.py": "a file of the user's own, as JSON",
     "tep/host/hostfiles.py": "a captured machine, a file of the user's own, as JSON",
-    "tep/apps/kvcache/process.py": "an argument of a process that this one starts, as JSON",
+    "tep/apps/kvcache/cluster.py": "an argument of a process that this one starts, as JSON",
 }
 
 
@@ -81,6 +81,7 @@ def a_value(kind: Any) -> Any:
     if inner:  # a union, a literal
         return inner[0] if isinstance(inner[0], (str, int)) else a_value(inner[0])
     plain = {int: 1, float: 1.0, str: "name", bool: True, bytes: b"sixteen bytes..!"}
+    plain[msgspec.Raw] = msgspec.Raw(b"\x90")
     if kind in plain:
         return plain[kind]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -151,6 +152,10 @@ CASES: dict[str, list[Case]] = {
             Case(functools.partial(block_messages.decode_as, kind), structs(block_messages))
             for kind in (block_messages.Card, block_messages.Ticket)
         ),
+        Case(
+            functools.partial(block_messages.decode_as, tuple[Placed, ...]),
+            [msgspec.msgpack.encode((a_value(Placed),))],
+        ),
     ],
     "tep/compat/nixl/wire.py::decode": [
         Case(nixl_wire.decode, structs(nixl_wire)),
@@ -160,16 +165,11 @@ CASES: dict[str, list[Case]] = {
     "tep/apps/kvcache/messages.py::decode": [
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],
-    "tep/apps/kvcache/pipes.py::decode": [Case(kvcache_pipes.decode, structs(kvcache_pipes))],
     "tep/apps/moe/proxy.py::unpack_hellos": [
         Case(lambda data: unpack_hellos(CONFIG, 0, [data]), [pack_hello(CONFIG, DESC, b"link")])
     ],
     "tep/apps/rl/ports.py::Regions.from_bytes": [
         Case(rl_ports.Regions.from_bytes, [rl_ports.Regions((0, 64), (DESC, DESC)).to_bytes()])
-    ],
-    "tep/apps/rl/remote.py::_decode": [
-        Case(lambda data, kind=kind: rl_remote._decode(data, kind), structs(rl_remote))
-        for kind in (rl_remote._Call, rl_remote._Answer)
     ],
     "tep/apps/rl/routes.py::Schedule.from_bytes": [
         Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
@@ -194,6 +194,7 @@ CASES: dict[str, list[Case]] = {
         Case(verbs_handshake.Hello.decode, GREETINGS)
     ],
     "tep/control/messages.py::decode": [Case(messages.decode, structs(messages))],
+    "tep/rendezvous/calls.py::_decode": [Case(rendezvous_calls._decode, structs(rendezvous_calls))],
     "tep/rendezvous/wire.py::decode": [Case(rendezvous_wire.decode, structs(rendezvous_wire))],
     "tep/sim/chaos.py::ChaosFabric.parse": [
         Case(lambda data: ChaosFabric.parse(None, data), [b"sim:a/0#1", b"sim:\xff/0#1"])

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.apps.kvcache.blocks import sender
-from tep.apps.kvcache.blocks.receiver import KvReceiver
+from tep.apps.kvcache.blocks.receiver import ImmSpace, KvReceiver
 from tep.apps.kvcache.blocks.sender import KvSender, _Claim
-from tep.apps.kvcache.immediates import ImmSpace
 from tests.support.effort import effort
 from tests.support.kv_blocks import Case, run_case
 from tests.support.planted import PlantedBugs, first_shown

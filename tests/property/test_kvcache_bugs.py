@@ -13,9 +13,9 @@ import pytest
 
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver, KvSend
 from tep.apps.kvcache.blocks import sender as block_sender
+from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.immediates import ImmSpace
-from tep.apps.kvcache.pool import PrefixCache
+from tep.apps.kvcache.memory import PrefixCache
 from tep.apps.kvcache.prefiller import Prefiller, _Job
 from tep.base.errors import StallError
 from tests.support.kv_trial import Trial, run_trial

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from tep.apps.kvcache.layout import KvBuffer
-from tep.apps.kvcache.memory import KvMemory
+from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request, page_keys
-from tep.apps.kvcache.pool import PageIndices, PagePool
 from tep.apps.kvcache.world import Member, World
 
 _PAINT = 0xA5

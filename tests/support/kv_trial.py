@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from tep import EngineOptions
+from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Completion, Request

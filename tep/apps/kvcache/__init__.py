@@ -7,13 +7,26 @@ fills in. `simulate` runs clusters of them, `ttft` predicts their times.
 
 from __future__ import annotations
 
-from tep.apps.kvcache.blocks import KvBlocks, KvEvent, KvLoad, KvReceiver, KvSend, KvSender
+from tep.apps.kvcache.blocks import (
+    KvBlocks,
+    KvEvent,
+    KvLoad,
+    KvReceiver,
+    KvSend,
+    KvSender,
+    Patience,
+)
 from tep.apps.kvcache.decoder import Decoder, DecoderStats
-from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout, RankShape
-from tep.apps.kvcache.memory import KvMemory, SideOptions, host_memory, no_memory
+from tep.apps.kvcache.memory import (
+    KvMemory,
+    PagePool,
+    PrefixCache,
+    SideOptions,
+    host_memory,
+    no_memory,
+)
 from tep.apps.kvcache.model import Chunk, Completion, DecodeWork, Model, PrefillWork, Request
-from tep.apps.kvcache.pool import PagePool, PrefixCache
 from tep.apps.kvcache.prefiller import Prefiller, PrefillerStats
 from tep.apps.kvcache.scheduler import Lease, PrefillerCard, Router, Scheduler
 

@@ -18,12 +18,10 @@ import numpy as np
 from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
-from tep.apps.kvcache.heartbeat import Pulse
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order
+from tep.apps.kvcache.memory import PageIndices, PagePool, PrefixCache, SideOptions
+from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request, page_keys
-from tep.apps.kvcache.pool import PageIndices, PagePool, PrefixCache
 from tep.apps.kvcache.scheduler import PrefillerCard, Router
 
 __all__ = ["Decoder", "DecoderStats"]

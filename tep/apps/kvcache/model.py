@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from tep import UsageError
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import KvMemory
-from tep.apps.kvcache.pool import PageIndices
+from tep.apps.kvcache.memory import KvMemory, PageIndices
 
 __all__ = [
     "Chunk", "Completion", "DecodeWork", "Model", "PrefillWork", "Request", "cut_chunks",

@@ -18,12 +18,10 @@ import numpy as np
 
 from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
-from tep.apps.kvcache.heartbeat import Pulse
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order
+from tep.apps.kvcache.memory import PagePool, SideOptions
+from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
-from tep.apps.kvcache.pool import PagePool
 from tep.apps.kvcache.scheduler import PrefillerCard
 
 __all__ = ["Prefiller", "PrefillerStats"]

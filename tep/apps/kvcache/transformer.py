@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
-from tep.apps.kvcache.memory import KvMemory
+from tep.apps.kvcache.memory import KvMemory, PageIndices
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, cut_chunks
-from tep.apps.kvcache.pool import PageIndices
 
 __all__ = ["Cache", "PagedCache", "PlainCache", "TinyConfig", "TinyTransformer"]
 

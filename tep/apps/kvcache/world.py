@@ -14,9 +14,8 @@ from typing import Any, Protocol, Self, TypeVar
 from tep import EngineOptions, TransferEngine
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import SideOptions
+from tep.apps.kvcache.memory import PagePool, SideOptions
 from tep.apps.kvcache.model import Model
-from tep.apps.kvcache.pool import PagePool
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.sim import ChaosFabric, FabricEnv, Profile, SimDriver, SimNode, run

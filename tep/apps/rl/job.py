@@ -32,13 +32,13 @@ from tep.apps.rl.models import (
     rollout_metas,
     train_metas,
 )
-from tep.apps.rl.ports import LoadReport
-from tep.apps.rl.remote import Caller, Hello, Listener, RemoteRollout, RemoteTraining, answer
+from tep.apps.rl.ports import LoadReport, RemoteRollout, RemoteTraining
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
 from tep.base.units import MiB
 from tep.rendezvous import Place
+from tep.rendezvous.calls import Caller, Hello, Listener, answer
 from tep.rendezvous.launch import RankProcesses
 
 __all__ = [
@@ -247,16 +247,8 @@ class LocalJob(RankedJob):
         await self._processes.start(self._ranks[name], self._command)
 
     async def _caller(self, role: str, name: str) -> Caller:
-        rank = self._ranks[name]
-        ended = asyncio.ensure_future(self._processes.ended(rank))
-        came = asyncio.ensure_future(super()._caller(role, name))
-        await asyncio.wait({ended, came}, return_when=asyncio.FIRST_COMPLETED)
-        if not came.done():
-            came.cancel()
-            words = self._processes.last_words(rank)
-            raise FabricError(f"{name} ended with status {ended.result()}:\n{words}")
-        ended.cancel()
-        return came.result()
+        coming = super()._caller(role, name)
+        return await self._processes.unless_ended(self._ranks[name], name, coming)
 
     async def kill(self, name: str) -> None:
         """Kill a worker's process, as a machine that fails would."""

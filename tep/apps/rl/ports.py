@@ -1,4 +1,6 @@
-"""The seam between controller and workers: ports, reports, regions and immediates. Records only."""
+"""The seam between controller and workers: ports, also over a connection; reports, regions and
+immediates.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,19 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import NoneType
 from typing import Final, NamedTuple, Protocol, Self
 
 import msgspec
 
-from tep import BadDescriptor, MrDesc, Routing, Scatter, UsageError, count_imms
+from tep import BadDescriptor, FabricError, MrDesc, Routing, Scatter, UsageError, count_imms
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.rendezvous.calls import Call, Remote
 
 __all__ = [
-    "ATTEMPTS", "ROUTING", "Kind", "LoadReport", "PeerResult", "Regions", "RolloutPort",
-    "RolloutState", "Span", "TrainReport", "TrainingPort", "UpdateReport", "count_rows",
-    "cut_rows", "make_imm",
+    "ATTEMPTS", "ROUTING", "Kind", "LoadReport", "PeerResult", "Regions", "RemoteRollout",
+    "RemoteTraining", "RolloutPort", "RolloutState", "Span", "TrainReport", "TrainingPort",
+    "UpdateReport", "count_rows", "cut_rows", "make_imm",
 ]  # fmt: skip
 
 
@@ -119,6 +123,39 @@ class RolloutPort(Protocol):
 
     async def state(self) -> RolloutState:
         """Say where it stands."""
+
+
+class RemoteTraining(Remote):
+    """A training rank in another process."""
+
+    set_routing = Call(bytes)
+    connect = Call(NoneType)
+    transfer_weights = Call(TrainReport)
+    abort = Call(NoneType)
+    load = Call(NoneType)
+
+    async def param_meta(self) -> TrainMeta:
+        found, name = await self.caller.call(TrainMeta, "param_meta"), self.caller.hello.name
+        if str(found.rank) != name.removeprefix("train"):
+            raise FabricError(f"training rank {name} says that it is {found.rank}", peer=name)
+        return found
+
+
+class RemoteRollout(Remote):
+    """A rollout worker in another process."""
+
+    begin = Call(bytes)
+    finished = Call(int)
+    abort = Call(RolloutState)
+    state = Call(RolloutState)
+    digest = Call(str)
+    load_report = Call(LoadReport)
+
+    async def param_meta(self) -> RolloutMeta:
+        found, name = await self.caller.call(RolloutMeta, "param_meta"), self.caller.hello.name
+        if found.name != name:
+            raise FabricError(f"rollout worker {name!r} says that it is {found.name!r}", peer=name)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

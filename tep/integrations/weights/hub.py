@@ -16,7 +16,6 @@ from typing import Final, Protocol, TypeVar
 
 from tep import FabricError, TepError, UsageError
 from tep.apps.rl import (
-    Call,
     Controller,
     MeshGroup,
     RemoteRollout,
@@ -31,6 +30,7 @@ from tep.integrations.weights.ranks import (
     Param,
     wire_form,
 )
+from tep.rendezvous.calls import Call
 
 __all__ = ["Hub", "ReceiverPort", "RemoteReceiver", "RemoteSender", "SenderPort"]
 

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tep import FabricError, TepError, TransferEngine, UsageError, WaitTimeout
-from tep.apps.rl import Hello, Listener, Threads, UpdateReport, answer
+from tep.apps.rl import Threads, UpdateReport
 from tep.compat.engines import open_engine
 from tep.integrations.weights.hub import Hub, RemoteReceiver, RemoteSender
 from tep.integrations.weights.ranks import Wants, Weight, WeightReceiver, WeightSender, as_sent
+from tep.rendezvous.calls import Hello, Listener, answer
 
 __all__ = ["Fabric", "Meeting", "Member", "Worker"]
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep import UsageError
-from tep.apps.kvcache.blocks.strided import served_heads
-from tep.apps.kvcache.layout import KvBuffer, KvLayout, RankShape, held_heads
+from tep.apps.kvcache.layout import KvBuffer, KvLayout, RankShape, held_heads, served_heads
 
 GQA = KvLayout("m", 16, (KvBuffer("kv", 3, 4, 256, planes=2),))
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import tep.sim
 from tep import BadDescriptor, BusyError, ClosedError, UsageError
-from tep.apps.kvcache.heartbeat import Patience
-from tep.apps.kvcache.immediates import ImmSpace
+from tep.apps.kvcache.blocks import Patience
+from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
+from tep.apps.kvcache.memory import PagePool, PrefixCache
 from tep.apps.kvcache.messages import Answer, Beat, Hello, Order, decode, encode
 from tep.apps.kvcache.model import Request, cut_chunks, page_keys
-from tep.apps.kvcache.pool import PagePool, PrefixCache
 
 LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 1, 1, 8),))
 

@@ -12,8 +12,8 @@ import pytest
 
 import tep
 import tep.sim
+from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import SideOptions, no_memory
 from tep.apps.kvcache.messages import Beat

@@ -22,7 +22,7 @@ from tep.apps.kvcache.blocks.messages import (
     decode_as,
     encode,
 )
-from tep.apps.kvcache.blocks.strided import Placed
+from tep.apps.kvcache.layout import Placed
 
 WAIT_S = 60.0
 

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 import tep
-from tep.apps.rl import Hello, Listener, answer
 from tep.integrations.weights.member import Fabric, Meeting, Worker
+from tep.rendezvous.calls import Hello, Listener, answer
 from tep.rendezvous.proof import enter, prove
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer
 

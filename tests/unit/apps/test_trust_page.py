@@ -7,9 +7,9 @@ from pathlib import Path
 
 import tep
 from tep.apps.kvcache.blocks import cache
-from tep.apps.rl import remote
 from tep.compat.nixl import api, channel
 from tep.integrations.vllm import holds
+from tep.rendezvous import calls
 
 PAGE = Path(tep.__file__).parents[1] / "docs" / "concepts" / "trust.md"
 
@@ -28,7 +28,7 @@ def test_the_limits_on_the_page_are_those_of_the_code():
         "waits for its name": (channel.HELD_MAX, 2 * channel.BODY_MAX),
         "agents that have spoken": (channel.AGENTS_MAX,),
         "open asks": (api._ASKED_MAX,),
-        "a control frame": (remote._FRAME_MAX,),
+        "a control frame": (calls.FRAME_MAX,),
     }
     for what, numbers in limits.items():
         (row,) = [row for row in rows if what in row]

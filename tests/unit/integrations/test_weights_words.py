@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import tep
-from tep.apps.rl import Hello, Listener, RemoteRollout, RemoteTraining, answer, remote, whole
+from tep.apps.rl import RemoteRollout, RemoteTraining, whole
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.integrations.weights.member import Fabric, Member
 from tep.integrations.weights.ranks import Want
+from tep.rendezvous import calls
+from tep.rendezvous.calls import Caller, Hello, Listener, answer
 
 TIMEOUT_S = 120.0
 SOON_S = 40.0  # much less than anybody waits
@@ -109,18 +111,19 @@ CALLS = ["held", "plan", "param_meta", "set_routing", "connect", "transfer_weigh
 @pytest.mark.parametrize("call", CALLS)
 def test_a_connection_that_breaks_is_everybodys_error(trio, monkeypatch, call, when):
     """A word that was lost was waited for by all the others, each for its whole time-out."""
-    made, serve, done = trio(), remote._serve, []
+    made, serve, done = trio(), Caller._serve, []
 
-    async def broken(worker, question, writer):
+    async def broken(self, question):
         if question.method != call or done:
-            return await serve(worker, question, writer)
-        done.append(type(worker).__name__)
+            return await serve(self, question)
+        done.append(type(self.worker).__name__)
         if when == "answer":
-            await getattr(worker, call)(*remote._typed(getattr(worker, call), question.args))
-        writer.transport.abort()
+            method = getattr(self.worker, call)
+            await method(*calls._typed(method, question.args))
+        self._peer.abort()
         return None
 
-    monkeypatch.setattr(remote, "_serve", broken)
+    monkeypatch.setattr(Caller, "_serve", broken)
     begin_s = time.monotonic()
     said = made.send(1)
     (who,) = done

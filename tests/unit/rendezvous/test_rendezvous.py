@@ -153,13 +153,13 @@ def test_the_answer_of_all_gather_is_encoded_once_and_sent_in_pieces(monkeypatch
     size, part = 12, 100_000
     encoded: list[int] = []
     buffered: list[int] = []
-    encode, send = wire.encode, asyncio.StreamWriter.write
+    make, send = wire.frame, asyncio.StreamWriter.write
 
     def counted(message: Message) -> bytes:
-        frame = encode(message)
+        data = make(message)
         if isinstance(message, Got) and message.turn:
-            encoded.append(len(frame))
-        return frame
+            encoded.append(len(data))
+        return data
 
     def watched(writer: asyncio.StreamWriter, data: bytes) -> None:
         send(writer, data)
@@ -167,7 +167,7 @@ def test_the_answer_of_all_gather_is_encoded_once_and_sent_in_pieces(monkeypatch
 
     async def main() -> list[list[bytes]]:
         groups = await meet(size)
-        monkeypatch.setattr(ranks, "encode", counted)
+        monkeypatch.setattr(ranks, "frame", counted)
         monkeypatch.setattr(asyncio.StreamWriter, "write", watched)
         found = await asyncio.gather(*(group.all_gather(bytes(part)) for group in groups))
         await close(groups)

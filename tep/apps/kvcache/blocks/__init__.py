@@ -7,8 +7,10 @@ claims it, is granted an immediate for it, and writes layer by layer. See `KvSen
 from __future__ import annotations
 
 from tep.apps.kvcache.blocks.cache import KvBlocks
-from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
+from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest, Patience
 from tep.apps.kvcache.blocks.receiver import KvLoad, KvReceiver
 from tep.apps.kvcache.blocks.sender import KvSend, KvSender
 
-__all__ = ["KvBlocks", "KvEvent", "KvLoad", "KvReceiver", "KvRequest", "KvSend", "KvSender"]
+__all__ = [
+    "KvBlocks", "KvEvent", "KvLoad", "KvReceiver", "KvRequest", "KvSend", "KvSender", "Patience",
+]  # fmt: skip

@@ -29,8 +29,7 @@ from tep import (
     UsageError,
 )
 from tep.apps.kvcache.blocks.messages import Card, Message, Note, Over, decode, decode_as, encode
-from tep.apps.kvcache.blocks.strided import KvTensor, Placed, describe_tensor
-from tep.apps.kvcache.layout import held_heads
+from tep.apps.kvcache.layout import KvTensor, Placed, describe_tensor, held_heads
 
 __all__ = ["KvBlocks", "PeerCache", "PeerLayout"]
 

@@ -1,4 +1,4 @@
-"""The handles that `begin` and `expect` return, and the events of `poll`."""
+"""The handles that `begin` and `expect` return, the events of `poll`, and the times to wait."""
 
 from __future__ import annotations
 
@@ -11,13 +11,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from tep import WaitTimeout
+from tep import UsageError, WaitTimeout
 from tep.apps.kvcache.blocks.cache import KvBlocks
-from tep.apps.kvcache.heartbeat import Patience
 
-__all__ = ["KvEvent", "KvRequest", "KvSide"]
+__all__ = ["KvEvent", "KvRequest", "KvSide", "Patience"]
 
 State = Literal["open", "done", "failed", "free"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Times to wait, in seconds of the engine's or the event loop's clock.
+
+    Attributes:
+        beat_s: between two beats to a peer.
+        silent_s: without a word from a peer it counts as silent; several times beat_s.
+        cancel_s: for an answer about a transfer, before it is asked for again.
+        request_s: for one attempt at a request.
+        linger_s: how long a write whose path died may still land, after its error: packets can be
+            held up on a link that flaps. The default is a guess, on the safe side; pages wait.
+    """
+
+    beat_s: float = 0.2
+    silent_s: float = 2.0
+    cancel_s: float = 0.5
+    request_s: float = 120.0
+    linger_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Refuse times that contradict each other."""
+        times = (self.beat_s, self.silent_s, self.cancel_s, self.request_s)
+        if min(times) <= 0 or self.linger_s < 0 or self.silent_s <= self.beat_s:
+            raise UsageError(f"{self}: times are positive, and silent_s is longer than beat_s")
 
 
 @dataclass(frozen=True, slots=True)

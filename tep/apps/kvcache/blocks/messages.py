@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tep import BadDescriptor
-from tep.apps.kvcache.blocks.strided import Placed
+from tep.apps.kvcache.layout import Placed
 
 __all__ = [
     "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Note", "Over", "Refuse", "Stopping",

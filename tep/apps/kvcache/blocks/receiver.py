@@ -31,7 +31,7 @@ from tep import (
 )
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
-from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
+from tep.apps.kvcache.blocks.handle import KvRequest, KvSide, Patience
 from tep.apps.kvcache.blocks.messages import (
     Cancel,
     Claim,
@@ -43,11 +43,61 @@ from tep.apps.kvcache.blocks.messages import (
     Ticket,
     encode,
 )
-from tep.apps.kvcache.blocks.strided import served_heads
-from tep.apps.kvcache.heartbeat import Patience
-from tep.apps.kvcache.immediates import ImmSpace
+from tep.apps.kvcache.layout import served_heads
 
-__all__ = ["KvLoad", "KvReceiver"]
+__all__ = ["ImmSpace", "KvLoad", "KvReceiver"]
+
+
+class ImmSpace:
+    """The immediates of one receiver; they go round, and one that ended comes last.
+
+    A number is *live* from take() to its end. A clean end (all that was expected has arrived) frees
+    it at once. After a cancel or a failure it is *burnt*, as engines call it: neither end uses it
+    again.
+
+    Args:
+        numbers: which immediates are ours, e.g. range(1, 1 << 24).
+
+    Attributes:
+        live: numbers given out.
+        burnt: numbers that stay out of use.
+    """
+
+    def __init__(self, numbers: range) -> None:
+        if numbers.step != 1 or len(numbers) < 1 or numbers.start < 0 or numbers.stop > 2**32:
+            raise UsageError(f"ImmSpace: {numbers} is no range of immediates with step 1")
+        self._numbers = numbers
+        self._next = numbers.start
+        self.live: set[int] = set()
+        self.burnt: set[int] = set()
+
+    def take(self) -> int:
+        """Give out a number that nothing in flight can carry.
+
+        Raises:
+            BusyError: all numbers are live or burnt.
+        """
+        for _ in range(len(self._numbers)):
+            imm = self._next
+            self._next += 1
+            if self._next == self._numbers.stop:
+                self._next = self._numbers.start
+            if not (imm in self.live or imm in self.burnt):
+                self.live.add(imm)
+                return imm
+        raise BusyError(
+            f"all {len(self._numbers)} immediates are in use: {len(self.live)} live, "
+            f"{len(self.burnt)} burnt; enlarge the range"
+        )
+
+    def end(self, imm: int) -> None:
+        """All that was expected has arrived, and nothing else was sent."""
+        self.live.remove(imm)
+
+    def burn(self, imm: int) -> None:
+        """The request ended early: what was sent of it may still be counted."""
+        self.live.remove(imm)
+        self.burnt.add(imm)
 
 
 class _Grant:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tep import BadDescriptor, NetAddr, Pages, Prepared, Sender, TepError, Transfer, UsageError
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache, PeerLayout
-from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
+from tep.apps.kvcache.blocks.handle import KvRequest, KvSide, Patience
 from tep.apps.kvcache.blocks.messages import (
     Cancel,
     Claim,
@@ -30,8 +30,7 @@ from tep.apps.kvcache.blocks.messages import (
     Ticket,
     decode_as,
 )
-from tep.apps.kvcache.blocks.strided import Placed, rows_of, served_heads
-from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.layout import Placed, rows_of, served_heads
 
 __all__ = ["KvSend", "KvSender"]
 
