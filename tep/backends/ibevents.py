@@ -6,8 +6,7 @@ import ctypes
 import os
 import select
 
-from tep.backends.ffi.ibverbs import Library
-from tep.backends.ffi.ibverbs_structs import AsyncEvent, CompChannel, Context
+from tep.backends.ffi.ibverbs import C, Library
 
 __all__ = ["Events"]
 
@@ -28,8 +27,8 @@ class Events:
         self._lib = lib
         self._context = context
         self.channel = lib.make("ibv_create_comp_channel", context)
-        channel_fd = int(CompChannel.from_address(self.channel).fd)
-        self._async_fd = int(Context.from_address(context).async_fd)
+        channel_fd = int(C.ibv_comp_channel.from_address(self.channel).fd)
+        self._async_fd = int(C.ibv_context.from_address(context).async_fd)
         self.epoll = select.epoll()
         self.fd = self.epoll.fileno()
         for fd in (channel_fd, self._async_fd):
@@ -46,7 +45,7 @@ class Events:
 
     def take_device(self) -> list[tuple[int, int]]:
         """Take what the device itself reports: (type, the queue's pointer or the port's number)."""
-        event, found = AsyncEvent(), []
+        event, found = C.ibv_async_event(), []
         while self._lib.ask("ibv_get_async_event", self._context, ctypes.byref(event)) == 0:
             found.append((int(event.event_type), int(event.element.cq or 0)))
             self._lib.do("ibv_ack_async_event", ctypes.byref(event))

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tep.backends.ffi.ibverbs_structs import Context
+from tep.backends.ffi.ibverbs import C
 from tep.host.folders import make_own
 
 _INT = ctypes.c_int
@@ -128,7 +128,7 @@ class Stub:
 
     def event(self, context: int, kind: int) -> None:
         """Let the device of a context report an event."""
-        self.lib.stub_event(Context.from_address(context).async_fd, kind)
+        self.lib.stub_event(C.ibv_context.from_address(context).async_fd, kind)
 
     def live(self) -> tuple[int, int]:
         """Queue pairs and regions that exist."""

@@ -31,17 +31,7 @@ from tep.backends.ffi.efa import (
     QpInitAttrDv,
     WqAttr,
 )
-from tep.backends.ffi.ibverbs_structs import (
-    ENUMS,
-    AhAttr,
-    Context,
-    DeviceAttr,
-    Mr,
-    PortAttr,
-    Qp,
-    QpAttr,
-    QpInitAttrEx,
-)
+from tep.backends.ffi.ibverbs import ENUMS, C
 from tep.backends.ibevents import Events
 from tep.base.errors import BackendUnavailable, FabricError
 
@@ -71,7 +61,7 @@ class Sizes(NamedTuple):
 
 def link_bps(lib: Efa, context: int) -> int:
     """A device's nominal rate, bits a second; 0 where its codes are unknown."""
-    port = PortAttr()
+    port = C.ibv_port_attr()
     lib.ok("ibv_query_port", context, 1, ctypes.byref(port))
     # ibv_query_port(3) documents the codes: lanes, and Gbit/s of each.
     lanes = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}.get(port.active_width, 0)
@@ -92,7 +82,7 @@ def make_pair(
     lib: Efa, context: int, pd: int, cq: int, sizes: Sizes, has: DeviceAttrDv, qkey: int
 ) -> int:
     """Make a queue pair, ready to send and to receive; a pointer to its extended form."""
-    attr = QpInitAttrEx(send_cq=cq, recv_cq=cq, pd=pd, qp_type=_QPT_DRIVER)
+    attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, pd=pd, qp_type=_QPT_DRIVER)
     attr.cap.max_send_wr, attr.cap.max_recv_wr = sizes.send, sizes.receive
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     attr.comp_mask = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
@@ -121,7 +111,7 @@ def _bring_up(lib: Efa, pair: int, qkey: int, *, retries: bool) -> None:
         ("IBV_QPS_RTS", ("SQ_PSN", "RNR_RETRY") if retries else ("SQ_PSN",)),
     )
     for state, fields in steps:
-        to = QpAttr(qp_state=ENUMS[state], port_num=1, qkey=qkey, rnr_retry=_RNR_FOR_EVER)
+        to = C.ibv_qp_attr(qp_state=ENUMS[state], port_num=1, qkey=qkey, rnr_retry=_RNR_FOR_EVER)
         mask = ENUMS["IBV_QP_STATE"] | sum(ENUMS[f"IBV_QP_{name}"] for name in fields)
         lib.ok("ibv_modify_qp", pair, ctypes.byref(to), mask, what=state)
 
@@ -156,7 +146,7 @@ class Handle:
     __slots__ = ("__weakref__", "_nic", "lkey", "pointer", "rkey")
 
     def __init__(self, nic: Nic, pointer: int) -> None:
-        mr = Mr.from_address(pointer)
+        mr = C.ibv_mr.from_address(pointer)
         self._nic = nic
         self.pointer = pointer
         self.lkey, self.rkey = int(mr.lkey), int(mr.rkey)
@@ -265,7 +255,7 @@ class Nic:
                 "trn2 do)",
                 (),
             )
-        device = DeviceAttr()
+        device = C.ibv_device_attr()
         lib.ok("ibv_query_device", self._context, ctypes.byref(device), nic=self.name)
         completions = min(sizes.completions, device.max_cqe)
         half = completions // 2  # both queues' requests have their places in it
@@ -288,8 +278,8 @@ class Nic:
         self.wait_fd = self._news.fd
         self.cq = make_queue(lib, self._context, self._news.channel, self.sizes.completions)
         self.qp = make_pair(lib, self._context, self._pd, self.cq, self.sizes, attr, self.qkey)
-        self.qpn = int(Qp.from_address(self.qp).qp_num)
-        req_notify = Context.from_address(self._context).ops.req_notify_cq
+        self.qpn = int(C.ibv_qp.from_address(self.qp).qp_num)
+        req_notify = C.ibv_context.from_address(self._context).ops.req_notify_cq
         self._req_notify = ctypes.PYFUNCTYPE(_INT, _PTR, _INT)(req_notify)
 
     @property
@@ -309,7 +299,7 @@ class Nic:
 
     def post_recv(self) -> Callable[[int, int, int], int]:
         """The function that the inline ibv_post_recv calls."""
-        pointer = Context.from_address(self._context).ops.post_recv
+        pointer = C.ibv_context.from_address(self._context).ops.post_recv
         return ctypes.PYFUNCTYPE(_INT, _PTR, _PTR, _PTR)(pointer)
 
     strerror = staticmethod(os.strerror)
@@ -391,7 +381,7 @@ class Nic:
             self.end("ibv_destroy_ah", handle[0])
 
     def _make_handle(self, gid: bytes) -> tuple[int, int]:
-        attr = AhAttr(is_global=1, port_num=1)
+        attr = C.ibv_ah_attr(is_global=1, port_num=1)
         attr.grh.dgid.raw[:] = gid
         ah = self.lib.make("ibv_create_ah", self._pd, ctypes.byref(attr), nic=self.name)
         found = AhAttrDv()

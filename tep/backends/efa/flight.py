@@ -32,7 +32,7 @@ from tep.backends.base import (
 from tep.backends.columns import part
 from tep.backends.efa.device import Nic
 from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers, RowWise, Span
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.libfabric import completions, regions, slots
 from tep.backends.libfabric.objects import CqError
 from tep.backends.libfabric.slots import READ, Ticket

@@ -52,7 +52,7 @@ from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
 from tep.backends.fences import new_fence
 from tep.backends.ffi.efa import CqEx, QpEx
-from tep.backends.ffi.ibverbs_structs import RECV_WR, SGE, layout
+from tep.backends.ffi.ibverbs import RECV_WR, SGE, layout
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
@@ -63,23 +63,9 @@ __all__ = [
 
 TX_ENTRY: Final = layout(
     64,
-    req_id=("<u2", 0),
-    ctrl1=("u1", 2),
-    ctrl2=("u1", 3),
-    dest_qp=("<u2", 4),
-    length=("<u2", 6),
-    imm=("<u4", 8),
-    ah=("<u2", 12),
-    qkey=("<u4", 16),
-    remote_length=("<u4", 32),
-    rkey=("<u4", 36),
-    remote_addr=("<u8", 40),
-    local_length=("<u4", 48),
-    lkey=("<u4", 52),
-    local_addr=("<u8", 56),
-    send_length=("<u4", 32),
-    send_lkey=("<u4", 36),
-    send_addr=("<u8", 40),
+    "req_id <u2 0, ctrl1 u1 2, ctrl2 u1 3, dest_qp <u2 4, length <u2 6, imm <u4 8, ah <u2 12, "
+    "qkey <u4 16, remote_length <u4 32, rkey <u4 36, remote_addr <u8 40, local_length <u4 48, "
+    "lkey <u4 52, local_addr <u8 56, send_length <u4 32, send_lkey <u4 36, send_addr <u8 40",
 )
 OP_SEND: Final = 0
 OP_READ: Final = 1
@@ -91,27 +77,19 @@ ALWAYS_2: Final = 1 << 2 | 1 << 3 | 1 << 4
 """ctrl2: first and last of its request, which is to end in a completion."""
 LKEY_MASK: Final = (1 << 24) - 1
 
-RX_ENTRY: Final = layout(
-    16, addr=("<u8", 0), req_id=("<u2", 8), length=("<u2", 10), lkey_ctrl=("<u4", 12)
-)
+RX_ENTRY: Final = layout(16, "addr <u8 0, req_id <u2 8, length <u2 10, lkey_ctrl <u4 12")
 RX_ALWAYS: Final = 1 << 30 | 1 << 31
 """lkey_ctrl: first and last descriptor of its request."""
 
 COMPLETION_ENTRY: Final = layout(
     16,
-    req_id=("<u2", 0),
-    status=("u1", 2),
-    flags=("u1", 3),
-    qp=("<u2", 4),
-    length=("<u2", 6),
-    ah=("<u2", 8),
-    src_qp=("<u2", 10),
-    imm=("<u4", 12),
+    "req_id <u2 0, status u1 2, flags u1 3, qp <u2 4, length <u2 6, ah <u2 8, src_qp <u2 10, "
+    "imm <u4 12",
 )
 """flags: bit 0 phase, bits 1 and 2 the queue (1 send, 2 receive), bit 3 has an immediate, bits 4 to
 6 the operation, bit 7 unsolicited. From `length` on only of receives; entries of 32 bytes go on."""
 
-KINDS: Final = layout(16, kind=("<u2", 2))
+KINDS: Final = layout(16, "kind <u2 2")
 """A completion's status and flags as one number: status, flags << 8."""
 
 ARM: Final = 1 << 31

@@ -15,8 +15,7 @@ import platform
 from functools import cache
 from typing import Final
 
-from tep.backends.ffi.ibverbs import OPTIONAL, PROTOTYPES, Library, fail
-from tep.backends.ffi.ibverbs_structs import Qp
+from tep.backends.ffi.ibverbs import OPTIONAL, PROTOTYPES, C, Library, fail
 from tep.backends.ffi.load import env_step, find, prototypes, system_step
 from tep.base.errors import BackendUnavailable
 
@@ -48,7 +47,7 @@ class QpEx(ctypes.Structure):
     """struct ibv_qp_ex: a queue pair with its table of calls."""
 
     _fields_ = (
-        *Qp._fields_,
+        *C.ibv_qp._fields_,
         *_LOCKS,
         *_fields(
             "events_completed:u32 comp_mask:u64 wr_id:u64 wr_flags:u32 wr_atomic_cmp_swp "

@@ -1,6 +1,10 @@
-"""libibverbs by ctypes: finding it, its control calls, and the data path of an open device.
+"""libibverbs by ctypes: its structs, finding it, its control calls, and the data path of a device.
 
-Calls are made of their C declarations, word for word (<infiniband/verbs.h> of rdma-core 44.0).
+Structs and calls are made of their C declarations, word for word (<infiniband/verbs.h> of rdma-core
+44.0). Sizes, offsets and enum values are compared with the compiler's in tests/abi. What the data
+path moves by the thousand (work requests, completions) are numpy dtypes. imm_data is big-endian in
+all of them: '>u4' makes numpy swap it, and nobody else has to.
+
 post_send, post_recv, post_srq_recv, poll_cq and req_notify_cq are inline functions in C that go
 through the context's table of operations; no library exports them, so DataPath reads that table.
 Nothing here decides anything: which device, which address, which queue is the backend's business.
@@ -14,14 +18,16 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
-from tep.backends.ffi.ibverbs_structs import Context, Device, VerbsContext
-from tep.backends.ffi.load import Step, check, env_step, find, prototypes, system_step
+import numpy as np
+
+from tep.backends.ffi.load import Step, check, env_step, find, mirror, prototypes, system_step
 
 __all__ = [
-    "ABI_COMPAT_OFFSETS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "CreateQp", "DataPath",
-    "Library", "Ref", "fail", "load", "ref",
+    "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "RECV_WR",
+    "SEND_WR", "SGE", "WC", "C", "CreateQp", "DataPath", "Library", "Ref", "Struct", "fail",
+    "layout", "load", "ref",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -31,6 +37,451 @@ _VARIABLE: Final = "TEP_LIBIBVERBS"
 _CURE: Final = "install rdma-core 33 or later (Debian: apt install libibverbs1 ibverbs-providers)"
 
 _P, _INT = ctypes.c_void_p, ctypes.c_int
+
+# ibv_gid is aligned to 8 and not to 1, since the union holds __be64: taken for a plain array of
+# bytes it would make ibv_qp_attr 4 bytes too short. The table ibv_context_ops holds the data path;
+# its order is the ABI, and slots named _compat_* are dead. ibv_query_port fills ibv_port_attr up to
+# and including `flags`. ibv_qp_init_attr_ex begins as ibv_qp_init_attr, so ibv_create_qp takes it
+# too. verbs_context stands around an ibv_context and grows at its front: here are its last members.
+C: Final = mirror("""
+struct _ibv_device_ops {
+    struct ibv_context * (*_dummy1)(struct ibv_device *device, int cmd_fd);
+    void (*_dummy2)(struct ibv_context *context);
+};
+struct ibv_device {
+    struct _ibv_device_ops _ops;
+    enum ibv_node_type node_type;
+    enum ibv_transport_type transport_type;
+    /* Name of underlying kernel IB device, eg "mthca0" */
+    char name[IBV_SYSFS_NAME_MAX];
+    /* Name of uverbs device, eg "uverbs0" */
+    char dev_name[IBV_SYSFS_NAME_MAX];
+    /* Path to infiniband_verbs class device in sysfs */
+    char dev_path[IBV_SYSFS_PATH_MAX];
+    /* Path to infiniband class device in sysfs */
+    char ibdev_path[IBV_SYSFS_PATH_MAX];
+};
+struct ibv_context_ops {
+    int (*_compat_query_device)(struct ibv_context *context,
+        struct ibv_device_attr *device_attr);
+    int (*_compat_query_port)(struct ibv_context *context, uint8_t port_num,
+        struct _compat_ibv_port_attr *port_attr);
+    void *(*_compat_alloc_pd)(void);
+    void *(*_compat_dealloc_pd)(void);
+    void *(*_compat_reg_mr)(void);
+    void *(*_compat_rereg_mr)(void);
+    void *(*_compat_dereg_mr)(void);
+    struct ibv_mw * (*alloc_mw)(struct ibv_pd *pd, enum ibv_mw_type type);
+    int (*bind_mw)(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *mw_bind);
+    int (*dealloc_mw)(struct ibv_mw *mw);
+    void *(*_compat_create_cq)(void);
+    int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
+    int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
+    void *(*_compat_cq_event)(void);
+    void *(*_compat_resize_cq)(void);
+    void *(*_compat_destroy_cq)(void);
+    void *(*_compat_create_srq)(void);
+    void *(*_compat_modify_srq)(void);
+    void *(*_compat_query_srq)(void);
+    void *(*_compat_destroy_srq)(void);
+    int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *recv_wr,
+        struct ibv_recv_wr **bad_recv_wr);
+    void *(*_compat_create_qp)(void);
+    void *(*_compat_query_qp)(void);
+    void *(*_compat_modify_qp)(void);
+    void *(*_compat_destroy_qp)(void);
+    int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
+    int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
+    void *(*_compat_create_ah)(void);
+    void *(*_compat_destroy_ah)(void);
+    void *(*_compat_attach_mcast)(void);
+    void *(*_compat_detach_mcast)(void);
+    void *(*_compat_async_event)(void);
+};
+struct ibv_context {
+    struct ibv_device *device;
+    struct ibv_context_ops ops;
+    int cmd_fd;
+    int async_fd;
+    int num_comp_vectors;
+    pthread_mutex_t mutex;
+    void *abi_compat;
+};
+union ibv_gid {
+    uint8_t raw[16];
+    struct {
+        __be64 subnet_prefix;
+        __be64 interface_id;
+    } global;
+};
+struct ibv_gid_entry {
+    union ibv_gid gid;
+    uint32_t gid_index;
+    uint32_t port_num;
+    uint32_t gid_type; /* enum ibv_gid_type */
+    uint32_t ndev_ifindex;
+};
+struct ibv_port_attr {
+    enum ibv_port_state state;
+    enum ibv_mtu max_mtu;
+    enum ibv_mtu active_mtu;
+    int gid_tbl_len;
+    uint32_t port_cap_flags;
+    uint32_t max_msg_sz;
+    uint32_t bad_pkey_cntr;
+    uint32_t qkey_viol_cntr;
+    uint16_t pkey_tbl_len;
+    uint16_t lid;
+    uint16_t sm_lid;
+    uint8_t lmc;
+    uint8_t max_vl_num;
+    uint8_t sm_sl;
+    uint8_t subnet_timeout;
+    uint8_t init_type_reply;
+    uint8_t active_width;
+    uint8_t active_speed;
+    uint8_t phys_state;
+    uint8_t link_layer;
+    uint8_t flags;
+    uint16_t port_cap_flags2;
+};
+struct ibv_device_attr {
+    char fw_ver[64];
+    __be64 node_guid;
+    __be64 sys_image_guid;
+    uint64_t max_mr_size;
+    uint64_t page_size_cap;
+    uint32_t vendor_id;
+    uint32_t vendor_part_id;
+    uint32_t hw_ver;
+    int max_qp;
+    int max_qp_wr;
+    unsigned int device_cap_flags;
+    int max_sge;
+    int max_sge_rd;
+    int max_cq;
+    int max_cqe;
+    int max_mr;
+    int max_pd;
+    int max_qp_rd_atom;
+    int max_ee_rd_atom;
+    int max_res_rd_atom;
+    int max_qp_init_rd_atom;
+    int max_ee_init_rd_atom;
+    enum ibv_atomic_cap atomic_cap;
+    int max_ee;
+    int max_rdd;
+    int max_mw;
+    int max_raw_ipv6_qp;
+    int max_raw_ethy_qp;
+    int max_mcast_grp;
+    int max_mcast_qp_attach;
+    int max_total_mcast_qp_attach;
+    int max_ah;
+    int max_fmr;
+    int max_map_per_fmr;
+    int max_srq;
+    int max_srq_wr;
+    int max_srq_sge;
+    uint16_t max_pkeys;
+    uint8_t local_ca_ack_delay;
+    uint8_t phys_port_cnt;
+};
+struct ibv_async_event {
+    union {
+        struct ibv_cq *cq;
+        struct ibv_qp *qp;
+        struct ibv_srq *srq;
+        struct ibv_wq *wq;
+        int port_num;
+    } element;
+    enum ibv_event_type event_type;
+};
+struct ibv_mr {
+    struct ibv_context *context;
+    struct ibv_pd *pd;
+    void *addr;
+    size_t length;
+    uint32_t handle;
+    uint32_t lkey;
+    uint32_t rkey;
+};
+struct ibv_comp_channel {
+    struct ibv_context *context;
+    int fd;
+    int refcnt;
+};
+struct ibv_srq_attr {
+    uint32_t max_wr;
+    uint32_t max_sge;
+    uint32_t srq_limit;
+};
+struct ibv_srq_init_attr {
+    void *srq_context;
+    struct ibv_srq_attr attr;
+};
+struct ibv_qp_cap {
+    uint32_t max_send_wr;
+    uint32_t max_recv_wr;
+    uint32_t max_send_sge;
+    uint32_t max_recv_sge;
+    uint32_t max_inline_data;
+};
+struct ibv_qp_init_attr {
+    void *qp_context;
+    struct ibv_cq *send_cq;
+    struct ibv_cq *recv_cq;
+    struct ibv_srq *srq;
+    struct ibv_qp_cap cap;
+    enum ibv_qp_type qp_type;
+    int sq_sig_all;
+};
+struct ibv_rx_hash_conf {
+    /* enum ibv_rx_hash_function_flags */
+    uint8_t rx_hash_function;
+    uint8_t rx_hash_key_len;
+    uint8_t *rx_hash_key;
+    /* enum ibv_rx_hash_fields */
+    uint64_t rx_hash_fields_mask;
+};
+struct ibv_qp_init_attr_ex {
+    void *qp_context;
+    struct ibv_cq *send_cq;
+    struct ibv_cq *recv_cq;
+    struct ibv_srq *srq;
+    struct ibv_qp_cap cap;
+    enum ibv_qp_type qp_type;
+    int sq_sig_all;
+    uint32_t comp_mask;
+    struct ibv_pd *pd;
+    struct ibv_xrcd *xrcd;
+    uint32_t create_flags;
+    uint16_t max_tso_header;
+    struct ibv_rwq_ind_table *rwq_ind_tbl;
+    struct ibv_rx_hash_conf rx_hash_conf;
+    uint32_t source_qpn;
+    /* See enum ibv_qp_create_send_ops_flags */
+    uint64_t send_ops_flags;
+};
+struct ibv_ece {
+    /* * Unique identifier of the provider vendor on the network.
+        * The providers will set IEEE OUI here to distinguish
+        * itself in non-homogenius network. */
+    uint32_t vendor_id;
+    /* * Provider specific attributes which are supported or
+        * needed to be enabled by ECE users. */
+    uint32_t options;
+    uint32_t comp_mask;
+};
+struct verbs_context {
+    struct ibv_qp *(*create_qp_ex)(struct ibv_context *context,
+        struct ibv_qp_init_attr_ex *qp_init_attr_ex);
+    int (*get_srq_num)(struct ibv_srq *srq, uint32_t *srq_num);
+    struct ibv_srq * (*create_srq_ex)(struct ibv_context *context,
+        struct ibv_srq_init_attr_ex *srq_init_attr_ex);
+    struct ibv_xrcd * (*open_xrcd)(struct ibv_context *context,
+        struct ibv_xrcd_init_attr *xrcd_init_attr);
+    int (*close_xrcd)(struct ibv_xrcd *xrcd);
+    uint64_t _ABI_placeholder3;
+    size_t sz; /* Must be immediately before struct ibv_context */
+    struct ibv_context context; /* Must be last field in the struct */
+};
+struct ibv_qp {
+    struct ibv_context *context;
+    void *qp_context;
+    struct ibv_pd *pd;
+    struct ibv_cq *send_cq;
+    struct ibv_cq *recv_cq;
+    struct ibv_srq *srq;
+    uint32_t handle;
+    uint32_t qp_num;
+    enum ibv_qp_state state;
+    enum ibv_qp_type qp_type;
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    uint32_t events_completed;
+};
+struct ibv_global_route {
+    union ibv_gid dgid;
+    uint32_t flow_label;
+    uint8_t sgid_index;
+    uint8_t hop_limit;
+    uint8_t traffic_class;
+};
+struct ibv_ah_attr {
+    struct ibv_global_route grh;
+    uint16_t dlid;
+    uint8_t sl;
+    uint8_t src_path_bits;
+    uint8_t static_rate;
+    uint8_t is_global;
+    uint8_t port_num;
+};
+struct ibv_qp_attr {
+    enum ibv_qp_state qp_state;
+    enum ibv_qp_state cur_qp_state;
+    enum ibv_mtu path_mtu;
+    enum ibv_mig_state path_mig_state;
+    uint32_t qkey;
+    uint32_t rq_psn;
+    uint32_t sq_psn;
+    uint32_t dest_qp_num;
+    unsigned int qp_access_flags;
+    struct ibv_qp_cap cap;
+    struct ibv_ah_attr ah_attr;
+    struct ibv_ah_attr alt_ah_attr;
+    uint16_t pkey_index;
+    uint16_t alt_pkey_index;
+    uint8_t en_sqd_async_notify;
+    uint8_t sq_draining;
+    uint8_t max_rd_atomic;
+    uint8_t max_dest_rd_atomic;
+    uint8_t min_rnr_timer;
+    uint8_t port_num;
+    uint8_t timeout;
+    uint8_t retry_cnt;
+    uint8_t rnr_retry;
+    uint8_t alt_port_num;
+    uint8_t alt_timeout;
+    uint32_t rate_limit;
+};
+""")
+"""Each struct above by its own name, e.g. C.ibv_mr; tests/abi goes through all of them."""
+
+Struct = Any
+"""One of them; its members are attributes."""
+
+
+def layout(itemsize: int, fields: str) -> np.dtype[np.void]:
+    """Make a dtype of fields, each "name format offset"."""
+    names, formats, offsets = zip(*(field.split() for field in fields.split(",")), strict=True)
+    places = [int(offset) for offset in offsets]
+    return np.dtype({"names": names, "formats": formats, "offsets": places, "itemsize": itemsize})
+
+
+# struct ibv_send_wr {
+#     uint64_t wr_id;
+#     struct ibv_send_wr *next;
+#     struct ibv_sge *sg_list;
+#     int num_sge;
+#     enum ibv_wr_opcode opcode;
+#     unsigned int send_flags;
+#     /* When opcode is *_WITH_IMM: Immediate data in network byte order.
+#      * When opcode is *_INV: Stores the rkey to invalidate
+#      */
+#     union {
+#             __be32 imm_data;
+#             uint32_t invalidate_rkey;
+#     };
+#     union {
+#             struct {
+#                     uint64_t remote_addr;
+#                     uint32_t rkey;
+#             } rdma;
+#             struct {
+#                     uint64_t remote_addr;
+#                     uint64_t compare_add;
+#                     uint64_t swap;
+#                     uint32_t rkey;
+#             } atomic;
+#             struct {
+#                     struct ibv_ah *ah;
+#                     uint32_t remote_qpn;
+#                     uint32_t remote_qkey;
+#             } ud;
+#     } wr;
+#     union {
+#             struct {
+#                     uint32_t remote_srqn;
+#             } xrc;
+#     } qp_type;
+#     union {
+#             struct {
+#                     struct ibv_mw *mw;
+#                     uint32_t rkey;
+#                     struct ibv_mw_bind_info bind_info;
+#             } bind_mw;
+#             struct {
+#                     void *hdr;
+#                     uint16_t hdr_sz;
+#                     uint16_t mss;
+#             } tso;
+#     };
+# };
+SEND_WR: Final = layout(
+    128,
+    "wr_id <u8 0, next <u8 8, sg_list <u8 16, num_sge <i4 24, opcode <u4 28, send_flags <u4 32, "
+    "imm_data >u4 36, remote_addr <u8 40, rkey <u4 48, ah <u8 40, remote_qpn <u4 48, "
+    "remote_qkey <u4 52",
+)
+
+# struct ibv_recv_wr {
+#     uint64_t wr_id;
+#     struct ibv_recv_wr *next;
+#     struct ibv_sge *sg_list;
+#     int num_sge;
+# };
+RECV_WR: Final = layout(32, "wr_id <u8 0, next <u8 8, sg_list <u8 16, num_sge <i4 24")
+
+# struct ibv_sge {
+#     uint64_t addr;
+#     uint32_t length;
+#     uint32_t lkey;
+# };
+SGE: Final = layout(16, "addr <u8 0, length <u4 8, lkey <u4 12")
+
+# struct ibv_wc {
+#     uint64_t wr_id;
+#     enum ibv_wc_status status;
+#     enum ibv_wc_opcode opcode;
+#     uint32_t vendor_err;
+#     uint32_t byte_len;
+#     /* When (wc_flags & IBV_WC_WITH_IMM): Immediate data in network byte order.
+#      * When (wc_flags & IBV_WC_WITH_INV): Stores the invalidated rkey.
+#      */
+#     union {
+#             __be32 imm_data;
+#             uint32_t invalidated_rkey;
+#     };
+#     uint32_t qp_num;
+#     uint32_t src_qp;
+#     unsigned int wc_flags;
+#     uint16_t pkey_index;
+#     uint16_t slid;
+#     uint8_t sl;
+#     uint8_t dlid_path_bits;
+# };
+WC: Final = layout(
+    48,
+    "wr_id <u8 0, status <u4 8, opcode <u4 12, vendor_err <u4 16, byte_len <u4 20, "
+    "imm_data >u4 24, qp_num <u4 28, src_qp <u4 32, wc_flags <u4 36, pkey_index <u2 40, "
+    "slid <u2 42, sl u1 44, dlid_path_bits u1 45",
+)
+
+_ENUMS: Final = """
+IBV_WR_RDMA_WRITE 0   IBV_WR_RDMA_WRITE_WITH_IMM 1   IBV_WR_SEND 2   IBV_WR_RDMA_READ 4
+IBV_SEND_SIGNALED 2   IBV_SEND_INLINE 8   IBV_QP_INIT_ATTR_PD 1
+IBV_QP_INIT_ATTR_SEND_OPS_FLAGS 64   IBV_QP_EX_WITH_RDMA_WRITE 1
+IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM 2   IBV_QP_EX_WITH_SEND 4   IBV_QP_EX_WITH_RDMA_READ 16
+IBV_WC_SUCCESS 0   IBV_WC_LOC_LEN_ERR 1   IBV_WC_LOC_QP_OP_ERR 2   IBV_WC_LOC_PROT_ERR 4
+IBV_WC_WR_FLUSH_ERR 5   IBV_WC_LOC_ACCESS_ERR 8   IBV_WC_REM_INV_REQ_ERR 9
+IBV_WC_REM_ACCESS_ERR 10   IBV_WC_REM_OP_ERR 11   IBV_WC_RETRY_EXC_ERR 12
+IBV_WC_RNR_RETRY_EXC_ERR 13   IBV_WC_REM_ABORT_ERR 16   IBV_WC_FATAL_ERR 19
+IBV_WC_RESP_TIMEOUT_ERR 20   IBV_WC_GENERAL_ERR 21   IBV_ACCESS_LOCAL_WRITE 1
+IBV_ACCESS_REMOTE_WRITE 2   IBV_ACCESS_REMOTE_READ 4   IBV_ACCESS_RELAXED_ORDERING 1048576
+IBV_QPT_RC 2   IBV_QPT_UD 4   IBV_QPS_INIT 1   IBV_QPS_RTR 2   IBV_QPS_RTS 3   IBV_QPS_ERR 6
+IBV_QP_STATE 1   IBV_QP_ACCESS_FLAGS 8   IBV_QP_PKEY_INDEX 16   IBV_QP_PORT 32   IBV_QP_QKEY 64
+IBV_QP_AV 128   IBV_QP_PATH_MTU 256   IBV_QP_TIMEOUT 512   IBV_QP_RETRY_CNT 1024
+IBV_QP_RNR_RETRY 2048   IBV_QP_RQ_PSN 4096   IBV_QP_MAX_QP_RD_ATOMIC 8192
+IBV_QP_MIN_RNR_TIMER 32768   IBV_QP_SQ_PSN 65536   IBV_QP_MAX_DEST_RD_ATOMIC 131072
+IBV_QP_DEST_QPN 1048576   IBV_LINK_LAYER_INFINIBAND 1   IBV_LINK_LAYER_ETHERNET 2
+IBV_PORT_ACTIVE 4   IBV_QPF_GRH_REQUIRED 1   IBV_GID_TYPE_IB 0   IBV_GID_TYPE_ROCE_V1 1
+IBV_GID_TYPE_ROCE_V2 2   IBV_WC_RECV_RDMA_WITH_IMM 129   IBV_EVENT_CQ_ERR 0
+IBV_EVENT_QP_FATAL 1   IBV_EVENT_DEVICE_FATAL 8   IBV_EVENT_SRQ_ERR 14
+IBV_EVENT_QP_LAST_WQE_REACHED 16
+"""
+ENUMS: Final = dict(zip(_ENUMS.split()[::2], map(int, _ENUMS.split()[1::2]), strict=True))
+"""The enum values that tep uses, by their C names."""
 
 PROTOTYPES: Final = prototypes("""
 int ibv_fork_init(void);
@@ -174,10 +625,10 @@ class Library:
             return None
         if ctypes.c_void_p.from_address(context + after_mutex).value != _ABI_IS_EXTENDED:
             return None
-        whole = VerbsContext.from_address(context - VerbsContext.context.offset)
+        whole = C.verbs_context.from_address(context - C.verbs_context.context.offset)
         call = whole.create_qp_ex
         # `sz` counts the context too, to the end of abi_compat, beyond the mirror's end.
-        if not call or whole.sz < VerbsContext.context.offset + after_mutex + 8:
+        if not call or whole.sz < C.verbs_context.context.offset + after_mutex + 8:
             return None
         create = ctypes.CFUNCTYPE(_P, _P, _P, use_errno=True)(call)
         return lambda attr: create(context, attr) or 0
@@ -200,7 +651,7 @@ class Library:
             LookupError: there is no such device.
         """
 
-        def pick(found: list[tuple[int, Device]]) -> tuple[int, str]:
+        def pick(found: list[tuple[int, Any]]) -> tuple[int, str]:
             for pointer, device in found:
                 if device.name.decode() == name:
                     path = device.ibdev_path.decode()
@@ -209,7 +660,7 @@ class Library:
 
         return self._with_devices(pick)
 
-    def _with_devices(self, use: Callable[[list[tuple[int, Device]]], T]) -> T:
+    def _with_devices(self, use: Callable[[list[tuple[int, Any]]], T]) -> T:
         count = ctypes.c_int()
         listed = self._lib.ibv_get_device_list(ctypes.byref(count))
         if not listed:  # no RDMA in this kernel: ENOSYS
@@ -217,7 +668,9 @@ class Library:
         try:
             pointers = (ctypes.c_void_p * count.value).from_address(listed)
             found = [
-                (int(pointer), Device.from_address(pointer)) for pointer in pointers if pointer
+                (int(pointer), C.ibv_device.from_address(pointer))
+                for pointer in pointers
+                if pointer
             ]
             return use(found)
         finally:
@@ -264,7 +717,7 @@ class DataPath:
     )
 
     def __init__(self, context: int) -> None:
-        ops = Context.from_address(context).ops
+        ops = C.ibv_context.from_address(context).ops
         # int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
         self.post_send = cast("Post", _POST(ops.post_send))
         # The same, for pointers that were made ready by ref(). Without argtypes ctypes hands such

@@ -3,6 +3,15 @@
 C names stay C names. Nothing here decides anything: which NIC, which options and what an error
 means is the backend's business. Versions 1.17 to 2.x.
 
+Structs are made of their C declarations, word for word (1.17), and a comment says what is later;
+tests/abi compares every layout with the compiler's. Everything hot in libfabric is `static inline`
+in its headers: a call goes through a table of function pointers that hangs off each object.
+
+Releases differ only by appended members (1.17 to 2.6). The objects, their tables, and fi_info with
+what hangs off it are allocated by the library alone: each mirror ends with the last member that is
+used. Descriptors, completions, memory attributes and the attributes of queues and address vectors
+are ours to allocate: each of these is as long as the longest header makes it, and zeroed.
+
 Rule 1: fi_info and its attributes come from the library (fi_dupinfo), never from here. Rule 2: a
 table's late member is looked at only after `has_op`. Rule 3: `fi_*` functions that are inline in
 the headers are bound once an object, by `bind`, and never looked up on a hot path.
@@ -31,14 +40,16 @@ from ctypes import (
 from types import MappingProxyType
 from typing import Any, Final, cast
 
+import numpy as np
+
 from tep.backends.ffi.libc import libc
-from tep.backends.ffi.libfabric_structs import fi_info
 from tep.backends.ffi.load import (
     Found,
     Step,
     calls_of,
     env_step,
     find,
+    mirror,
     path_step,
     system_step,
     wheel_step,
@@ -47,8 +58,8 @@ from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
-    "NO_UNSOLICITED", "Info", "Libfabric", "Ready", "bind", "has_op", "load", "op", "ready",
-    "steps",
+    "CQ_DATA_ENTRY", "NO_UNSOLICITED", "C", "Info", "Libfabric", "Ready", "bind", "has_op",
+    "load", "op", "ready", "steps",
 ]  # fmt: skip
 
 VERSION_MIN: Final = (1, 17)
@@ -81,7 +92,6 @@ FI_MR_LOCAL: Final = 1 << 2
 FI_MR_VIRT_ADDR: Final = 1 << 4
 FI_MR_ALLOCATED: Final = 1 << 5
 FI_MR_PROV_KEY: Final = 1 << 6
-FI_MR_ENDPOINT: Final = 1 << 9
 FI_MR_HMEM: Final = 1 << 10
 FI_EP_RDM: Final = 3
 FI_THREAD_DOMAIN: Final = 3
@@ -109,11 +119,334 @@ FI_ENOSYS: Final = 38
 FI_OPT_EFA_RNR_RETRY: Final = -(0xEFA << 16)
 FI_OPT_EFA_EMULATED_READ: Final = FI_OPT_EFA_RNR_RETRY + 1
 FI_OPT_EFA_EMULATED_WRITE: Final = FI_OPT_EFA_RNR_RETRY + 2
-FI_OPT_EFA_USE_DEVICE_RDMA: Final = FI_OPT_EFA_RNR_RETRY + 4
-FI_OPT_EFA_HOMOGENEOUS_PEERS: Final = FI_OPT_EFA_RNR_RETRY + 7
 FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV: Final = FI_OPT_EFA_RNR_RETRY + 8
 
 FI_ADDR_UNSPEC: Final = 2**64 - 1
+
+# Strings are addresses: those of hints come from strdup(). Since 1.20 mr_iov shares its place with
+# `const struct fi_mr_dmabuf *dmabuf`. Since 2.0 the inline fi_cq_readerr() presets src_addr to -1,
+# which we must do ourselves. iovec stands behind those that point to it: they hold addresses.
+C: Final = mirror("""
+/* <rdma/fabric.h> */
+struct fid {
+    size_t fclass;
+    void *context;
+    struct fi_ops *ops;
+};
+struct fi_ops {
+    size_t size;
+    int (*close)(struct fid *fid);
+    int (*bind)(struct fid *fid, struct fid *bfid, uint64_t flags);
+    int (*control)(struct fid *fid, int command, void *arg);
+};
+struct fi_ops_fabric {
+    size_t size;
+    int (*domain)(struct fid_fabric *fabric, struct fi_info *info,
+        struct fid_domain **dom, void *context);
+    int (*passive_ep)(struct fid_fabric *fabric, struct fi_info *info,
+        struct fid_pep **pep, void *context);
+    int (*eq_open)(struct fid_fabric *fabric, struct fi_eq_attr *attr,
+        struct fid_eq **eq, void *context);
+    int (*wait_open)(struct fid_fabric *fabric, struct fi_wait_attr *attr,
+        struct fid_wait **waitset);
+    int (*trywait)(struct fid_fabric *fabric, struct fid **fids, int count);
+};
+/* <rdma/fi_domain.h> */
+struct fi_ops_domain {
+    size_t size;
+    int (*av_open)(struct fid_domain *domain, struct fi_av_attr *attr,
+        struct fid_av **av, void *context);
+    int (*cq_open)(struct fid_domain *domain, struct fi_cq_attr *attr,
+        struct fid_cq **cq, void *context);
+    int (*endpoint)(struct fid_domain *domain, struct fi_info *info,
+        struct fid_ep **ep, void *context);
+};
+struct fi_ops_mr {
+    size_t size;
+    int (*reg)(struct fid *fid, const void *buf, size_t len,
+        uint64_t access, uint64_t offset, uint64_t requested_key,
+        uint64_t flags, struct fid_mr **mr, void *context);
+    int (*regv)(struct fid *fid, const struct iovec *iov, size_t count, uint64_t access,
+        uint64_t offset, uint64_t requested_key,
+        uint64_t flags, struct fid_mr **mr, void *context);
+    int (*regattr)(struct fid *fid, const struct fi_mr_attr *attr,
+        uint64_t flags, struct fid_mr **mr);
+};
+struct fi_ops_av {
+    size_t size;
+    int (*insert)(struct fid_av *av, const void *addr, size_t count,
+        fi_addr_t *fi_addr, uint64_t flags, void *context);
+    int (*insertsvc)(struct fid_av *av, const char *node,
+        const char *service, fi_addr_t *fi_addr, uint64_t flags, void *context);
+    int (*insertsym)(struct fid_av *av, const char *node, size_t nodecnt,
+        const char *service, size_t svccnt, fi_addr_t *fi_addr, uint64_t flags, void *context);
+    int (*remove)(struct fid_av *av, fi_addr_t *fi_addr, size_t count, uint64_t flags);
+};
+/* <rdma/fi_endpoint.h> */
+struct fi_ops_ep {
+    size_t size;
+    ssize_t (*cancel)(fid_t fid, void *context);
+    int (*getopt)(fid_t fid, int level, int optname, void *optval, size_t *optlen);
+    int (*setopt)(fid_t fid, int level, int optname, const void *optval, size_t optlen);
+};
+/* <rdma/fi_cm.h> */
+struct fi_ops_cm {
+    size_t size;
+    int (*setname)(fid_t fid, void *addr, size_t addrlen);
+    int (*getname)(fid_t fid, void *addr, size_t *addrlen);
+};
+/* <rdma/fi_endpoint.h> */
+struct fi_ops_msg {
+    size_t size;
+    ssize_t (*recv)(struct fid_ep *ep, void *buf, size_t len, void *desc,
+        fi_addr_t src_addr, void *context);
+    ssize_t (*recvv)(struct fid_ep *ep, const struct iovec *iov, void **desc,
+        size_t count, fi_addr_t src_addr, void *context);
+    ssize_t (*recvmsg)(struct fid_ep *ep, const struct fi_msg *msg, uint64_t flags);
+    ssize_t (*send)(struct fid_ep *ep, const void *buf, size_t len, void *desc,
+        fi_addr_t dest_addr, void *context);
+};
+/* <rdma/fi_rma.h> */
+struct fi_ops_rma {
+    size_t size;
+    ssize_t (*read)(struct fid_ep *ep, void *buf, size_t len, void *desc,
+        fi_addr_t src_addr, uint64_t addr, uint64_t key, void *context);
+    ssize_t (*readv)(struct fid_ep *ep, const struct iovec *iov, void **desc,
+        size_t count, fi_addr_t src_addr, uint64_t addr, uint64_t key, void *context);
+    ssize_t (*readmsg)(struct fid_ep *ep, const struct fi_msg_rma *msg, uint64_t flags);
+    ssize_t (*write)(struct fid_ep *ep, const void *buf, size_t len, void *desc,
+        fi_addr_t dest_addr, uint64_t addr, uint64_t key, void *context);
+    ssize_t (*writev)(struct fid_ep *ep, const struct iovec *iov, void **desc,
+        size_t count, fi_addr_t dest_addr, uint64_t addr, uint64_t key, void *context);
+    ssize_t (*writemsg)(struct fid_ep *ep, const struct fi_msg_rma *msg, uint64_t flags);
+};
+/* <rdma/fi_eq.h> */
+struct fi_ops_cq {
+    size_t size;
+    ssize_t (*read)(struct fid_cq *cq, void *buf, size_t count);
+    ssize_t (*readfrom)(struct fid_cq *cq, void *buf, size_t count, fi_addr_t *src_addr);
+    ssize_t (*readerr)(struct fid_cq *cq, struct fi_cq_err_entry *buf, uint64_t flags);
+    ssize_t (*sread)(struct fid_cq *cq, void *buf, size_t count, const void *cond, int timeout);
+    ssize_t (*sreadfrom)(struct fid_cq *cq, void *buf, size_t count,
+        fi_addr_t *src_addr, const void *cond, int timeout);
+    int (*signal)(struct fid_cq *cq);
+    const char * (*strerror)(struct fid_cq *cq, int prov_errno,
+        const void *err_data, char *buf, size_t len);
+};
+struct fi_ops_eq {
+    size_t size;
+    ssize_t (*read)(struct fid_eq *eq, uint32_t *event, void *buf, size_t len, uint64_t flags);
+    ssize_t (*readerr)(struct fid_eq *eq, struct fi_eq_err_entry *buf, uint64_t flags);
+};
+/* <rdma/fabric.h> */
+struct fid_fabric {
+    struct fid fid;
+    struct fi_ops_fabric *ops;
+};
+/* <rdma/fi_domain.h> */
+struct fid_domain {
+    struct fid fid;
+    struct fi_ops_domain *ops;
+    struct fi_ops_mr *mr;
+};
+struct fid_av {
+    struct fid fid;
+    struct fi_ops_av *ops;
+};
+/* <rdma/fi_eq.h> */
+struct fid_cq {
+    struct fid fid;
+    struct fi_ops_cq *ops;
+};
+struct fid_eq {
+    struct fid fid;
+    struct fi_ops_eq *ops;
+};
+/* <rdma/fi_domain.h> */
+struct fid_mr {
+    struct fid fid;
+    void *mem_desc;
+    uint64_t key;
+};
+/* <rdma/fi_endpoint.h> */
+struct fid_ep {
+    struct fid fid;
+    struct fi_ops_ep *ops;
+    struct fi_ops_cm *cm;
+    struct fi_ops_msg *msg;
+    struct fi_ops_rma *rma;
+};
+/* <rdma/fabric.h> */
+struct fi_tx_attr {
+    uint64_t caps;
+    uint64_t mode;
+    uint64_t op_flags;
+    uint64_t msg_order;
+    uint64_t comp_order;
+    size_t inject_size;
+    size_t size;
+};
+struct fi_rx_attr {
+    uint64_t caps;
+    uint64_t mode;
+    uint64_t op_flags;
+    uint64_t msg_order;
+    uint64_t comp_order;
+    size_t total_buffered_recv;
+    size_t size;
+};
+struct fi_ep_attr {
+    enum fi_ep_type type;
+    uint32_t protocol;
+    uint32_t protocol_version;
+    size_t max_msg_size;
+};
+struct fi_domain_attr {
+    struct fid_domain *domain;
+    char *name;
+    enum fi_threading threading;
+    enum fi_progress control_progress;
+    enum fi_progress data_progress;
+    enum fi_resource_mgmt resource_mgmt;
+    enum fi_av_type av_type;
+    int mr_mode;
+    size_t mr_key_size;
+    size_t cq_data_size;
+};
+struct fi_fabric_attr {
+    struct fid_fabric *fabric;
+    char *name;
+    char *prov_name;
+};
+struct fi_link_attr {
+    char *address;
+    size_t mtu;
+    size_t speed;
+};
+struct fid_nic {
+    struct fid fid;
+    struct fi_device_attr *device_attr;
+    struct fi_bus_attr *bus_attr;
+    struct fi_link_attr *link_attr;
+};
+struct fi_info {
+    struct fi_info *next;
+    uint64_t caps;
+    uint64_t mode;
+    uint32_t addr_format;
+    size_t src_addrlen;
+    size_t dest_addrlen;
+    void *src_addr;
+    void *dest_addr;
+    fid_t handle;
+    struct fi_tx_attr *tx_attr;
+    struct fi_rx_attr *rx_attr;
+    struct fi_ep_attr *ep_attr;
+    struct fi_domain_attr *domain_attr;
+    struct fi_fabric_attr *fabric_attr;
+    struct fid_nic *nic;
+};
+/* <rdma/fi_domain.h> */
+struct fi_av_attr {
+    enum fi_av_type type;
+    int rx_ctx_bits;
+    size_t count;
+    size_t ep_per_node;
+    const char *name;
+    void *map_addr;
+    uint64_t flags;
+};
+/* <rdma/fi_eq.h> */
+struct fi_cq_attr {
+    size_t size;
+    uint64_t flags;
+    enum fi_cq_format format;
+    enum fi_wait_obj wait_obj;
+    int signaling_vector;
+    enum fi_cq_wait_cond wait_cond;
+    struct fid_wait *wait_set;
+};
+struct fi_eq_attr {
+    size_t size;
+    uint64_t flags;
+    enum fi_wait_obj wait_obj;
+    int signaling_vector;
+    struct fid_wait *wait_set;
+};
+struct fi_cq_data_entry {
+    void *op_context;
+    uint64_t flags;
+    size_t len;
+    void *buf;
+    /* data depends on operation and/or flags - e.g. remote EQ data */
+    uint64_t data;
+};
+struct fi_cq_err_entry {
+    void *op_context;
+    uint64_t flags;
+    size_t len;
+    void *buf;
+    uint64_t data;
+    uint64_t tag;
+    size_t olen;
+    int err;
+    int prov_errno;
+    /* err_data is available until the next time the CQ is read */
+    void *err_data;
+    size_t err_data_size;
+    fi_addr_t src_addr; /* 1.20 */
+};
+struct fi_eq_err_entry {
+    fid_t fid;
+    void *context;
+    uint64_t data;
+    int err;
+    int prov_errno;
+    /* err_data is available until the next time the EQ is read */
+    void *err_data;
+    size_t err_data_size;
+};
+/* <rdma/fi_domain.h> */
+struct fi_mr_dmabuf {
+    int fd;
+    uint64_t offset;
+    size_t len;
+    void *base_addr;
+};
+struct fi_mr_attr {
+    const struct iovec *mr_iov;
+    size_t iov_count;
+    uint64_t access;
+    uint64_t offset;
+    uint64_t requested_key;
+    void *context;
+    size_t auth_key_size;
+    uint8_t *auth_key;
+    enum fi_hmem_iface iface;
+    union {
+        uint64_t reserved;
+        int cuda;
+        int ze;
+        int neuron;
+        int synapseai;
+    } device;
+    void *hmem_data; /* 1.20 */
+    size_t page_size; /* 1.22 */
+    const struct fid_mr *base_mr; /* 2.0 */
+    size_t sub_mr_cnt; /* 2.0 */
+};
+/* <sys/uio.h> */
+struct iovec {
+    void *iov_base;
+    size_t iov_len;
+};
+""")
+"""Each struct above by its own name, e.g. C.fi_cq_attr; tests/abi goes through all of them."""
+
+CQ_DATA_ENTRY: Final = np.dtype(
+    [("op_context", "<u8"), ("flags", "<u8"), ("len", "<u8"), ("buf", "<u8"), ("data", "<u8")]
+)
+"""struct fi_cq_data_entry, for reading by columns."""
 
 # The prototype of each table entry that is called: (restype, argtypes). Every argument of a hot
 # call is c_void_p, integers too: it travels in the same registers (LP64) and ctypes takes a Python
@@ -248,7 +581,7 @@ class Libfabric:
         Raises:
             OSError: errno is libfabric's, e.g. FI_ENODATA where nothing fits.
         """
-        first = POINTER(fi_info)()
+        first = POINTER(C.fi_info)()
         rc = self._getinfo(
             self._api,
             node.encode() if node is not None else None,
@@ -287,7 +620,7 @@ def _accept(library: ctypes.CDLL) -> str:
     # void fi_freeinfo(struct fi_info *info);
     library.fi_freeinfo.argtypes, library.fi_freeinfo.restype = (c_void_p,), None
     # struct fi_info *fi_dupinfo(const struct fi_info *info);
-    library.fi_dupinfo.argtypes, library.fi_dupinfo.restype = (c_void_p,), POINTER(fi_info)
+    library.fi_dupinfo.argtypes, library.fi_dupinfo.restype = (c_void_p,), POINTER(C.fi_info)
     # int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
     library.fi_fabric.argtypes, library.fi_fabric.restype = (c_void_p, c_void_p, c_void_p), c_int
     # const char *fi_strerror(int errnum);

@@ -19,25 +19,22 @@ import ctypes
 import importlib.metadata
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import POINTER, Structure, Union
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
 
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
     "Found", "Prototype", "Step", "calls_of", "check", "env_step", "find", "forget", "mirror",
-    "mirrors", "path_step", "prototypes", "system_step", "wheel_step",
+    "path_step", "prototypes", "system_step", "wheel_step",
 ]  # fmt: skip
 
 Prototype = tuple[Any, tuple[Any, ...]]
 """The result and the arguments of a call, as ctypes."""
-
-AggregateT = TypeVar("AggregateT", bound=type[Structure] | type[Union])
 
 _POINTER: Final = ctypes.c_void_p
 _PLAIN: Final = MappingProxyType(
@@ -60,39 +57,27 @@ _PLAIN: Final = MappingProxyType(
 _LENGTHS: Final = MappingProxyType({"IBV_SYSFS_NAME_MAX": 64, "IBV_SYSFS_PATH_MAX": 256})
 _MIRRORS: Final[dict[str, Any]] = {}  # by what C calls them, e.g. "struct ibv_mr"
 _CALLS: Final[dict[str, Prototype]] = {}  # of members that are pointers to functions
+_AGGREGATE: Final = re.compile(r"^(struct|union) (\w+) \{\n(.*?)^\};", re.DOTALL | re.MULTILINE)
 _FUNCTION: Final = re.compile(r"(.+?)\(\*(\w+)\)\s*\((.*)\)", re.DOTALL)
 _NESTED: Final = re.compile(r"(struct|union)\s*\{(.*)\}\s*(\w+)", re.DOTALL)
 _MEMBER: Final = re.compile(r"(.+?)(\w+)\s*(?:\[(\w+)\])?", re.DOTALL)
 
 
-def mirror(text: str) -> Callable[[AggregateT], AggregateT]:
-    """Give a class the layout of a C struct or union.
+def mirror(text: str) -> SimpleNamespace:
+    """Give C's structs and unions their layouts as ctypes classes, each by its own name.
 
     Args:
-        text: its declaration. A pointer to a struct that is mirrored already is typed, for
-            `.contents`; all others are addresses. A mutex ends the mirror: its size differs between
+        text: their declarations. A pointer to a struct that is mirrored already is typed, for
+            `.contents`; all others are addresses. A mutex ends a mirror: its size differs between
             machines.
     """
-    head, _, rest = _plain(text).partition("{")
-    name = " ".join(head.split())
-    body = rest.rpartition("}")[0]
-
-    def give(cls: AggregateT) -> AggregateT:
-        _MIRRORS[name] = cls
-        cls._fields_ = list(_members(body, name.split()[1]))
-        return cls
-
-    return give
-
-
-def mirrors(module: str) -> dict[str, type[Structure]]:
-    """The structs that a module mirrors, by the names that C gives them."""
-    mine = vars(sys.modules[module]).values()
-    return {
-        name.removeprefix("struct "): cls
-        for name, cls in _MIRRORS.items()
-        if issubclass(cls, Structure) and cls in mine and cls.__module__ == module
-    }
+    found = SimpleNamespace()
+    for kind, name, body in _AGGREGATE.findall(_plain(text)):
+        cls: Any = type(name, (Union if kind == "union" else Structure,), {})
+        _MIRRORS[f"{kind} {name}"] = cls  # first, since fi_info points to the next of its kind
+        cls._fields_ = list(_members(body, name))
+        setattr(found, name, cls)
+    return found
 
 
 def calls_of(table: str, *members: str, words: bool = False) -> dict[str, Prototype]:

@@ -30,7 +30,6 @@ from tep.backends.base import (
 )
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import Timer
-from tep.backends.ffi.libfabric_structs import CQ_DATA_ENTRY
 from tep.backends.ffi.load import check
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic
 from tep.backends.libfabric.regions import Region, mr_attr
@@ -45,7 +44,7 @@ __all__ = ["Mailbox", "Queue", "Sleeper"]
 
 _ENTRIES: Final = 512
 _SCALAR_MAX: Final = 40
-_ENTRY_BYTES: Final = CQ_DATA_ENTRY.itemsize
+_ENTRY_BYTES: Final = fi.CQ_DATA_ENTRY.itemsize
 _WORDS: Final = _ENTRY_BYTES // 8
 _CONTEXT, _FLAGS, _LEN, _DATA = 0, 1, 2, 4  # words of an entry
 _EMPTY: Final = -fi.FI_EAGAIN
@@ -99,7 +98,7 @@ class Queue:
         self._slots = slots
         self._mailbox = mailbox
         self._idle = mailbox.idle
-        self._entries = np.zeros(_ENTRIES, CQ_DATA_ENTRY)
+        self._entries = np.zeros(_ENTRIES, fi.CQ_DATA_ENTRY)
         self._at = self._entries.ctypes.data
         words = self._entries.view(np.uint64)
         self._words = memoryview(words)  # type: ignore[arg-type]  # numpy has the buffer protocol

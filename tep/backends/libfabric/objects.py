@@ -18,22 +18,6 @@ from typing import Any, Final, NamedTuple
 
 from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libfabric_structs import (
-    fi_av_attr,
-    fi_cq_attr,
-    fi_cq_err_entry,
-    fi_eq_attr,
-    fi_eq_err_entry,
-    fi_ops,
-    fid,
-    fid_av,
-    fid_cq,
-    fid_domain,
-    fid_ep,
-    fid_eq,
-    fid_fabric,
-    fid_mr,
-)
 from tep.backends.ffi.load import check
 
 __all__ = ["CqError", "Endpoint", "Nic", "Option"]
@@ -90,7 +74,8 @@ class _Handle:
         return cast(self.address, POINTER(self.kind)).contents
 
     def _base_ops(self) -> Any:
-        return cast(cast(self.address, POINTER(fid)).contents.ops, POINTER(fi_ops)).contents
+        ops = cast(self.address, POINTER(fi.C.fid)).contents.ops
+        return cast(ops, POINTER(fi.C.fi_ops)).contents
 
     def bind(self, other: _Handle, flags: int) -> None:
         rc = fi.op(self._base_ops(), "bind")(self.address, other.address, flags)
@@ -209,25 +194,25 @@ class Nic:
     def _open_all(self, cq_entries: int, wait_fd: bool, *, event_queue: bool) -> None:
         out = c_void_p()
         self._check(self.lib.fabric(self.info, byref(out)), "fi_fabric")
-        self._fabric = self._keep(out, fid_fabric, "fabric")
+        self._fabric = self._keep(out, fi.C.fid_fabric, "fabric")
         fabric_ops = self._fabric.contents().ops.contents
         self._eq: _Handle | None = None
         if event_queue:
-            eq_attr = fi_eq_attr(wait_obj=fi.FI_WAIT_NONE)
+            eq_attr = fi.C.fi_eq_attr(wait_obj=fi.FI_WAIT_NONE)
             eq_open = fi.op(fabric_ops, "eq_open")
             rc = eq_open(self._fabric.address, byref(eq_attr), byref(out), None)
             self._check(rc, "fi_eq_open")
-            self._eq = self._keep(out, fid_eq, "eq")
+            self._eq = self._keep(out, fi.C.fid_eq, "eq")
             self._eq_readerr = fi.op(self._eq.contents().ops.contents, "readerr")
         rc = fi.op(fabric_ops, "domain")(self._fabric.address, self.info, byref(out), None)
         self._check(rc, "fi_domain")
-        self._domain = self._keep(out, fid_domain, "domain")
+        self._domain = self._keep(out, fi.C.fid_domain, "domain")
         self._domain_ops = self._domain.contents().ops.contents
         self._open_queue(cq_entries, wait_fd)
-        av_attr = fi_av_attr(type=fi.FI_AV_TABLE)
+        av_attr = fi.C.fi_av_attr(type=fi.FI_AV_TABLE)
         av_open = fi.op(self._domain_ops, "av_open")
         self._check(av_open(self._domain.address, byref(av_attr), byref(out), None), "fi_av_open")
-        self._av = self._keep(out, fid_av, "av")
+        self._av = self._keep(out, fi.C.fid_av, "av")
         av_ops = self._av.contents().ops.contents
         self._insert, self._remove = fi.op(av_ops, "insert"), fi.op(av_ops, "remove")
         self._regattr = fi.op(self._domain.contents().mr.contents, "regattr")
@@ -237,14 +222,14 @@ class Nic:
     def _open_queue(self, entries: int, wait_fd: bool) -> None:
         out = c_void_p()
         cq_open = fi.op(self._domain_ops, "cq_open")
-        attr = fi_cq_attr(size=entries, format=fi.FI_CQ_FORMAT_DATA)
+        attr = fi.C.fi_cq_attr(size=entries, format=fi.FI_CQ_FORMAT_DATA)
         attr.wait_obj = fi.FI_WAIT_FD if wait_fd else fi.FI_WAIT_NONE
         rc = cq_open(self._domain.address, byref(attr), byref(out), None)
         if rc == -fi.FI_ENOSYS and wait_fd:
             attr.wait_obj, wait_fd = fi.FI_WAIT_NONE, False
             rc = cq_open(self._domain.address, byref(attr), byref(out), None)
         self._check(rc, "fi_cq_open")
-        self._cq_handle = cq = self._keep(out, fid_cq, "cq")
+        self._cq_handle = cq = self._keep(out, fi.C.fid_cq, "cq")
         self.cq = cq.address
         ops = cq.contents().ops.contents
         self.cq_read = fi.op(ops, "read")
@@ -278,7 +263,7 @@ class Nic:
         endpoint = fi.op(self._domain_ops, "endpoint")
         self._check(endpoint(self._domain.address, self.info, byref(out), None), "fi_endpoint")
         assert out.value
-        handle = _Handle(out.value, fid_ep, "ep")
+        handle = _Handle(out.value, fi.C.fid_ep, "ep")
         self._endpoints.append(handle)
         try:
             handle.bind(self._cq_handle, fi.FI_TRANSMIT | fi.FI_RECV)
@@ -335,7 +320,7 @@ class Nic:
         rc = self._regattr(self._domain.address, byref(attr), flags, byref(out))
         self._check(rc, "fi_mr_regattr")
         assert out.value
-        handle = _Handle(out.value, fid_mr, "mr")
+        handle = _Handle(out.value, fi.C.fid_mr, "mr")
         self._regions.add(handle)
         return handle
 
@@ -351,7 +336,7 @@ class Nic:
 
         None = there was none, or it cannot be read, and the NIC is lost.
         """
-        entry = fi_cq_err_entry(src_addr=fi.FI_ADDR_UNSPEC)
+        entry = fi.C.fi_cq_err_entry(src_addr=fi.FI_ADDR_UNSPEC)
         rc = self._readerr(self.cq, byref(entry), 0)
         if rc <= 0:
             if rc not in (0, -fi.FI_EAGAIN):
@@ -371,7 +356,7 @@ class Nic:
         """Take one error off the event queue, in words; "" = there is none."""
         if self._eq is None or self.closed:
             return ""
-        entry = fi_eq_err_entry()
+        entry = fi.C.fi_eq_err_entry()
         if self._eq_readerr(self._eq.address, byref(entry), 0) <= 0:
             return ""
         return f"{self.lib.strerror(entry.err)} (err={entry.err} prov_errno={entry.prov_errno})"

@@ -15,7 +15,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from ctypes import addressof
+from ctypes import Structure, addressof
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,6 @@ from tep.backends.base import Access, Column, DomainKey, Status
 from tep.backends.columns import most
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import libc
-from tep.backends.ffi.libfabric_structs import fi_mr_attr, fi_mr_dmabuf, iovec
 from tep.backends.libfabric.objects import Nic
 from tep.base.errors import FabricError
 from tep.memory.source import DmabufExport, Memory, exported
@@ -216,7 +215,7 @@ class Regions:
 
 def mr_attr(
     memory: Memory, rights: int, *, dmabuf: tuple[int, int] | None = None
-) -> tuple[fi_mr_attr, int, object]:
+) -> tuple[Structure, int, object]:
     """Describe memory for fi_mr_regattr.
 
     Args:
@@ -228,7 +227,7 @@ def mr_attr(
     Returns:
         The attributes, the flags, and what must live until the call has returned.
     """
-    attr = fi_mr_attr(iov_count=1, access=rights)
+    attr = fi.C.fi_mr_attr(iov_count=1, access=rights)
     kind, _, index = memory.device.partition(":")
     if kind == "cuda":
         attr.iface = fi.FI_HMEM_CUDA
@@ -236,10 +235,10 @@ def mr_attr(
     if dmabuf is not None:
         fd, offset = dmabuf
         # The address by which peers call the first byte is base_addr + offset (fi_mr(3)).
-        place = fi_mr_dmabuf(fd, offset, memory.nbytes, memory.ptr - offset)
+        place = fi.C.fi_mr_dmabuf(fd, offset, memory.nbytes, memory.ptr - offset)
         attr.mr_iov = addressof(place)  # since 1.20 this place is a union with `dmabuf`
         return attr, fi.FI_MR_DMABUF, place
-    where = iovec(memory.ptr, memory.nbytes)
+    where = fi.C.iovec(memory.ptr, memory.nbytes)
     attr.mr_iov = addressof(where)
     return attr, 0, where
 

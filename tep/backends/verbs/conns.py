@@ -28,9 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs import ref
-from tep.backends.ffi.ibverbs_structs import ENUMS, Qp, QpAttr, QpInitAttr
-from tep.backends.ffi.ibverbs_structs import Ece as EceMirror
+from tep.backends.ffi.ibverbs import ENUMS, C, ref
 from tep.backends.verbs.device import MARKERS_MAX, MESSAGES_OUT, SPARE_WRS, Depths, Device
 from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.base.errors import FabricError
@@ -202,13 +200,13 @@ class Conn:
 
     def _modify(self, qp: int, what: str, **fields: object) -> None:
         state, mask = _STEPS[what]
-        attr = QpAttr(qp_state=state, **fields)
+        attr = C.ibv_qp_attr(qp_state=state, **fields)
         number = qp_number(qp)
         self._device.lib.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=number)
 
     def _query_ece(self) -> Ece:
         """Ask the device about the queue pairs, which are all alike."""
-        found = EceMirror()
+        found = C.ibv_ece()
         if not self._device.settings.ece or self._device.lib.ask(
             "ibv_query_ece", self.msg_qp, ctypes.byref(found)
         ):
@@ -220,7 +218,7 @@ class Conn:
         vendor, options, _ = self.ece
         if options and offered[1] and vendor == offered[0]:
             for qp in self._made:
-                ece = EceMirror(*offered)
+                ece = C.ibv_ece(*offered)
                 # A refusal leaves the queue pair as the standard has it, at both ends: what is
                 # answered is what is in use.
                 self._device.lib.ask("ibv_set_ece", qp, ctypes.byref(ece))
@@ -367,13 +365,13 @@ class Sources:
 def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     """Make a queue pair for datagrams, ready to send and receive."""
     lib = device.lib
-    attr = QpInitAttr(send_cq=cq, recv_cq=cq, qp_type=ENUMS["IBV_QPT_UD"])
+    attr = C.ibv_qp_init_attr(send_cq=cq, recv_cq=cq, qp_type=ENUMS["IBV_QPT_UD"])
     attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
     for what in ("UD RESET->INIT", "UD INIT->RTR", "UD RTR->RTS"):
         state, mask = _STEPS[what]
-        step = QpAttr(
+        step = C.ibv_qp_attr(
             qp_state=state, pkey_index=device.pkey_index, port_num=device.settings.port, qkey=qkey
         )
         lib.ok("ibv_modify_qp", qp, ctypes.byref(step), mask, what=what, device=device.name)
@@ -382,7 +380,7 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
 
 def qp_number(qp: int) -> int:
     """A queue pair's number."""
-    return int(Qp.from_address(qp).qp_num)
+    return int(C.ibv_qp.from_address(qp).qp_num)
 
 
 class Draining:

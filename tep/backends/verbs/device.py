@@ -17,18 +17,7 @@ from socket import ntohs
 from typing import Any, Final, NamedTuple
 
 from tep.backends.base import DomainCaps
-from tep.backends.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
-from tep.backends.ffi.ibverbs_structs import (
-    ENUMS,
-    AhAttr,
-    DeviceAttr,
-    Gid,
-    GidEntry,
-    Mr,
-    PortAttr,
-    QpInitAttrEx,
-    SrqInitAttr,
-)
+from tep.backends.ffi.ibverbs import ENUMS, NOT_FORK_SAFE, C, DataPath, Library, Struct, fail
 from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
 from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
@@ -112,9 +101,9 @@ class Device:
 
     def _read(self) -> None:
         lib, port = self.lib, self.settings.port
-        self.attr = DeviceAttr()
+        self.attr = C.ibv_device_attr()
         lib.ok("ibv_query_device", self.context, ctypes.byref(self.attr), device=self.name)
-        self.port = PortAttr()
+        self.port = C.ibv_port_attr()
         about: dict[str, Any] = {"device": self.name, "port": port}
         lib.ok("ibv_query_port", self.context, port, ctypes.byref(self.port), **about)
         if self.port.state != _ACTIVE:
@@ -140,8 +129,8 @@ class Device:
 
     def _rank(self) -> list[GidChoice]:
         room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
-        entries = (GidEntry * room)()
-        each = ctypes.sizeof(GidEntry)
+        entries = (C.ibv_gid_entry * room)()
+        each = ctypes.sizeof(C.ibv_gid_entry)
         n = self.lib.ask("_ibv_query_gid_table", self.context, ctypes.byref(entries), room, 0, each)
         if n < 0:
             fail("ibv_query_gid_table", -n, device=self.name)
@@ -218,16 +207,16 @@ class Device:
             f"and its max_qp_rd_atom {self.attr.max_qp_rd_atom}"
         )
 
-    def route(self, gid: bytes, lid: int) -> AhAttr:
+    def route(self, gid: bytes, lid: int) -> Struct:
         """The route of packets to a peer."""
-        found = AhAttr()
+        found = C.ibv_ah_attr()
         found.port_num = self.settings.port
         found.sl = self.service_level
         if self.is_ib:
             found.dlid = lid
         if not self.is_ib or self.port.flags & _GRH_REQUIRED:
             found.is_global = 1
-            found.grh.dgid = Gid.from_buffer_copy(gid)
+            found.grh.dgid = C.ibv_gid.from_buffer_copy(gid)
             found.grh.sgid_index = self.gid.seen.entry
             found.grh.hop_limit = _HOPS
             found.grh.traffic_class = self.traffic_class
@@ -239,7 +228,7 @@ class Device:
         Raises:
             FabricError: the device refuses.
         """
-        attr = QpInitAttrEx(send_cq=cq, recv_cq=cq, srq=srq or None, qp_type=_RC)
+        attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, srq=srq or None, qp_type=_RC)
         attr.cap.max_send_wr, attr.cap.max_send_sge = requests, 1
         attr.cap.max_inline_data = self.settings.inline_bytes
         if self._create_ex is not None:
@@ -259,7 +248,7 @@ class Device:
 
     def make_srq(self, depth: int) -> int:
         """Make a shared receive queue."""
-        attr = SrqInitAttr()
+        attr = C.ibv_srq_init_attr()
         attr.attr.max_wr, attr.attr.max_sge = depth, 1
         return self._make("ibv_create_srq", self.pd, ctypes.byref(attr), max_wr=depth)
 
@@ -278,13 +267,13 @@ class Device:
         finally:
             self.free("ibv_destroy_cq", cq)
 
-    def reg_mr(self, ptr: int, nbytes: int, access: int) -> Mr:
+    def reg_mr(self, ptr: int, nbytes: int, access: int) -> Struct:
         """Register memory; the caller keeps it mapped until dereg_mr."""
         about = {"ptr": hex(ptr), "nbytes": nbytes}
         found = self._make("ibv_reg_mr_iova2", self.pd, ptr, nbytes, ptr, access, **about)
-        return Mr.from_address(found)
+        return C.ibv_mr.from_address(found)
 
-    def reg_dmabuf_mr(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Mr:
+    def reg_dmabuf_mr(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Struct:
         """Register device memory that was exported as a dma-buf.
 
         Raises:
@@ -296,9 +285,9 @@ class Device:
             raise FabricError(why, code="PROVIDER")
         about = {"fd": fd, "nbytes": nbytes}
         found = self._make("ibv_reg_dmabuf_mr", self.pd, offset, nbytes, ptr, fd, access, **about)
-        return Mr.from_address(found)
+        return C.ibv_mr.from_address(found)
 
-    def dereg_mr(self, mr: Mr) -> None:
+    def dereg_mr(self, mr: Struct) -> None:
         """Withdraw a region."""
         self.free("ibv_dereg_mr", ctypes.addressof(mr))
 
@@ -306,7 +295,7 @@ class Device:
         """Whether the port is up now."""
         if self._closed:
             return False
-        port = PortAttr()
+        port = C.ibv_port_attr()
         rc = self.lib.ask("ibv_query_port", self.context, self.settings.port, ctypes.byref(port))
         return rc == 0 and bool(port.state == _ACTIVE)
 

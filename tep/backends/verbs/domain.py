@@ -30,7 +30,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.common import check_memory, closed, orphan_at_fork, says
-from tep.backends.ffi.ibverbs_structs import ENUMS, Mr
+from tep.backends.ffi.ibverbs import ENUMS, Struct
 from tep.backends.ffi.libc import Timer
 from tep.backends.handing import hand_out
 from tep.backends.ibevents import Events
@@ -98,7 +98,7 @@ class VerbsDomain:
         self.device = device
         self.spares: tuple[Device, ...] = ()
         self._export = export
-        self._mrs: dict[int, tuple[Mr, Memory]] = {}
+        self._mrs: dict[int, tuple[Struct, Memory]] = {}
         self._on_devices: set[int] = set()  # local keys of memory that the CPU cannot read
         self._state = _State.OPEN
         self._reads = True  # whether completions may come: it is open, or dying

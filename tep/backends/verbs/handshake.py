@@ -63,7 +63,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Final, Protocol
 
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS
 from tep.base.errors import BadDescriptor
 
 __all__ = [

@@ -24,8 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs import fail
-from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, SEND_WR, SGE, Mr
+from tep.backends.ffi.ibverbs import ENUMS, RECV_WR, SEND_WR, SGE, Struct, fail
 from tep.backends.verbs.conns import Conn, Tag, create_ud, qp_number, tag
 from tep.backends.verbs.device import DATAGRAMS_IN, DATAGRAMS_OUT, MESSAGES_OUT, Device
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX, Address
@@ -61,7 +60,7 @@ class _Region:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, nbytes)
         self.ptr = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
-        self.mr: Mr = device.reg_mr(self.ptr, nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
+        self.mr: Struct = device.reg_mr(self.ptr, nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
 
 
 class _In(NamedTuple):

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tep.backends.base import COMPLETION, Completions, Entry, Kind, Status, new_completions
 from tep.backends.common import meaning
-from tep.backends.ffi.ibverbs_structs import ENUMS, RECV_WR, WC
+from tep.backends.ffi.ibverbs import ENUMS, RECV_WR, WC
 from tep.backends.verbs.conns import KIND_SHIFT, Conn, Tag, number_of, tag
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.peers import Peers

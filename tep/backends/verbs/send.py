@@ -31,8 +31,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status, WriteBatch
 from tep.backends.columns import most, part, row_of
-from tep.backends.ffi.ibverbs import Ref, ref
-from tep.backends.ffi.ibverbs_structs import ENUMS, SEND_WR, SGE
+from tep.backends.ffi.ibverbs import ENUMS, SEND_WR, SGE, Ref, ref
 from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 

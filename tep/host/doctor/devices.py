@@ -22,7 +22,7 @@ import numpy as np
 
 from tep.backends import BACKENDS, libfabric, load_backend
 from tep.backends.ffi import efa, ibverbs
-from tep.backends.ffi.ibverbs_structs import DeviceAttr, PortAttr
+from tep.backends.ffi.ibverbs import C, Struct
 from tep.base.api import Pages
 from tep.base.errors import BackendUnavailable, FabricError, TepError
 from tep.base.units import GiB, KiB, MiB
@@ -138,7 +138,7 @@ def check_devices() -> Iterator[Finding]:
             yield bad(area, f"cannot be opened: {error}", cure)
             continue
         try:
-            attr = DeviceAttr()
+            attr = C.ibv_device_attr()
             lib.ok("ibv_query_device", context, ctypes.byref(attr), device=name)
             yield good(area, _sizes(lib, context, attr))
             if attr.vendor_id == _AMAZON:
@@ -159,11 +159,11 @@ def _library() -> ibverbs.Library | None:
     return None
 
 
-def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
+def _sizes(lib: ibverbs.Library, context: int, attr: Struct) -> str:
     """Describe a device's largest sizes, in words."""
     longest = []
     for port in range(1, max(1, attr.phys_port_cnt) + 1):
-        found = PortAttr()
+        found = C.ibv_port_attr()
         lib.ok("ibv_query_port", context, port, ctypes.byref(found))
         longest.append(f"messages to {size_text(found.max_msg_sz)} on port {port}")
     firmware = attr.fw_ver.decode(errors="replace")
@@ -174,7 +174,7 @@ def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
     )
 
 
-def _verbs(area: str, attr: DeviceAttr) -> Finding:
+def _verbs(area: str, attr: Struct) -> Finding:
     """Report if a device with reliable connections can read; all of these can write."""
     asked, served = attr.max_qp_init_rd_atom, attr.max_qp_rd_atom
     if asked > 0 and served > 0:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.host.doctor import Finding, Level, bad, good, note, warn
 from tep.host.environment import read_number

@@ -15,7 +15,6 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libfabric_structs import fi_mr_dmabuf, iovec
 from tep.backends.libfabric import discover, frames, rules
 from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.regions import bounds, mr_attr
@@ -258,7 +257,7 @@ def test_host_and_device_memory_are_described_to_the_header():
     """A descriptor of device memory in the wrong words registers somebody else's pages."""
     host = adapt(bytearray(4096))
     attr, flags, kept = mr_attr(host, fi.FI_WRITE)
-    where = iovec.from_address(attr.mr_iov)
+    where = fi.C.iovec.from_address(attr.mr_iov)
 
     assert (host.ptr, 4096, 1, 0) == (where.iov_base, where.iov_len, attr.iov_count, flags)
     assert not attr.access & fi.FI_REMOTE_WRITE
@@ -266,7 +265,7 @@ def test_host_and_device_memory_are_described_to_the_header():
 
     device = adapt((0x7000_0000_0000, 65536, "cuda:3"))
     attr, flags, kept = mr_attr(device, fi.FI_WRITE | fi.FI_REMOTE_WRITE, dmabuf=(42, 8192))
-    exported = fi_mr_dmabuf.from_address(attr.mr_iov)
+    exported = fi.C.fi_mr_dmabuf.from_address(attr.mr_iov)
 
     assert (fi.FI_HMEM_CUDA, 3) == (attr.iface, attr.device.cuda)
     assert fi.FI_MR_DMABUF == flags

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.device import (
     DATAGRAMS_IN,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.backends.base import Access, Status, WriteBatch, new_completions
-from tep.backends.ffi.ibverbs import Library, load
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS, Library, load
 from tep.backends.verbs import facts, open_domains, probe, survey
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.settings import Settings

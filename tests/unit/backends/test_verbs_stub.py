@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
-from tep.backends.ffi.ibverbs_structs import ENUMS
+from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.handshake import Address
 from tep.backends.verbs.messages import Routes
