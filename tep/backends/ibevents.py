@@ -1,4 +1,4 @@
-"""The events that libibverbs reports without being polled: completions, and the device's own."""
+"""The parts that verbs and efa share: events that libibverbs reports unasked, and access rights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import ctypes
 import os
 import select
 
-from tep.backends.ffi.ibverbs import C, Library
+from tep.backends.base import Access
+from tep.backends.ffi.ibverbs import ENUMS, C, Library
 
-__all__ = ["Events"]
+__all__ = ["Events", "rights"]
+
+
+def rights(access: Access) -> int:
+    """The rights to a region, as ibv_reg_mr takes them."""
+    local = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
+    remote = ENUMS["IBV_ACCESS_REMOTE_WRITE"] if access.target else 0
+    return local | remote | (ENUMS["IBV_ACCESS_REMOTE_READ"] if access.readable else 0)
 
 
 class Events:

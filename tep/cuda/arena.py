@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from tep.base.checks import check_int, unpicklable
@@ -111,12 +110,7 @@ class _Device:
         with cuda.on(index):
             base = int(cuda.call("cuMemAlloc", nbytes + mmap.PAGESIZE))
         self.ptr = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
-        weakref.finalize(self, _free, cuda, index, base).atexit = False
-
-
-def _free(cuda: Driver, index: int, ptr: int) -> None:
-    with cuda.on(index):
-        cuda.call("cuMemFree", ptr)
+        cuda.free_with(self, index, "cuMemFree", base)
 
 
 def alloc(nbytes: int, device: str = "cpu") -> Arena:
@@ -169,7 +163,8 @@ class Staged:
         self._engine: TransferEngine | None = engine
         with self._cuda.on(self._index):
             self._host = int(self._cuda.call("cuMemHostAlloc", self._there.nbytes, 1))  # PORTABLE
-        owner = _Pinned(self._cuda, self._index, self._host)
+        owner = _Pinned()
+        self._cuda.free_with(owner, self._index, "cuMemFreeHost", self._host)
         text = f"a copy of {self._there.nbytes} bytes on {self._there.device}, by push() and pull()"
         here = Memory(self._host, self._there.nbytes, "cpu", False, owner, text)
         options = {} if access is None else {"access": access}
@@ -214,12 +209,4 @@ class Staged:
 
 
 class _Pinned:
-    """Page-locked host memory, freed with its last reference."""
-
-    def __init__(self, cuda: Driver, index: int, ptr: int) -> None:
-        weakref.finalize(self, _free_host, cuda, index, ptr).atexit = False
-
-
-def _free_host(cuda: Driver, index: int, ptr: int) -> None:
-    with cuda.on(index):
-        cuda.call("cuMemFreeHost", ptr)
+    """Page-locked host memory; it is freed with this object."""

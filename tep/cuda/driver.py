@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final
@@ -111,6 +112,15 @@ class Driver:
             if not flags & _CTX_SYNC_MEMOPS:
                 self.call("cuCtxSetFlags", flags | _CTX_SYNC_MEMOPS)
         self._waiting.add(index)
+
+    def free_with(self, owner: object, index: int, call: str, ptr: int) -> None:
+        """Make a call that frees `ptr` on a GPU once nothing refers to `owner` any more."""
+
+        def free() -> None:
+            with self.on(index):
+                self.call(call, ptr)
+
+        weakref.finalize(owner, free).atexit = False
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tep.base.checks import U64_MAX, check_int
 from tep.base.errors import ClosedError, FabricError
-from tep.cuda.driver import Driver, device_number, driver
+from tep.cuda.driver import device_number, driver
 from tep.cuda.memory import flush, needs_flush
 from tep.memory.source import Memory
 
@@ -34,15 +32,10 @@ def pinner(device: str) -> Callable[[Memory], int]:
         cuda = driver()
         with cuda.on(index):
             cuda.call("cuMemHostRegister", memory.ptr, memory.nbytes, _PORTABLE | _MAPPED)
-            weakref.finalize(memory.owner, _unpin, cuda, index, memory.ptr).atexit = False
+            cuda.free_with(memory.owner, index, "cuMemHostUnregister", memory.ptr)
             return int(cuda.call("cuMemHostGetDevicePointer", memory.ptr, 0))
 
     return pin
-
-
-def _unpin(cuda: Driver, index: int, ptr: int) -> None:
-    with cuda.on(index):
-        cuda.call("cuMemHostUnregister", ptr)
 
 
 class GpuFlag:
@@ -115,10 +108,5 @@ class GpuFlag:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -34,7 +34,7 @@ class TestSprayed(DomainContract):
     @pytest.fixture
     def world(self, stub):
         stub.reset()
-        options = {"library": stub.path, "qps_per_peer": 4, "spray_seed": 1, **FAST}
+        options = {"library": stub.path, "qps_per_peer": 4, **FAST}
         with VerbsWorld([f"stub{k}" for k in range(8)], **options) as world:
             yield world
 

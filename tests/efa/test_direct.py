@@ -1,4 +1,4 @@
-"""The contract on the backend `efa`, which drives the fake device itself, by both of its ways."""
+"""The contract on the backend `efa`, which drives the fake device itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from tep.testing.contract_engine import EngineContract, OpenEngines
 from tests.conformance.test_libfabric import TIMEOUT_S
 from tests.efa.test_contract import EfaWorld
 
-WAYS = ["rows", "columns"]
-
 
 class DirectWorld(EfaWorld):
     """Nodes of one process; a NIC sends to itself."""
 
-    def __init__(self, way):
+    def __init__(self):
         super().__init__("srd")
-        self.way = way
 
     def _open(self, nics, name):
-        found = efa.open_domains(nics=nics, name=name, post=self.way, peer_timeout_s=TIMEOUT_S)
+        found = efa.open_domains(nics=nics, name=name, peer_timeout_s=TIMEOUT_S)
         self.nodes.append(found)
         return found
 
@@ -32,27 +29,18 @@ class DirectWorld(EfaWorld):
         node.domains[nic]._device.lose("the test says so")
 
 
-class TestRows(DomainContract):
+class TestDomain(DomainContract):
     @pytest.fixture
     def world(self):
-        with DirectWorld("rows") as world:
-            yield world
-
-
-class TestColumns(DomainContract):
-    @pytest.fixture
-    def world(self):
-        with DirectWorld("columns") as world:
+        with DirectWorld() as world:
             yield world
 
 
 class TestEngines(EngineContract):
-    @pytest.fixture(params=WAYS)
-    def engines(self, request):
+    @pytest.fixture
+    def engines(self):
         def opened(name=None):
-            found = efa.open_domains(
-                nics=2, name=name, post=request.param, peer_timeout_s=TIMEOUT_S
-            )
+            found = efa.open_domains(nics=2, name=name, peer_timeout_s=TIMEOUT_S)
             driver = tep.ThreadDriver(found.name)
             return tep.TransferEngine(
                 found.domains, driver=driver, name=found.name, epoch=found.epoch

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from tep.backends.base import DomainCaps, Opened
 from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.efa.device import Nic, Sizes, efa_devices
-from tep.backends.efa.domain import EfaDomain, choose_way
+from tep.backends.efa.domain import EfaDomain
+from tep.backends.efa.ways import Columns
 from tep.backends.ffi.efa import Efa, load
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.frames import CONTROL_BYTES_MAX
@@ -21,8 +22,6 @@ from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 
 __all__ = ["EfaDomain", "facts", "open_domains", "probe"]
-
-_WAYS: Final = ("auto", "columns", "rows")
 
 _RULES: Final = replace(RULES["efa-direct"], provider="srd", frames_in=2048, frames_out=64)
 _SEND: Final = 4096
@@ -34,22 +33,12 @@ _READS: Final = 1024
 """Reads that may be out; they share the send queue with the writes."""
 
 
-class _How(NamedTuple):
-    """The options of one engine's NICs."""
-
-    post: str
-    peer_timeout_s: float
-    dmabuf: DmabufExport | None
-    window_rows: int | None
-
-
 def open_domains(
     *,
     nics: Sequence[str] | int | None = None,
     name: str | None = None,
     epoch: int | None = None,
     peer_timeout_s: float = 5.0,
-    post: str = "auto",
     window_rows: int | None = None,
     dmabuf: DmabufExport | None = None,
 ) -> Opened:
@@ -60,25 +49,22 @@ def open_domains(
         name: for reports, and the identity of a restart; None = host, pid and a number.
         epoch: this incarnation's number; None = the time in nanoseconds.
         peer_timeout_s: how long a peer may be silent before rows to it fail.
-        post: "rows": by libibverbs' calls, row by row. "columns": written into the mapped queues.
-            "auto": by columns where the library and the device allow it, else by rows.
         window_rows: rows in flight; None = as many as the device's queue holds.
         dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = host memory only.
 
     Raises:
         UsageError: impossible names or numbers.
-        BackendUnavailable: no library or no device; or post="columns" where that cannot be.
+        BackendUnavailable: no library, no device, or one whose queues cannot be mapped.
     """
-    if post not in _WAYS:
-        raise UsageError(f"efa: post={post!r}; there are {', '.join(_WAYS)}")
     check_timeout("efa", peer_timeout_s)
     most = _SEND - _RULES.frames_out
     if window_rows is not None and not 1 <= window_rows <= most:
         raise UsageError(f"efa: window_rows={window_rows}; rows are 1 to {most}")
     name, epoch = identity("efa", name, epoch)
     lib = load()
-    how = _How(post, peer_timeout_s, dmabuf, window_rows)
-    domains = all_or_none(_open(lib, nic, epoch, how) for nic in _names(lib, nics))
+    domains = all_or_none(
+        _open(lib, nic, epoch, peer_timeout_s, dmabuf, window_rows) for nic in _names(lib, nics)
+    )
     return Opened(domains, epoch, name)
 
 
@@ -100,7 +86,14 @@ def _names(lib: Efa, nics: Sequence[str] | int | None) -> list[str]:
     return wanted
 
 
-def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
+def _open(
+    lib: Efa,
+    name: str,
+    epoch: int,
+    peer_timeout_s: float,
+    dmabuf: DmabufExport | None,
+    window_rows: int | None,
+) -> EfaDomain:
     rules = _RULES
     wished = Sizes(_SEND, rules.frames_in, 2 * _SEND, 2 * rules.frames_out)
     try:
@@ -110,8 +103,8 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
             f"efa: NIC {name!r} cannot be opened", ((name, str(error)),)
         ) from error
     try:
-        way, words = choose_way(nic, how.post)
-        window = how.window_rows or nic.sizes.send - rules.frames_out
+        way = Columns(nic)
+        window = window_rows or nic.sizes.send - rules.frames_out
         rules = replace(
             rules,
             window_rows=min(window, nic.sizes.send - rules.frames_out),
@@ -126,20 +119,20 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
             max_msg_bytes=rules.msg_bytes_max,
             ordered=False,
             imm_eats_recv=False,
-            memory_kinds=("cpu", "cuda") if how.dmabuf is not None else ("cpu",),
-            peer_timeout_s=how.peer_timeout_s,
+            memory_kinds=("cpu", "cuda") if dmabuf is not None else ("cpu",),
+            peer_timeout_s=peer_timeout_s,
             wakes=nic.wait_fd is not None,
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
             reads=min(_READS, rules.window_rows) if nic.can_read else 0,
             no_reads="" if nic.can_read else f"the device {name} has no RDMA read",
         )
-        about = f"SRD through libibverbs and libefa; entries {words}; all peers by the NIC"
-        about += "" if lib.fork_safe else NOT_FORK_SAFE
-        return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=how.dmabuf, about=about)
+        about = f"SRD through libibverbs and libefa; entries by columns, {way.name}; "
+        about += "all peers by the NIC" + ("" if lib.fork_safe else NOT_FORK_SAFE)
+        return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=dmabuf, about=about)
     except FabricError as error:
         nic.close()
-        raise BackendUnavailable(f"efa: {name} by columns", ((name, str(error)),)) from error
+        raise BackendUnavailable(f"efa: {name}", ((name, str(error)),)) from error
     except BaseException:
         nic.close()
         raise
@@ -152,16 +145,7 @@ def facts() -> dict[str, object]:
         BackendUnavailable: a library is missing.
     """
     lib = load()
-    queries = "efadv_query_qp_wqs and efadv_query_cq"
-    devices = efa_devices(lib)
-    return {
-        "libibverbs": lib.path,
-        "libefa": lib.efa_path,
-        "devices": devices,
-        "posts": f"by columns if the device fits ({queries} are there)"
-        if lib.has_queries
-        else f"row by row: libefa has no {queries}",
-    }
+    return {"libibverbs": lib.path, "libefa": lib.efa_path, "devices": efa_devices(lib)}
 
 
 def probe() -> str:
@@ -171,6 +155,4 @@ def probe() -> str:
         BackendUnavailable: a library or a device is missing.
     """
     lib = load()
-    devices = _names(lib, None)
-    way = "by columns" if lib.has_queries else "row by row"
-    return f"{lib.path}, {lib.efa_path}; {', '.join(devices)}; entries {way}"
+    return f"{lib.path}, {lib.efa_path}; {', '.join(_names(lib, None))}"

@@ -13,25 +13,14 @@ import contextlib
 import ctypes
 import itertools
 import os
+import platform
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tep.backends.common import keep_at_fork, orphan_at_fork
-from tep.backends.ffi.efa import (
-    CALLS,
-    AhAttrDv,
-    CqAttr,
-    CqEx,
-    CqInitAttr,
-    CqInitAttrEx,
-    DeviceAttrDv,
-    Efa,
-    QpEx,
-    QpInitAttrDv,
-    WqAttr,
-)
-from tep.backends.ffi.ibverbs import ENUMS, C
+from tep.backends.ffi.efa import SESSION_OFFSETS, Dv, Efa
+from tep.backends.ffi.ibverbs import ENUMS, C, Struct
 from tep.backends.ibevents import Events
 from tep.base.errors import BackendUnavailable, FabricError
 
@@ -45,7 +34,6 @@ _CAP_RNR_RETRY: Final = 1 << 1
 _QPT_DRIVER: Final = 0xFF  # verbs.h, IBV_QPT_DRIVER
 _SRD: Final = 0  # efadv.h, EFADV_QP_DRIVER_TYPE_SRD
 _RNR_FOR_EVER: Final = 7
-_QP_EX_WITH_RDMA_READ: Final = 1 << 4  # verbs.h
 
 
 class Sizes(NamedTuple):
@@ -72,16 +60,16 @@ def link_bps(lib: Efa, context: int) -> int:
 def make_queue(lib: Efa, context: int, channel: int, entries: int) -> int:
     """Make a completion queue that wakes by a channel; a pointer to its extended form."""
     # Byte length and immediate: IBV_WC_EX_WITH_BYTE_LEN, IBV_WC_EX_WITH_IMM of verbs.h.
-    attr = CqInitAttrEx(cqe=entries, channel=channel, wc_flags=1 << 0 | 1 << 1)
-    direct = CqInitAttr()
+    attr = Dv.ibv_cq_init_attr_ex(cqe=entries, channel=channel, wc_flags=1 << 0 | 1 << 1)
+    direct = Dv.efadv_cq_init_attr()
     pointers = (ctypes.byref(attr), ctypes.byref(direct))
     return lib.make("efadv_create_cq", context, *pointers, ctypes.sizeof(direct), entries=entries)
 
 
 def make_pair(
-    lib: Efa, context: int, pd: int, cq: int, sizes: Sizes, has: DeviceAttrDv, qkey: int
+    lib: Efa, context: int, pd: int, cq: int, sizes: Sizes, has: Struct, qkey: int
 ) -> int:
-    """Make a queue pair, ready to send and to receive; a pointer to its extended form."""
+    """Make a queue pair, ready to send and to receive."""
     attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, pd=pd, qp_type=_QPT_DRIVER)
     attr.cap.max_send_wr, attr.cap.max_recv_wr = sizes.send, sizes.receive
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
@@ -89,16 +77,16 @@ def make_pair(
     ops = ("IBV_QP_EX_WITH_RDMA_WRITE", "IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM")
     attr.send_ops_flags = sum(ENUMS[op] for op in (*ops, "IBV_QP_EX_WITH_SEND"))
     if has.device_caps & CAP_READ:
-        attr.send_ops_flags |= _QP_EX_WITH_RDMA_READ
+        attr.send_ops_flags |= ENUMS["IBV_QP_EX_WITH_RDMA_READ"]
     # No unsolicited receives (EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV): writes that need none are
     # acknowledged even when the completion queue is full, and their immediates lost. Where each
     # takes a receive, a target that is slow says "not ready", and the device tries again.
-    direct = QpInitAttrDv(driver_qp_type=_SRD)
+    direct = Dv.efadv_qp_init_attr(driver_qp_type=_SRD)
     pointers = (ctypes.byref(attr), ctypes.byref(direct))
     pair = lib.make("efadv_create_qp_ex", context, *pointers, ctypes.sizeof(direct), sizes=sizes)
     try:
         _bring_up(lib, pair, qkey, retries=bool(has.device_caps & _CAP_RNR_RETRY))
-        return lib.make("ibv_qp_to_qp_ex", pair)
+        return pair
     except BaseException:
         lib.ask("ibv_destroy_qp", pair)
         raise
@@ -209,15 +197,17 @@ class Nic:
         attr: what the device can do.
         sizes: what it got.
         gid, qpn, qkey: its address.
-        qp, cq: the extended objects, as pointers.
+        qp, cq: the queue pair and the completion queue, as pointers.
         link_bps: nominal rate.
         closed: whether it was closed, or belongs to the parent of this process.
         failure: why it is lost; "" = it lives.
         armed: a wake-up has been asked for, and nothing was found since.
-        ask_wake: how to ask for one; whoever reads the completion queue itself has an own way.
+        ask_wake: asks for one; set by who reads the completion queue.
         events: wake-ups taken.
         wait_fd: becomes readable once armed when there may be news.
     """
+
+    ask_wake: Callable[[], None]
 
     def __init__(self, lib: Efa, name: str, sizes: Sizes) -> None:
         self.lib = lib
@@ -234,7 +224,6 @@ class Nic:
         self.wait_fd: int | None = None
         self.events = 0
         self.armed = False
-        self.ask_wake: Callable[[], None] = self.req_notify
         orphan_at_fork(self)
         try:
             self._open(sizes)
@@ -248,7 +237,7 @@ class Nic:
         attr = lib.is_efa(self._context)
         if attr is None:
             raise BackendUnavailable(f"{self.name} is not an EFA device", ())
-        self.attr: DeviceAttrDv = attr
+        self.attr: Struct = attr
         if not attr.device_caps & CAP_WRITE:
             raise BackendUnavailable(
                 f"{self.name}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and "
@@ -279,28 +268,18 @@ class Nic:
         self.cq = make_queue(lib, self._context, self._news.channel, self.sizes.completions)
         self.qp = make_pair(lib, self._context, self._pd, self.cq, self.sizes, attr, self.qkey)
         self.qpn = int(C.ibv_qp.from_address(self.qp).qp_num)
-        req_notify = C.ibv_context.from_address(self._context).ops.req_notify_cq
-        self._req_notify = ctypes.PYFUNCTYPE(_INT, _PTR, _INT)(req_notify)
 
     @property
     def can_read(self) -> bool:
         """Whether the device has RDMA read."""
         return bool(self.attr.device_caps & CAP_READ)
 
-    def call(self, name: str, *, of_cq: bool = False) -> Any:
-        """A member of the queue pair's or the completion queue's table of calls."""
-        table = CqEx.from_address(self.cq) if of_cq else QpEx.from_address(self.qp)
-        result, arguments = CALLS[name]
-        pointer = getattr(table, name)
-        if not pointer:
-            raise BackendUnavailable(f"{self.name}: libefa offers no {name}", ())
-        made = ctypes.PYFUNCTYPE(result, *arguments)  # type: ignore[arg-type]  # types of C
-        return made(pointer)
-
-    def post_recv(self) -> Callable[[int, int, int], int]:
-        """The function that the inline ibv_post_recv calls."""
-        pointer = C.ibv_context.from_address(self._context).ops.post_recv
-        return ctypes.PYFUNCTYPE(_INT, _PTR, _PTR, _PTR)(pointer)
+    def session_calls(self) -> tuple[Callable[[int], object], Callable[[int], object]]:
+        """ibv_wr_start and ibv_wr_abort, which go through the queue pair's table of calls."""
+        pair = self.lib.make("ibv_qp_to_qp_ex", self.qp)
+        of = SESSION_OFFSETS[platform.machine()]
+        start, abort = (ctypes.c_void_p.from_address(pair + at).value or 0 for at in of)
+        return _SESSION(start), _SESSION(abort)
 
     strerror = staticmethod(os.strerror)
 
@@ -321,9 +300,9 @@ class Nic:
 
     # --- where queues are mapped
 
-    def work_queues(self) -> tuple[WqAttr, WqAttr]:
+    def work_queues(self) -> tuple[Struct, Struct]:
         """The send queue and the receive queue."""
-        send, receive = WqAttr(), WqAttr()
+        send, receive = Dv.efadv_wq_attr(), Dv.efadv_wq_attr()
         self.lib.ok(
             "efadv_query_qp_wqs",
             self.qp,
@@ -334,9 +313,9 @@ class Nic:
         )
         return send, receive
 
-    def completion_queue(self) -> CqAttr:
+    def completion_queue(self) -> Struct:
         """The completion queue."""
-        attr = CqAttr()
+        attr = Dv.efadv_cq_attr()
         self.lib.ok(
             "efadv_query_cq", self.cq, ctypes.byref(attr), ctypes.sizeof(attr), nic=self.name
         )
@@ -384,7 +363,7 @@ class Nic:
         attr = C.ibv_ah_attr(is_global=1, port_num=1)
         attr.grh.dgid.raw[:] = gid
         ah = self.lib.make("ibv_create_ah", self._pd, ctypes.byref(attr), nic=self.name)
-        found = AhAttrDv()
+        found = Dv.efadv_ah_attr()
         self.lib.ok("efadv_query_ah", ah, ctypes.byref(found), ctypes.sizeof(found))
         return ah, int(found.ahn)
 
@@ -414,10 +393,6 @@ class Nic:
         return handle
 
     # --- events
-
-    def req_notify(self) -> None:
-        """Ask the library for a wake-up."""
-        self._req_notify(self.cq, 0)
 
     def trywait(self) -> bool:
         """Whether it is safe to sleep on wait_fd; False = poll first, then ask again.
@@ -497,4 +472,4 @@ class Nic:
             self._news.epoll.close()
 
 
-_INT, _PTR = ctypes.c_int, ctypes.c_void_p
+_SESSION: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)

@@ -14,13 +14,12 @@ from tep.backends.columns import part
 from tep.backends.efa import flight
 from tep.backends.efa.device import Nic
 from tep.backends.efa.flight import Slots
-from tep.backends.efa.ways import Columns, RowWise
+from tep.backends.efa.ways import Columns
 from tep.backends.libfabric import completions, regions
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.slots import Ticket
-from tep.base.errors import BackendUnavailable, FabricError
 from tep.base.units import MiB
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.rules import Rules
     from tep.memory.source import DmabufExport
 
-__all__ = ["EfaDomain", "choose_way"]
+__all__ = ["EfaDomain"]
 
 _LOOK_EVERY: Final = 4096  # polls between two looks at the device's events
 _FEW: Final = 3  # rows up to which one by one is cheaper than columns
@@ -36,29 +35,12 @@ _SLOWEST_BYTES_PER_S: Final = 64 * MiB  # a row may take so much longer than pee
 _READY: Final = State.READY  # looking it up in its class takes 0.1 us
 
 
-def choose_way(nic: Nic, post: str) -> tuple[RowWise | Columns, str]:
-    """The way that entries take, and in words which, and why not the other.
-
-    Raises:
-        BackendUnavailable, FabricError: by columns was asked for, and is not to be had.
-    """
-    if post == "rows":
-        return RowWise(nic), f"{RowWise.name} (post='rows')"
-    try:
-        way = Columns(nic)
-    except (BackendUnavailable, FabricError) as error:
-        if post == "columns":
-            raise
-        return RowWise(nic), f"{RowWise.name}: {error}"
-    return way, way.name
-
-
 class EfaDomain(FabricDomain):
     """One NIC.
 
     Args:
         nic: opened; this object closes it.
-        way: how its entries are written and read.
+        way: its queues.
         rules: how its peers are treated, and how many rows may be out.
         caps, epoch, dmabuf, about: as for `FabricDomain`.
     """
@@ -68,7 +50,7 @@ class EfaDomain(FabricDomain):
     def __init__(
         self,
         nic: Nic,
-        way: RowWise | Columns,
+        way: Columns,
         rules: Rules,
         caps: DomainCaps,
         *,
@@ -108,13 +90,10 @@ class EfaDomain(FabricDomain):
                 room = min(slots.room, self._depth - slots.open - rows.waiting)
                 if room <= 0:
                     return 0
-                try:
-                    if batch.n == 1:
-                        taken = self._post_lone(batch, rkey, peer, region)
-                    else:
-                        taken = self._post_columns(batch, start, stop, room, peer, region)
-                except OSError:
-                    taken = None  # the detour says what is wrong
+                if batch.n == 1:
+                    taken = self._post_lone(batch, rkey, peer, region)
+                else:
+                    taken = self._post_columns(batch, start, stop, room, peer, region)
                 if taken is not None:
                     return taken
         return super().post(batch, start, stop)

@@ -1,7 +1,7 @@
 """The rows in flight on one NIC by request id, its message buffers, and its completions, sorted.
 
 These fill the places that libfabric's parts have in `FabricDomain`: who lives, what waits and what
-has failed is decided there, for both. The way that entries take is `RowWise` or `Columns`.
+has failed is decided there, for both.
 
     request id      of the send queue: a row's slot; behind the last slot a message's buffer
                     of the receive queue: the receive buffer
@@ -31,8 +31,9 @@ from tep.backends.base import (
 )
 from tep.backends.columns import part
 from tep.backends.efa.device import Nic
-from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers, RowWise, Span
+from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers, Span
 from tep.backends.ffi.ibverbs import ENUMS
+from tep.backends.ibevents import rights
 from tep.backends.libfabric import completions, regions, slots
 from tep.backends.libfabric.objects import CqError
 from tep.backends.libfabric.slots import READ, Ticket
@@ -65,7 +66,7 @@ class Slots(slots.Slots):
 
     chunk_rows = 4096
 
-    def __init__(self, rows_max: int, way: RowWise | Columns, nic: Nic) -> None:
+    def __init__(self, rows_max: int, way: Columns, nic: Nic) -> None:
         super().__init__(rows_max, 0, more=True)
         self._way = way
         self._nic = nic
@@ -251,10 +252,8 @@ class Slots(slots.Slots):
         return found
 
 
-_REMOTE_READ: Final = 1 << 2  # verbs.h, IBV_ACCESS_REMOTE_READ
 _REFILL_SHARE: Final = 4  # of the receives, one or two parts may be unposted: many cost less
 _LOCAL: Final = 1 << 62
-_READ_MAX: Final = 2048
 _SENT: Final = 1 << 1  # of a completion's flags
 _WRITE_FLAG: Final = 2 << 4
 
@@ -280,9 +279,7 @@ class Regions(regions.Regions):
 
     def add(self, memory: Memory, access: Access) -> regions.Region:
         target = access.target
-        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
-        flags |= ENUMS["IBV_ACCESS_REMOTE_WRITE"] if target else 0
-        flags |= _REMOTE_READ if access.readable else 0
+        flags = rights(access)
         if self._dmabuf is not None and memory.kind != "cpu":
             with exported(self._dmabuf, memory) as (fd, offset):
                 handle = self._device.register_dmabuf(fd, offset, memory.ptr, memory.nbytes, flags)
@@ -331,7 +328,7 @@ class Mailbox(completions.Mailbox):
     def __init__(
         self,
         nic: Nic,
-        way: RowWise | Columns,
+        way: Columns,
         frame_bytes: int,
         receives: int,
         sends: int,
@@ -361,10 +358,7 @@ class Mailbox(completions.Mailbox):
         if not self._started or self._device.closed or self._device.failure:
             return 0
         if self.spent:
-            try:
-                self._way.receive(self.spent)
-            except OSError as error:
-                self._device.lose(f"{error.strerror}: {error.errno}")
+            self._way.receive(self.spent)
             self.spent.clear()
         return 0
 
@@ -400,7 +394,7 @@ class Queue(completions.Queue):
 
     _slots: Slots
 
-    def __init__(self, nic: Nic, way: RowWise | Columns, slots: Slots, mailbox: Mailbox) -> None:
+    def __init__(self, nic: Nic, way: Columns, slots: Slots, mailbox: Mailbox) -> None:
         self._slots = slots
         self.frames = deque()
         self.errors = deque()
@@ -421,7 +415,6 @@ class Queue(completions.Queue):
         room = len(out) - filled
         if room <= 0:
             return filled
-        room = min(room, _READ_MAX)
         found = self._way.poll(room)
         n = len(found)
         box = self._box

@@ -1,8 +1,6 @@
-"""The two ways to post and poll, and the entries that an EFA device reads and writes.
+"""The queues of an EFA device as it maps them, and the entries that it reads and writes.
 
-`RowWise` makes the public calls of libibverbs, row by row: the reference, and what works wherever
-EFA does. `Columns` has the same methods, and writes into the queues as the device maps them:
-requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
+Requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
 a store fence and one doorbell for each `max_batch` entries. Nothing here knows whose rows they are.
 
 Rule 1: every store of an entry comes before the fence, the fence before the doorbell, and another
@@ -48,17 +46,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
 from tep.backends.fences import new_fence
-from tep.backends.ffi.efa import CqEx, QpEx
-from tep.backends.ffi.ibverbs import RECV_WR, SGE, layout
+from tep.backends.ffi.ibverbs import layout
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
     "ALWAYS_1", "ALWAYS_2", "ARM", "COMPLETION_ENTRY", "HAS_IMM", "KINDS", "LKEY_MASK",
     "OP_READ", "OP_SEND", "OP_WRITE", "RX_ALWAYS", "RX_ENTRY", "TX_ENTRY", "Columns", "Entries",
-    "Numbers", "RowWise", "Span", "fences",
+    "Numbers", "Span", "fences",
 ]  # fmt: skip
 
 TX_ENTRY: Final = layout(
@@ -97,14 +93,6 @@ ARM: Final = 1 << 31
 Source: efa_io_regs_defs.h."""
 
 
-_OF_RECEIVES: Final = 1 << 32  # in wr_id: a request of the receive queue
-_SENT, _RECEIVED = 1 << 1, 2 << 1  # of a completion's flags
-_WRITE_FLAGS: Final = OP_WRITE << 4
-_WC_WRITES: Final = frozenset({1, 129})  # IBV_WC_RDMA_WRITE, IBV_WC_RECV_RDMA_WITH_IMM
-_WC_READ: Final = 2  # IBV_WC_RDMA_READ
-_WC_IMM: Final = 129
-_ENTRIES: Final = 256
-
 Numbers = npt.NDArray[np.integer]
 Entries = npt.NDArray[np.void]
 Imms = Column | None
@@ -119,154 +107,6 @@ class Span(NamedTuple):
     buffer_bytes: int
     buffers: int
     lkey: int
-
-
-class RowWise:
-    """The queues of one NIC through the library.
-
-    Args:
-        nic: whose.
-
-    Attributes:
-        more: the last poll stopped before the queue was empty.
-        kind: None: entries may be of several kinds.
-    """
-
-    name: Final = "row by row, through libibverbs' calls"
-
-    def __init__(self, nic: Nic) -> None:
-        self._nic = nic
-        self.more = False
-        self.kind: int | None = None
-        self._qp, self._cq = nic.qp, nic.cq
-        self._pair, self._queue = QpEx.from_address(nic.qp), CqEx.from_address(nic.cq)
-        self._start, self._complete = nic.call("wr_start"), nic.call("wr_complete")
-        self._write, self._write_imm = nic.call("wr_rdma_write"), nic.call("wr_rdma_write_imm")
-        self._send, self._to = nic.call("wr_send"), nic.call("wr_set_ud_addr")
-        self._buffer = nic.call("wr_set_sge")
-        # Where the device cannot read nobody posts a read.
-        self._read_rows = nic.call("wr_rdma_read" if nic.can_read else "wr_rdma_write")
-        self._first, self._next = (nic.call(n, of_cq=True) for n in ("start_poll", "next_poll"))
-        self._end = nic.call("end_poll", of_cq=True)
-        reads = ("read_opcode", "read_vendor_err", "read_byte_len", "read_imm_data")
-        self._opcode, self._status, self._length, self._imm = (
-            nic.call(name, of_cq=True) for name in reads
-        )
-        self._found = np.zeros(_ENTRIES, COMPLETION_ENTRY)
-        self._post_recv = nic.post_recv()
-
-    def lay_out(self, span: Span) -> None:
-        """Say where messages are received; buffer i has the request id i."""
-        n = span.buffers
-        self._sges = np.zeros(n, SGE)
-        self._sges["addr"] = span.address + span.buffer_bytes * np.arange(n)
-        self._sges["length"], self._sges["lkey"] = span.buffer_bytes, span.lkey
-        self._recvs = np.zeros(n, RECV_WR)
-        self._recvs["wr_id"] = _OF_RECEIVES + np.arange(n)
-        self._recvs["sg_list"] = self._sges.ctypes.data + SGE.itemsize * np.arange(n)
-        self._recvs["num_sge"] = 1
-        self._bad = np.zeros(1, np.uint64)
-
-    # --- posting; all or none is taken
-
-    def write(
-        self, n: int, ids: Numbers, ends: Ends, src: Column, dst: Column, nbytes: Column, imm: Imms
-    ) -> None:
-        """Post n writes to one peer, or reads; columns are ints or have n rows."""
-        columns = [spread(column, n) for column in (src, dst, nbytes)]
-        imms = [None] * n if imm is None else spread(imm, n)
-        self._start(self._qp)
-        for number, at, to, length, one in zip(ids.tolist(), *columns, imms, strict=True):
-            self._add(number, ends, at, to, length, one)
-        self._ring()
-
-    def write_one(
-        self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
-    ) -> None:
-        """Post one write, or one read."""
-        self._start(self._qp)
-        self._add(number, ends, src, dst, nbytes, imm)
-        self._ring()
-
-    def _add(
-        self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
-    ) -> None:
-        qp, (place, lkey, rkey, op) = self._qp, ends
-        self._pair.wr_id = number
-        if op == OP_READ:
-            self._read_rows(qp, rkey, dst)
-        elif imm is None:
-            self._write(qp, rkey, dst)
-        else:
-            self._write_imm(qp, rkey, dst, _swapped(imm))
-        self._to(qp, place.ah, place.qpn, place.qkey)
-        self._buffer(qp, lkey, src, nbytes)
-
-    def send(self, number: int, place: Place, address: int, nbytes: int, lkey: int) -> None:
-        """Post one message."""
-        self._start(self._qp)
-        self._pair.wr_id = number
-        self._send(self._qp)
-        self._to(self._qp, place.ah, place.qpn, place.qkey)
-        self._buffer(self._qp, lkey, address, nbytes)
-        self._ring()
-
-    def _ring(self) -> None:
-        rc = self._complete(self._qp)
-        if rc:
-            raise OSError(rc, "ibv_wr_complete")
-
-    def receive(self, ids: bytearray) -> None:
-        """Post receive buffers, named by u16."""
-        indices = np.frombuffer(ids, np.uint16)
-        at = self._recvs.ctypes.data + RECV_WR.itemsize * indices.astype(np.uint64)
-        following = np.zeros_like(at)
-        following[:-1] = at[1:]
-        self._recvs["next"][indices] = following
-        rc = self._post_recv(self._qp, int(at[0]), self._bad.ctypes.data)
-        if rc:
-            raise OSError(rc, "ibv_post_recv")
-
-    # --- polling
-
-    def poll(self, room: int) -> Entries:
-        """Return completions, as the device itself would write them; at most `room` entries."""
-        n, found, queue = 0, self._found, self._cq
-        self.more = False
-        if self._first(queue, None):
-            return found[:0]
-        room = min(room, _ENTRIES)
-        while True:
-            found[n] = self._read(queue)
-            n += 1
-            if n == room or self._next(queue):
-                break
-        self._end(queue)
-        self.more = n == room
-        return found[:n]
-
-    def _read(self, queue: int) -> tuple[int, ...]:
-        number, opcode = int(self._queue.wr_id), self._opcode(queue)
-        flags = _RECEIVED if number & _OF_RECEIVES else _SENT
-        length = imm = 0
-        if opcode in _WC_WRITES:
-            flags |= _WRITE_FLAGS
-        elif opcode == _WC_READ:
-            flags |= OP_READ << 4
-        if number & _OF_RECEIVES:
-            length = self._length(queue) & 0xFFFF
-            if opcode == _WC_IMM:
-                flags |= HAS_IMM >> 1
-                imm = _swapped(self._imm(queue))
-        return number & 0xFFFF, self._status(queue), flags, 0, length, 0, 0, imm
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-
-def _swapped(imm: int) -> int:
-    """A number in network byte order, and back."""
-    return int.from_bytes(imm.to_bytes(4, "little"), "big")
 
 
 _ONE: Final = Struct("<HBBHHIHHI12xIIQIIQ")
@@ -309,7 +149,7 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
         trylock(at)  # taken from now on
         return partial(trylock, at), _nothing, "pthread_spin_trylock"
     if machine == "aarch64":
-        start, abort = nic.call("wr_start"), nic.call("wr_abort")
+        start, abort = nic.session_calls()
 
         def session() -> object:
             start(nic.qp)
@@ -336,14 +176,10 @@ class Columns:
             found several kinds.
 
     Raises:
-        BackendUnavailable: the library or the device does not offer what is needed.
+        BackendUnavailable: the device does not offer what is needed.
     """
 
     def __init__(self, nic: Nic) -> None:
-        if not nic.lib.has_queries:
-            raise BackendUnavailable(
-                "libefa has no efadv_query_qp_wqs and efadv_query_cq (rdma-core 60 has)"
-            )
         send, receive = nic.work_queues()
         done = nic.completion_queue()
         _check(send.entry_size, (64, 128), "entries of the send queue", "bytes")
@@ -365,10 +201,7 @@ class Columns:
         self._fence, self._load_fence, fence = fences(nic)
         most = max(1, min(send.max_batch or send.num_entries, send.num_entries))
         self.batch_max = self.device_batch_max = most
-        self.name = (
-            f"by columns, written into the mapped queue; at most {self.batch_max} entries a "
-            f"doorbell, fence {fence}"
-        )
+        self.name = f"at most {self.batch_max} entries a doorbell, fence {fence}"
         self._map_send(send.buffer, send.entry_size, send.num_entries, send.doorbell)
         self._map_receive(receive.buffer, receive.num_entries, receive.doorbell)
         self._map_completions(done.buffer, done.entry_size, done.num_entries, done.doorbell)
@@ -421,7 +254,7 @@ class Columns:
         rows["length"] = span.buffer_bytes
         rows["lkey_ctrl"] = RX_ALWAYS | (span.lkey & LKEY_MASK)
 
-    # --- posting; the methods are those of RowWise
+    # --- posting
 
     def write(
         self, n: int, ids: Numbers, ends: Ends, src: Column, dst: Column, nbytes: Column, imm: Imms
@@ -596,9 +429,6 @@ class Columns:
         assert self._cq_bell is not None
         number = self._nic.events & 3
         self._cq_bell[0] = ARM | number << 29 | (self._cc & 0xFFFF)
-
-    def close(self) -> None:
-        """Let go of the mappings, which the library takes away."""
 
 
 def _check(found: int, known: tuple[int, ...], what: str, unit: str) -> None:

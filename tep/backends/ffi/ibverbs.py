@@ -16,18 +16,27 @@ import ctypes
 import errno
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import numpy as np
 
-from tep.backends.ffi.load import Step, check, env_step, find, mirror, prototypes, system_step
+from tep.backends.ffi.load import (
+    Prototype,
+    Step,
+    check,
+    env_step,
+    find,
+    mirror,
+    prototypes,
+    system_step,
+)
 
 __all__ = [
     "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "RECV_WR",
     "SEND_WR", "SGE", "WC", "C", "CreateQp", "DataPath", "Library", "Ref", "Struct", "fail",
-    "layout", "load", "ref",
+    "give_types", "layout", "load", "ref",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -541,6 +550,13 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t leng
 """)
 
 
+def give_types(lib: ctypes.CDLL, known: Mapping[str, Prototype]) -> None:
+    """Declare those calls of a library that it has."""
+    for name, (result, arguments) in known.items():
+        if (call := getattr(lib, name, None)) is not None:
+            call.restype, call.argtypes = result, arguments
+
+
 NOT_FORK_SAFE: Final = (
     "; a fork may take registered pages away from the NIC: memory was registered in this process "
     "before tep was loaded, on a kernel before 5.12"
@@ -560,16 +576,8 @@ class Library:
     def __init__(self, lib: ctypes.CDLL, path: str) -> None:
         self.path = path
         self._lib = lib
-        for name, (result, arguments) in PROTOTYPES.items():
-            call = getattr(lib, name)
-            call.restype, call.argtypes = result, arguments
-        self.has_dmabuf = True
-        for name, (result, arguments) in OPTIONAL.items():
-            call = getattr(lib, name, None)
-            if call is None:
-                self.has_dmabuf = False
-            else:
-                call.restype, call.argtypes = result, arguments
+        give_types(lib, PROTOTYPES | OPTIONAL)
+        self.has_dmabuf = hasattr(lib, "ibv_reg_dmabuf_mr")
         self.fork_safe = self._fork_init()
 
     def _fork_init(self) -> bool:

@@ -129,7 +129,7 @@ class Conn:
         peer: PeerId of who it is with.
         number: of this connection on its NIC; markers carry it.
         rows: False = for messages only.
-        rng: draws packet sequence numbers, and the queue pair of each row if rows are sprayed.
+        rng: draws packet sequence numbers.
 
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
@@ -159,7 +159,6 @@ class Conn:
         self.back = 0
         self.deadline_s = 0.0
         self._device = device
-        self._rng = rng
         self._turn = 0
         self._unmarked: list[int] = []
         self._markers = 0
@@ -191,7 +190,6 @@ class Conn:
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )
         self.ece = self._query_ece()
-        self._sprayed = settings.spray_seed is not None
 
     def _make(self, cq: int, srq: int, depth: int) -> int:
         qp = self._device.make_rc(cq, srq, depth + SPARE_WRS)
@@ -225,8 +223,6 @@ class Conn:
 
     def pick(self) -> int:
         """The queue pair for the next row."""
-        if self._sprayed:
-            return self._rng.choice(self.qps)
         self._turn += 1
         return self.qps[self._turn % len(self.qps)]
 

@@ -39,12 +39,8 @@ _READS_AT_A_TIME: Final = 16  # of one queue pair: what ConnectX has (quoted)
 
 # What is posted on our queue pairs; a provider then leaves no room for more. Requests of 64 bytes
 # in place of 256 are what _sq_overhead in mlx5 of rdma-core 44 makes of it; quoted.
-_SEND_OPS: Final = (
-    ENUMS["IBV_QP_EX_WITH_RDMA_WRITE"]
-    | ENUMS["IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM"]
-    | ENUMS["IBV_QP_EX_WITH_SEND"]
-    | ENUMS["IBV_QP_EX_WITH_RDMA_READ"]
-)
+_OPS: Final = ("RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "SEND", "RDMA_READ")
+_SEND_OPS: Final = sum(ENUMS[f"IBV_QP_EX_WITH_{op}"] for op in _OPS)
 _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
 _WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
 _RC: Final = ENUMS["IBV_QPT_RC"]

@@ -33,7 +33,7 @@ from tep.backends.common import check_memory, closed, orphan_at_fork, says
 from tep.backends.ffi.ibverbs import ENUMS, Struct
 from tep.backends.ffi.libc import Timer
 from tep.backends.handing import hand_out
-from tep.backends.ibevents import Events
+from tep.backends.ibevents import Events, rights
 from tep.backends.verbs.conns import Conn, Queues
 from tep.backends.verbs.device import Device, peer_bytes, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of
@@ -168,11 +168,7 @@ class VerbsDomain:
         self._check_open()
         check_memory(self.caps, memory, access)
         device = self.device
-        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
-        if access.target:
-            flags |= ENUMS["IBV_ACCESS_REMOTE_WRITE"]
-        if access.readable:
-            flags |= ENUMS["IBV_ACCESS_REMOTE_READ"]
+        flags = rights(access)
         if device.settings.relaxed_ordering:
             flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
         if memory.kind == "cuda" and self._export is not None:

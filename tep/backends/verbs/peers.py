@@ -106,8 +106,7 @@ class Peers:
         self._heard: dict[tuple[Address, Kind], Hello] = {}  # datagrams that cost commands
         self._asking: dict[Peer, None] = {}  # who wants to be asked for a connection
         self._tend_s = 0.0  # when the next of the unsettled is due
-        seed = device.settings.spray_seed
-        self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+        self._rng = random.SystemRandom()
         self.work = (
             self._unsettled,
             self._heard,

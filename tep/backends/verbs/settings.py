@@ -52,8 +52,6 @@ class Settings:
         qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
             order that a reliable connection keeps. The firmware binds a queue pair to one port of a
             bond (RoCE LAG), so with one of them a peer gets half of the bandwidth of two ports.
-        spray_seed: choose each row's queue pair at random from this seed; None = in turn. Only with
-            more than one queue pair.
         timeout: local ACK timeout exponent: 4.096 us times 2 to its power; 14 is 67 ms. Source:
             fabric-lib. With retry_cnt it says how long packets may fail to pass before rows end as
             UNREACHABLE and failover begins: `ack_timeout_s`, 1.9 s by default. The subnet manager
@@ -92,7 +90,6 @@ class Settings:
     inline_bytes: int = 28
     max_msg_bytes: int = 1 << 20
     qps_per_peer: int = 1
-    spray_seed: int | None = None
     timeout: int = 14
     retry_cnt: int = 6
     rnr_retry: int = 7
@@ -110,8 +107,6 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"verbs: {name}={value}; {low} to {high} is possible")
-        if self.spray_seed is not None and self.qps_per_peer == 1:
-            raise UsageError(f"verbs: spray_seed={self.spray_seed} needs qps_per_peer > 1")
 
     @property
     def ack_timeout_s(self) -> float:
