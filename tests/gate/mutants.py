@@ -9,7 +9,8 @@
 A mistake is one operator, number or condition replaced by another; at each place of the code the
 session has one, drawn by --seed. For each in the engine, 120 drawn runs are played first; and then
 the tests of `--fast` that reach its line, 12 s of them; the first failure ends it, and so does a
-time without an end. What nobody noticed is printed as a list. `mutants.txt` says of those that were
+time without an end. What nobody noticed is printed as a list; with --again those are played once
+more, with the slow tests. `mutants.txt` says of those that were
 looked at why they change nothing, or which test notices them now.
 
 No file is changed. The tests are collected once; each mistake is a fork of that process in which
@@ -54,7 +55,8 @@ DRAWN: Final = ("tep/core/", "tep/control/", "tep/engine/", "tep/base/")
 TESTS: Final = ("tests/unit", "tests/property", "tests/conformance")
 SEEDS: Final = 120
 TESTS_S: Final = 12.0
-"""So much CPU time of tests is spent on a mistake, the quickest files first."""
+"""So much CPU time of tests is spent on a mistake, the quickest files first; more with --again."""
+AGAIN: Final = 4
 CPU_S: Final = 60
 TIMEOUT_S: Final = 150
 TEST_TIMEOUT_S: Final = 30
@@ -130,6 +132,18 @@ def to_play(session: Path) -> list[Mistake]:
     return sorted(mistakes, key=lambda x: any(name in x.operator for name in NUMBERS))
 
 
+def forget_unnoticed(session: Path) -> None:
+    """Leave the mistakes that no test noticed, without a result, and none else."""
+    with closing(sqlite3.connect(session)) as found, found:
+        found.execute(
+            "create temp table noticed as select job_id from work_results"
+            " where test_outcome != 'SURVIVED'"
+        )
+        found.execute("delete from mutation_specs where job_id in noticed")
+        found.execute("delete from work_items where job_id in noticed")
+        found.execute("delete from work_results")
+
+
 def unnoticed(session: Path) -> tuple[int, list[str]]:
     """Return the number played, and place, line and change of those that no test noticed."""
     with closing(sqlite3.connect(session)) as found:
@@ -150,12 +164,16 @@ def unnoticed(session: Path) -> tuple[int, list[str]]:
 class Reached:
     """The tests that reach each line, and the time each takes."""
 
-    def __init__(self, path: Path, rooms: list[str]) -> None:
-        self.path, self.rooms = path, rooms
+    def __init__(self, path: Path, rooms: list[str], tests_s: float) -> None:
+        self.path, self.rooms, self.tests_s = path, rooms, tests_s
         self.lines: dict[str, dict[str, list[str]]] = {}
         self.seconds: dict[str, float] = {}
-        if path.exists():
-            self.lines, self.seconds = json.loads(path.read_text())
+        self.read()
+
+    def read(self) -> None:
+        """Read what an earlier run has found out."""
+        if self.path.exists():
+            self.lines, self.seconds = json.loads(self.path.read_text())
 
     def by(self, mistake: Mistake) -> list[str]:
         """The tests that reach a mistake, file by file, the quickest file first."""
@@ -171,7 +189,7 @@ class Reached:
             total.update({_file(name): round(self.seconds[name] * 1e9)})
         order = sorted(names, key=lambda name: (total[_file(name)], name))
         spent = itertools.accumulate(self.seconds[name] for name in order)
-        return [name for name, until in zip(order, spent, strict=True) if until < TESTS_S]
+        return [name for name, until in zip(order, spent, strict=True) if until < self.tests_s]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -248,10 +266,11 @@ def _folder(pid: int) -> Path:
 class Player:
     """A plugin of pytest: instead of running what was collected it plays mistakes."""
 
-    def __init__(self, session: Path, workers: int, rooms: list[str], *, later: bool) -> None:
+    def __init__(self, session: Path, workers: int, reached: Reached, *, later: bool) -> None:
         self.session, self.workers, self.later = session, workers, later
-        self.reached = Reached(session.with_suffix(".lines"), rooms)
+        self.reached = reached
         self.job: Mistake | None = None
+        self.again = ["--again"] * (reached.tests_s > TESTS_S)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if self.job is not None:
@@ -265,7 +284,7 @@ class Player:
                 self.reached.path.write_text(json.dumps((self.reached.lines, self.reached.seconds)))
                 os._exit(0)
             os.wait()
-            self.reached = Reached(self.reached.path, self.reached.rooms)
+            self.reached.read()
         gc.unfreeze()  # tests/conftest.py had it pass over what was imported
         functions = live()
         gc.freeze()
@@ -320,7 +339,7 @@ class Player:
         """Have a process that imports the mistake say who noticed it."""
         command = [sys.executable, "-m", "tests.gate.mutants", "--session", str(self.session)]
         subprocess.run(
-            [*command, "--job", mistake.job, "--rooms", *self.reached.rooms],
+            [*command, "--job", mistake.job, "--rooms", *self.reached.rooms, *self.again],
             pass_fds=[told],
             env=os.environ | {_TOLD: str(told)},
             check=True,
@@ -346,6 +365,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--session", type=Path, default=Path("mutants.sqlite"))
     parser.add_argument("--later", action="store_true", help="leave out what runs at import")
+    parser.add_argument("--again", action="store_true", help="those that no test noticed, longer")
     parser.add_argument("--job", help="play this mistake, in a process that imports it")
     given = parser.parse_args()
     session = given.session.resolve()
@@ -355,7 +375,12 @@ def main() -> int:
         tool = [sys.executable, "-m", "cosmic_ray.cli", "init"]
         subprocess.run([*tool, str(config), str(session)], check=True)
         draw(session, given.sample, given.seed)
-    player = Player(session, given.workers, given.rooms, later=given.later)
+    if given.again and not given.job:
+        forget_unnoticed(session)
+        session.with_suffix(".lines").unlink(missing_ok=True)
+    longer = AGAIN if given.again else 1
+    reached = Reached(session.with_suffix(".lines"), given.rooms, TESTS_S * longer)
+    player = Player(session, given.workers, reached, later=given.later)
     tests = list(given.tests)
     if given.job:
         (mistake,) = (x for x in to_play(session) if x.job == given.job)
@@ -365,7 +390,8 @@ def main() -> int:
         tests.append("--assert=plain")  # else pytest imports tep's modules in its own way
     os.environ["TEP_PROFILE"] = "fast"
     options = ["-q", "-x", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += ["-o", f"timeout={TEST_TIMEOUT_S}", "-m", "not slow and not long and not notebook"]
+    marks = "not long and not notebook" + " and not slow" * (not given.again)
+    options += ["-o", f"timeout={TEST_TIMEOUT_S * longer}", "-m", marks]
     pytest.main([*options, *tests], plugins=[player])
     if given.job:  # no test was begun: the mistake stops an import
         os.write(int(os.environ[_TOLD]), b"its import")

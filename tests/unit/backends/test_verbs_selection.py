@@ -108,6 +108,22 @@ def test_storage_in_a_subnet_of_its_own_is_left_out_and_rails_are_not():
     assert list(range(8)) == names(choose(rails, []))
 
 
+@pytest.mark.parametrize(
+    ("lone", "cards", "taken"),
+    [(2, 1, [0, 1]), (3, 1, [0, 1, 2]), (2, 2, [0, 1, 10, 11, 12, 13])],
+)
+def test_ports_of_one_card_are_left_out_where_as_many_are_alone(lone, cards, taken):
+    """A card for storage has two ports; of many such cards most are for computing."""
+    alone = [nic(k, path=switched(BUSES[k])) for k in range(lone)]
+    pairs = [
+        nic(10 + 2 * card + port, path=switched(0x21 + 4 * card, port))
+        for card in range(cards)
+        for port in range(2)
+    ]
+
+    assert taken == names(choose(alone + pairs, []))
+
+
 def test_slower_ones_and_what_cannot_be_used_are_left_out_with_the_reason():
     """Every NIC that is not used needs a reason for the user."""
     choice = choose([nic(0), nic(1, 100), nic(2, usable=False), nic(3, 400, ib=False)], [])

@@ -71,6 +71,9 @@ def test_a_bond_and_a_silent_neighbour_are_warned_of(words, cure):
     assert (Level.WARN, "mlx5_0") == (found.level, found.area)
     assert cure in found.remedy
     assert not [one for one in look(built) if "10.9.9.9" in one.text or "10.0.0.7" in one.text]
+    for path in [path for path in built.texts if path.endswith("bonding/slaves")]:
+        built.texts[path] = "ens1f0"
+    assert not [one for one in look(built) if "a bond" in one.text], "one port is no bond of two"
 
 
 def test_a_class_that_the_driver_forces_is_named():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tep.base.errors import UsageError
+from tep.host import folders
 from tep.host.folders import make_own
 from tests.support import verbs_stub
 
@@ -56,3 +57,11 @@ def test_a_library_that_another_user_planted_is_not_loaded(tmp_path, monkeypatch
     monkeypatch.setattr(verbs_stub.shutil, "which", lambda _: "cc")
     with pytest.raises(UsageError, match="belongs to user 65534"):
         verbs_stub.build.__wrapped__()
+
+
+def test_the_folder_of_the_login_is_preferred_where_it_is_private(monkeypatch) -> None:
+    """Sockets in a folder that others may open could be taken by them."""
+    monkeypatch.setattr(folders, "unsafe", lambda _folder, _uid: None)
+    assert ["/run/user/7/tep", "/tmp/tep-7"] == list(map(str, folders.usual_folders(7)))  # noqa: S108
+    monkeypatch.setattr(folders, "unsafe", lambda _folder, _uid: "it is open to all")
+    assert ["/tmp/tep-7"] == list(map(str, folders.usual_folders(7)))  # noqa: S108

@@ -141,6 +141,21 @@ def test_no_gpu_and_no_nic_are_said():
         seen.place("gpu0")
 
 
+def test_a_nic_of_the_other_socket_is_not_said_to_be_near():
+    """Bytes that cross between sockets cost a third: the report must not hide it."""
+    built = Builder()
+    built.cores(2, 2)
+    built.gpu("pci0000:00/0000:00:01.0/0000:01:00.0", 0)
+    built.nic("mlx5_0", "pci0000:80/0000:80:01.0/0000:81:00.0", 1)
+    built.nic("mlx5_1", "pci0000:90/0000:90:01.0/0000:91:00.0", 0)
+    seen = detect(built.capture())
+    (gpu,), far, near = seen.gpus, *sorted(seen.nics, key=lambda nic: nic.name)
+
+    assert "anywhere in the machine" == seen.relation(gpu, far)
+    assert "of the same NUMA node" == seen.relation(gpu, near)
+    assert ["mlx5_1"] == [nic.name for nic in seen.nearest(gpu)]
+
+
 @st.composite
 def machines(draw):
     """Trees of switches with GPUs and NICs on them, some NICs slow, down or of another layer."""
@@ -240,6 +255,15 @@ def test_a_copied_tree_is_read_as_the_machine_itself(tmp_path):
     assert ["nic"] == files.names("/sys/devices/pci0")
     assert None is files.read("/sys/none")
     assert "" == files.real("/sys/none")
+
+
+def test_devices_may_be_listed_elsewhere_as_for_rdma_core(tmp_path, monkeypatch):
+    """rdma-core would see other NICs than the doctor."""
+    (tmp_path / "class/infiniband/mlx5_7").mkdir(parents=True)
+    monkeypatch.setenv("SYSFS_PATH", str(tmp_path))
+
+    assert ["mlx5_7"] == LiveFiles().names("/sys/class/infiniband")
+    assert [] == LiveFiles(tmp_path / "class").names("/sys/class/infiniband"), "another machine's"
 
 
 def test_info_shows_a_captured_machine(tmp_path, capsys):

@@ -46,6 +46,14 @@ def test_names_follow_the_conventions() -> None:
     assert len(METRICS) == len({metric.name for metric in METRICS})
 
 
+def test_durations_are_told_apart_from_a_microsecond_to_a_minute() -> None:
+    """Buckets that all transfers fall into, or none, show nothing."""
+    (metric,) = (metric for metric in METRICS if metric.name == "tep.transfer.duration")
+    decades = [10.0**e for e in range(-6, 2)]
+
+    assert [m * d for d in decades for m in (1, 2.5, 5)] == pytest.approx(metric.bounds)
+
+
 def test_the_page_lists_every_metric() -> None:
     """A dashboard is built from the names on that page."""
     page = Path("docs/howto/sight.md").read_text("utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -293,3 +294,76 @@ def test_a_process_without_engines_is_named(
     assert "there is no process 4194304" in capsys.readouterr().err
     assert 0 == main(["top", "--once", "--every", "0.1"])
     assert "no engine is shown" in capsys.readouterr().out
+
+
+def _served(path: Path, raw: bytes) -> threading.Thread:
+    """Answer one question at a socket, as a process with many engines does."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with listener, client, contextlib.suppress(OSError):  # whoever asked may be gone
+            client.recv(64)
+            client.sendall(raw)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_an_answer_of_many_pieces_is_read_to_its_end(folder: Path) -> None:
+    """A process with many engines would not be shown at all."""
+    thread = _served(folder / "7.a", json.dumps({"pid": 7, "engines": ["x" * 200_000]}).encode())
+    answer = sight.ask(sight.Found(7, folder / "7.a", os.geteuid()), "top")
+    thread.join()
+
+    assert answer is not None
+    assert 200_000 == len(answer["engines"][0])
+
+
+def test_a_socket_of_another_user_is_not_believed(folder: Path) -> None:
+    """Anybody could answer for a process that has ended."""
+    thread = _served(folder / "7.a", b"{}")
+    with pytest.raises(PermissionError, match="another user"):
+        sight.ask(sight.Found(7, folder / "7.a", os.geteuid() + 1), "top")
+    thread.join()
+
+
+@pytest.mark.parametrize(("user", "answered"), [(0, True), (4711, True), (4712, False)])
+def test_root_and_the_owner_may_ask_and_nobody_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, user: int, answered: bool
+) -> None:
+    """Addresses and sizes of somebody's job are nobody else's business."""
+    with tep.TransferEngine.open("local", name="ana"):
+        path = str(mine().path)
+        monkeypatch.setattr(sight, "_peer_of", lambda _: (os.getpid(), user, 4713))
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(20)
+            asking.connect(path)
+            asking.sendall(b"top\n")
+            got = b""
+            with contextlib.suppress(ConnectionResetError):
+                got = asking.recv(64)
+        monkeypatch.undo()
+
+    assert answered == bool(got)
+
+
+def test_the_thread_has_let_go_when_the_last_engine_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that then gives its user up, or forks, would take the socket along."""
+    slow, close = threading.Event(), sight._Listener.close
+
+    def closed_late(listener: sight._Listener) -> None:
+        slow.wait(0.1)
+        close(listener)
+
+    monkeypatch.setattr(sight._Listener, "close", closed_late)
+    with tep.TransferEngine.open("local"):
+        pass
+
+    assert [] == list(folder.iterdir())

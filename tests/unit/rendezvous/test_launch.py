@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import socket
 import sys
 
 import pytest
 
 from tep import RendezvousError, UsageError, WaitTimeout, rendezvous
-from tep.rendezvous.launch import RankProcesses, launch, place_here
+from tep.rendezvous.launch import RankProcesses, launch, own_address, place_here
 from tests.support.ranks import place
 
 SAY = (
@@ -166,3 +167,21 @@ def test_a_launch_works_inside_an_event_loop() -> None:
 
     asyncio.run(cell())
     assert "met" in out.getvalue()
+
+
+def test_the_own_address_is_the_one_on_the_way_to_rank_0(monkeypatch) -> None:
+    """Other ranks would be told an address that they cannot reach, or a foreign error."""
+    place = rendezvous.Place(rank=0, size=2, host="rank0", port=29500, token="t")  # noqa: S106
+    ways = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.2", 29500)),
+        (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 29500, 0, 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ways)
+    assert own_address(place).startswith("127.0.0.")
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UsageError, match="no way leads to rank 0 at 'rank0'"):
+        own_address(place)

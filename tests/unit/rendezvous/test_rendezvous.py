@@ -282,6 +282,30 @@ def test_nowhere_to_meet_is_said_at_once() -> None:
         rendezvous.join(place(1, 2, 0))
 
 
+def test_a_rank_alone_needs_no_port() -> None:
+    """A program that is started without a launcher has none."""
+    with rendezvous.join(Place(rank=0, size=1, port=0, token=TOKEN)) as group:
+        assert [b"x"] == group.all_gather(b"x")
+
+
+def test_the_report_of_rank_0_is_waited_for() -> None:
+    """The others would give up just before it, and say who is missing to nobody."""
+
+    async def main() -> list[object]:
+        groups = await meet(3)
+        found = await asyncio.gather(
+            groups[0].barrier(timeout_s=0.4),
+            groups[1].barrier(timeout_s=0.1),
+            return_exceptions=True,
+        )
+        await close(groups)
+        return list(found)
+
+    zero, one = asyncio.run(main())
+    assert "rendezvous: barrier 1: 2 of 3 ranks within 0.4 s; missing: 2" in str(zero)
+    assert f"{zero} (says rank 0)" == str(one)
+
+
 def test_a_taken_port_is_named() -> None:
     """torch's own store listens on MASTER_PORT; the way round it belongs into the message."""
     listener, port = listen()

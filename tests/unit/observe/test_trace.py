@@ -1,0 +1,69 @@
+"""A trace by hand: what is kept, drawn and summed up, with every number known."""
+
+from __future__ import annotations
+
+from tep.base.api import Pages
+from tep.base.units import KiB, MiB
+from tep.observe.trace import Mark, Span, Trace
+from tests.support.pairs import pair
+
+
+def batch(track: str, start_us: float, stop_us: float, nbytes: int) -> Span:
+    args = {"nic": 0, "rows": 2, "bytes": nbytes, "to": "b"}
+    return Span("batch", "a", track, "paged", start_us * 1e-6, stop_us * 1e-6, args)
+
+
+def imm(at_us: float) -> Mark:
+    return Mark("imm", "a", "NIC 0 arrivals", "imm 0x1", at_us * 1e-6, {"imm": 1, "count": 1})
+
+
+def test_spans_and_marks_share_the_room() -> None:
+    """A trace of a long job would grow beyond what it was given."""
+    trace = Trace("host", events_max=3)
+    for k in range(2):
+        trace.mark(imm(k))
+    for k in range(3):
+        trace.add(batch("NIC 0", k, k + 1, KiB))
+
+    assert (1, 2, 2) == (len(trace.spans), len(trace.marks), trace.missed)
+
+
+def test_a_summary_counts_each_nic_for_itself() -> None:
+    """The busiest NIC is what one looks for in it: nested batches count once."""
+    trace = Trace("host")
+    for span in (batch("NIC 0", 0, 10, 3 * MiB), batch("NIC 0", 2, 4, 0), batch("NIC 1", 0, 5, 40)):
+        trace.add(span)
+    lines = trace.summary().splitlines()
+
+    assert "  a NIC 0: busy 10 us with 2 batches, 4 rows, 3 MiB" in lines
+    assert "  a NIC 1: busy 5 us with 1 batches, 2 rows, 40 bytes" in lines
+    assert "  busiest NIC: a NIC 0, 10 us" in lines
+
+
+def test_what_is_written_has_all_kinds_of_events() -> None:
+    """Transfers would be missing in the picture, and nobody knows what a batch belongs to."""
+    with pair() as p:
+        with p.a.trace() as trace:
+            p.settle(p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0), 5))
+            p.quiet()
+        events = trace.events()
+        (posted,) = trace.of("batch")
+
+        assert ["single"] == [e["name"] for e in events if e["ph"] == "b"]
+        assert 1 == sum(e["ph"] == "e" for e in events)
+        assert p.b.name == posted.args["to"]
+        assert 0 < len(trace.of("step")) < 50, "steps that found nothing are left out"
+
+
+def test_a_flood_of_immediates_is_counted_by_value() -> None:
+    """A poll of many entries goes by columns: a picture with other counts than the engine's."""
+    pages = Pages(range(16))
+    with pair() as p, p.b.trace() as trace:
+        for imm in (3, 4, 3):
+            p.a.submit_paged_writes(4, (p.mr, pages), (p.desc, pages), imm)
+        p.settle(p.b.expect_imm_count(3, 32), p.b.expect_imm_count(4, 16))
+    counts = {3: 0, 4: 0}
+    for mark in trace.marks:
+        counts[mark.args["imm"]] += mark.args["count"]
+
+    assert {3: 32, 4: 16} == counts
