@@ -5,18 +5,15 @@ Their gate, `test_burnt_bugs`, looks for them in the oracle's runs that can show
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
-from tep.backends.base import Status
 from tep.control.channel import Notices
 from tep.control.failover import Failover, Fencing
-from tep.control.membership import Membership
 from tep.core.group import DomainGroup
-from tep.core.imm import Burnt, ImmTable
+from tep.core.imm import ImmTable
 from tep.core.path import Acks
 from tep.core.regions import Job, PeerBook
-from tests.gate.registry import Bug, Change
+from tests.gate.registry import CHANNEL, FAILOVER, IMM, MEMBERSHIP, Bug, Change, mistake
 
 __all__ = ["BARRING", "BURNT", "DIRECTED", "ORDERS"]
 
@@ -88,32 +85,23 @@ def a_cancel_burns_nothing() -> list[Change]:
 @burnt
 def no_notice_is_sent() -> list[Change]:
     """The sender burns the immediates, and keeps that to itself."""
-    return [(Notices, "_tell", lambda *_: None)]
+    return mistake(CHANNEL, "self._tell(link, fresh, reason)", "pass")
 
 
 @burnt
 def a_lost_notice_is_not_repeated() -> list[Change]:
     """A notice that got no answer is forgotten."""
-    wake = Notices._wake
-
-    def once(self, peer, after_s=0.0):
-        if after_s:
-            peer.unsent.clear()
-        else:
-            wake(self, peer)
-
-    return [(Notices, "_wake", once)]
+    return mistake(CHANNEL, "self._wake(peer, peer.wait_s)", "peer.unsent.clear()")
 
 
 @burnt
 def only_the_first_run_is_sent() -> list[Change]:
     """A notice holds the first run of its immediates."""
-    maker = Notices._maker
-
-    def first(self, serial, reason, runs):
-        return maker(self, serial, reason, runs[:1])
-
-    return [(Notices, "_maker", first)]
+    return mistake(
+        CHANNEL,
+        "Failed(number, serial, self._name, reason, runs)",
+        "Failed(number, serial, self._name, reason, runs[:1])",
+    )
 
 
 @burnt
@@ -136,14 +124,9 @@ def burnt_immediates_are_accepted() -> list[Change]:
 @burnt
 def only_the_first_run_is_burnt() -> list[Change]:
     """The receiver burns the first run of a notice."""
-    burn = Membership._burn
-
-    def first(self, owner, imms, why, code, peer):
-        taken = list(imms)
-        run = [imm for k, imm in enumerate(taken) if imm == taken[0] + k]
-        burn(self, owner, run, why, code, peer)
-
-    return [(Membership, "_burn", first)]
+    return mistake(
+        MEMBERSHIP, "for first, n in message.imms for", "for first, n in message.imms[:1] for"
+    )
 
 
 @burnt
@@ -160,28 +143,15 @@ def open_expectations_wait_on() -> list[Change]:
 @burnt
 def one_expectation_of_several_fails() -> list[Change]:
     """The first of several queued expectations fails, and the others go on waiting."""
-    burn = ImmTable.burn
-
-    def first(self, imm, owner, error):
-        wants, came = burn(self, imm, owner, error)
-        return wants[:1], came
-
-    return [(ImmTable, "burn", first)]
+    return mistake(
+        IMM, "return wants, self.counts.pop(imm)", "return wants[:1], self.counts.pop(imm)"
+    )
 
 
 @burnt
 def later_expectations_are_not_refused() -> list[Change]:
     """An expectation that is stated after the notice waits for its timeout."""
-    expect = ImmTable.expect
-
-    def forgetful(self, want):
-        known, self.burnt = self.burnt, Burnt()
-        try:
-            expect(self, want)
-        finally:
-            self.burnt = known
-
-    return [(ImmTable, "expect", forgetful)]
+    return mistake(IMM, "if self.burnt.why and (error", "if not self.burnt.why and (error")
 
 
 @burnt
@@ -202,13 +172,7 @@ def what_comes_late_is_counted() -> list[Change]:
 @orders
 def late_copies_burn_again() -> list[Change]:
     """A notice that comes again, after its immediate was removed, burns it again."""
-    noticed = Membership._noticed
-
-    def forgetful(self, nic, address, message):
-        self._serials.clear()
-        noticed(self, nic, address, message)
-
-    return [(Membership, "_noticed", forgetful)]
+    return mistake(MEMBERSHIP, "if message.serial not in serials:", "if message.serial:")
 
 
 # ---------------------------------------------------------------------- rows under a burnt one
@@ -243,13 +207,7 @@ def immediates_follow_a_row_that_was_lost() -> list[Change]:
 @barring
 def removals_wait_for_no_fence() -> list[Change]:
     """A removal settles while paths from the peer are still being fenced off."""
-    let_go = Membership._let_go
-
-    def hasty(self, removal):
-        removal.fencing = 0
-        return let_go(self, removal)
-
-    return [(Membership, "_let_go", hasty)]
+    return mistake(MEMBERSHIP, "        if removal.fencing:\n            return False\n", "")
 
 
 @barring
@@ -261,48 +219,27 @@ def removals_fence_nothing() -> list[Change]:
 @barring
 def one_path_is_fenced_for_a_removal() -> list[Change]:
     """Only the first of the paths from a removed peer is fenced off."""
-    bar = Fencing.bar
-
-    def first(self, removal):
-        paths = itertools.count()
-
-        def fence(source, nic, then):
-            if next(paths):
-                then(Status.OK)
-            else:
-                Fencing.fence(self, source, nic, then)
-
-        self.fence = fence
-        bar(self, removal)
-        del self.fence
-
-    return [(Fencing, "bar", first)]
+    return mistake(
+        FAILOVER,
+        "in itertools.product(range(len(self._nics)), removal.link.addr.domains):",
+        "in [(0, removal.link.addr.domains[0])]:",
+    )
 
 
 @barring
 def a_failed_fence_counts_as_a_fence() -> list[Change]:
     """A removal does not say that a path could not be fenced off."""
-    let_go = Membership._let_go
-
-    def silent(self, removal):
-        removal.unfenced = ""
-        return let_go(self, removal)
-
-    return [(Membership, "_let_go", silent)]
+    return mistake(
+        FAILOVER,
+        'removal.unfenced = removal.unfenced or self.why_not(nic, status) or ""',
+        'removal.unfenced = ""',
+    )
 
 
 @barring
 def removed_peers_are_let_in() -> list[Change]:
     """A removed peer asks for its paths, and gets them."""
-    lift = Fencing.lift
-
-    def let_in(self, source, nic):
-        far = self._far_ends.get(nic, source)
-        if far is not None:
-            far.barred = False
-        return lift(self, source, nic)
-
-    return [(Fencing, "lift", let_in)]
+    return mistake(FAILOVER, "if link is None or link.barred:", "if not nic + 1:")
 
 
 @barring

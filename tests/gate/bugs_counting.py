@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tep.backends.base import Kind
 from tep.core.imm import ImmTable
 from tep.engine.worker import Worker
-from tests.gate.registry import Change, bug
+from tests.gate.registry import IMM, WORKER, Change, bug, mistake
 
 # ---------------------------------------------------------------------- counting
 
@@ -46,40 +46,31 @@ def expect_off_by_one() -> list[Change]:
 @bug()
 def early_imm_lost() -> list[Change]:
     """An immediate that arrives before it is expected is forgotten."""
-    return expects(lambda table, want: table.counts.pop(want.imm))
-
-
-def fires(reached: Callable[[int, int], bool], left: Callable[[int, int], int]) -> list[Change]:
-    def fire(self, imm, line, have):
-        while line and reached(have, line[0].count):
-            want = line.popleft()
-            have = left(have, want.count)
-            self.reached.append(want)
-            if line:
-                self._find_first(line)
-        if not line:
-            del self._lines[imm]
-        self.counts.put(imm, have)
-
-    return [(ImmTable, "_fire", fire)]
+    return mistake(
+        IMM,
+        "        have = self.counts.get(want.imm)\n        if have >=",
+        "        have = 0 * self.counts.pop(want.imm)\n        if have >=",
+    )
 
 
 @bug()
 def expect_equal_not_ge() -> list[Change]:
     """A count fires when it is exactly reached, not when it is passed."""
-    return fires(lambda have, count: have == count, lambda have, count: have - count)
+    return mistake(
+        IMM, "while line and have >= line[0].count:", "while line and have == line[0].count:"
+    )
 
 
 @bug()
 def count_zeroed_on_fire() -> list[Change]:
     """Firing sets the count to zero: the surplus is lost."""
-    return fires(lambda have, count: have >= count, lambda *_: 0)
+    return mistake(IMM, "have -= want.count", "have = 0")
 
 
 @bug()
 def count_kept_on_fire() -> list[Change]:
     """Firing leaves the count as it is: the next expectation finds what was used up."""
-    return fires(lambda have, count: have >= count, lambda have, _: have)
+    return mistake(IMM, "have -= want.count", "pass")
 
 
 @bug()
@@ -99,20 +90,19 @@ def imm_truncated() -> list[Change]:
 @bug()
 def completion_count_ignored() -> list[Change]:
     """An entry that stands for several immediates counts as one."""
-    add = ImmTable.add
-    return [(ImmTable, "add", lambda self, imm, count: add(self, imm, min(count, 1)))]
+    return mistake(
+        IMM,
+        "        self.total += count\n        if self._claims and",
+        "        count = min(count, 1)\n        if self._claims and",
+    )
 
 
 @bug()
 def claim_also_counted() -> list[Change]:
     """A claimed immediate is handed over, and counted as well."""
-    claimed = ImmTable._claimed
-
-    def both(self, imm, count):
-        claimed(self, imm, count)
-        return False
-
-    return [(ImmTable, "_claimed", both)]
+    return mistake(
+        IMM, "count))\n                return True", "count))\n                return False"
+    )
 
 
 @bug()
@@ -151,12 +141,14 @@ BY_COLUMNS: Change = ("tep.engine.worker", "_SCALAR_MAX", 0)
 @bug()
 def column_counts_ignored() -> list[Change]:
     """In a column of completions each counts as one, whatever its count."""
-    counted = Worker._count
-
-    def count(self, domain, imms, counts, sources):
-        counted(self, domain, imms, counts // counts, sources)
-
-    return [BY_COLUMNS, (Worker, "_count", count)]
+    return [
+        BY_COLUMNS,
+        *mistake(
+            WORKER,
+            "            self.imms.add(imm, count)\n            if",
+            "            self.imms.add(imm, 1)\n            if",
+        ),
+    ]
 
 
 @bug()

@@ -19,7 +19,7 @@ from tep.core.path import Acks, Arrivals, Link, Sums
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tests.gate.bugs_counting import BY_COLUMNS
-from tests.gate.registry import Change, bug
+from tests.gate.registry import FAILOVER, Change, bug, mistake
 from tests.world.scenario import Scenario
 
 LATE = 2000
@@ -35,42 +35,38 @@ def can_show(scenario: Scenario) -> bool:
 # ---------------------------------------------------------------------- what the receiver counted
 
 
-def judges(landed_is: Callable[[int, int], int]) -> list[Change]:
-    """Let the sender believe landed_is(landed, rows) in place of what the sums say."""
-    judge = Failover._judge_imm
-
-    def believe(self, loss, imm, rows, landed):
-        judge(self, loss, imm, rows, landed_is(landed, len(rows)))
-
-    return [(Failover, "_judge_imm", believe)]
-
-
 @bug(budget=LATE)
 def lost_rows_never_landed() -> list[Change]:
     """A row whose acknowledgement is missing is taken not to have landed: it counts twice."""
-    return judges(lambda *_: 0)
+    return mistake(
+        FAILOVER,
+        "self._judge_imm(loss, imm, rows, loss.counts[imm] - known[imm])",
+        "self._judge_imm(loss, imm, rows, 0)",
+    )
 
 
 @bug(budget=LATE)
 def lost_rows_all_landed() -> list[Change]:
     """A row whose acknowledgement is missing is taken to have landed: it never counts."""
-    return judges(lambda _, rows: rows)
+    return mistake(
+        FAILOVER,
+        "self._judge_imm(loss, imm, rows, loss.counts[imm] - known[imm])",
+        "self._judge_imm(loss, imm, rows, len(rows))",
+    )
 
 
 @bug(budget=LATE)
 def top_up_one_short() -> list[Change]:
     """Off by one: one immediate less follows than is missing."""
-    return judges(lambda landed, rows: min(rows, landed + 1))
+    return mistake(
+        FAILOVER, "missing = live[: total - landed]", "missing = live[: total - landed - 1]"
+    )
 
 
 @bug(budget=LATE)
 def acknowledged_not_subtracted() -> list[Change]:
     """The receiver's sum is since the beginning; what was acknowledged is not taken off it."""
-
-    def nothing(self, path, wanted):
-        return dict.fromkeys(wanted, 0)
-
-    return [(Failover, "acknowledged", nothing)]
+    return mistake(FAILOVER, "loss.counts[imm] - known[imm])", "loss.counts[imm])")
 
 
 @bug(budget=LATE)
@@ -146,11 +142,7 @@ def tally_keeps_first() -> list[Change]:
 @bug(budget=LATE)
 def path_not_fenced() -> list[Change]:
     """The receiver answers without a fence: what is in flight lands after it was counted."""
-
-    def at_once(self, nic, address, message):
-        self._tell(nic, address, message, Status.OK)
-
-    return [(Fencing, "_asked", at_once)]
+    return mistake(FAILOVER, "self.fence(message.source, message.nic, tell)", "tell(Status.OK)")
 
 
 @bug(budget=4 * LATE)
@@ -179,14 +171,11 @@ def sums_taken_before_the_fence() -> list[Change]:
 @bug(budget=LATE)
 def first_nic_fenced() -> list[Change]:
     """The receiver fences at its first NIC, whichever the path went to."""
-    asked = Fencing._asked
-
-    def wrong(self, nic, address, message):
-        mine, self._nics = self._nics, [self._nics[0]] * len(self._nics)
-        asked(self, nic, address, message)
-        self._nics = mine
-
-    return [(Fencing, "_asked", wrong)]
+    return mistake(
+        FAILOVER,
+        "self.fence(message.source, message.nic, tell)",
+        "self.fence(message.source, 0, tell)",
+    )
 
 
 @bug(budget=2 * LATE)
@@ -198,65 +187,47 @@ def asked_while_rows_are_out() -> list[Change]:
 # ---------------------------------------------------------------------- writing again
 
 
-def writes_again(change: Callable[[list, list], tuple[list, list]]) -> list[Change]:
-    """Let change(rows, missing) say what is written, and which immediates follow."""
-    write_again = Failover._write_again
-
-    def changed(self, rows, missing):
-        write_again(self, *change(rows, missing))
-
-    return [(Failover, "_write_again", changed)]
-
-
 @bug(budget=LATE)
 def only_missing_rows_written() -> list[Change]:
     """So many rows are written again as immediates are missing, and it is guessed which."""
-    return writes_again(lambda rows, missing: (missing or rows, missing))
+    return mistake(
+        FAILOVER, "self._write_again(live, missing)", "self._write_again(missing, missing)"
+    )
 
 
 @bug(budget=LATE)
 def all_immediates_again() -> list[Change]:
     """Every row that is written again gets its immediate again."""
-    return writes_again(lambda rows, missing: (rows, rows if missing else missing))
+    return mistake(FAILOVER, "self._write_again(live, missing)", "self._write_again(live, live)")
 
 
 @bug(budget=LATE)
 def immediates_before_the_bytes() -> list[Change]:
     """The immediates follow at once, and not when the bytes are there."""
-    write_again = Failover._write_again
-
-    def no_wait(self, rows, missing):
-        write_again(self, rows, [])
-        for pending, row, error in missing:
-            pending.transfer.left += 1
-            pending.transfer.extra += 1
-            self._group.repost(pending, row, None, error)
-
-    return [(Failover, "_write_again", no_wait)]
+    return mistake(
+        FAILOVER,
+        "retransmission.after.append((pending, row, error))",
+        "group.repost(pending, row, None, error)",
+    )
 
 
 @bug(budget=LATE)
 def written_after_release() -> list[Change]:
     """Rows that had all landed are written again: the reader owns that memory by now."""
-    judge = Failover._judge_imm
-
-    def again(self, loss, imm, rows, landed):
-        live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
-        judge(self, loss, imm, rows, landed)
-        if landed == len(rows):
-            self._write_again(live, [])
-
-    return [(Failover, "_judge_imm", again)]
+    return mistake(
+        FAILOVER,
+        "        if missing:\n            self._write_again(live",
+        "        if live:\n            self._write_again(live",
+    )
 
 
 @bug(budget=LATE)
 def only_the_first_transfer_is_written_again() -> list[Change]:
     """Transfers under one immediate lost rows together: the bytes of one are written again."""
-
-    def first(rows, missing):
-        return [row for row in rows if row.pending.transfer is rows[0].pending.transfer], missing
-
-    return writes_again(first)
+    rows = "[row for row in live if row.pending.transfer is live[0].pending.transfer]"
+    return mistake(
+        FAILOVER, "self._write_again(live, missing)", f"self._write_again({rows}, missing)"
+    )
 
 
 @bug(budget=4 * LATE)
@@ -431,13 +402,9 @@ def mixed_burst_bypasses_its_page() -> list[Change]:
 @bug(budget=LATE)
 def first_part_of_the_answer_is_all() -> list[Change]:
     """The first of several messages of an answer is judged as if it were the whole."""
-    ask = Failover._ask
-
-    def once(self, loss):
-        ask(self, loss)
-        loss.left = 1
-
-    return [(Failover, "_ask", once)]
+    return mistake(
+        FAILOVER, "loss.left, loss.pruned = len(parts), None", "loss.left, loss.pruned = 1, None"
+    )
 
 
 @bug(budget=8000)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.membership import Membership, PeerChange, PeerState
+from tep.control.membership import Membership
 from tep.core.regions import PeerBook
-from tests.gate.registry import Bug, Change
+from tests.gate.registry import MEMBERSHIP, Bug, Change, mistake
 
 COMPANY: dict[str, Bug] = {}
 """Each bug that is looked for in the oracle's runs."""
@@ -27,70 +27,48 @@ def company(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
 @company
 def own_pause_is_silence() -> list[Change]:
     """An engine that was held up takes the time for silence of its peers."""
-    beat = Membership._beat
-
-    def hasty(self, peer, watch, now_ns):
-        watch._due_ns = now_ns
-        beat(self, peer, watch, now_ns)
-
-    return [(Membership, "_beat", hasty)]
+    return mistake(
+        MEMBERSHIP, "peer.heard_ns = min(now_ns, peer.heard_ns + now_ns - watch._due_ns)", "pass"
+    )
 
 
 @company
 def lost_at_every_beat() -> list[Change]:
     """A peer is told to be lost for as long as it is."""
-    beat = Membership._beat
-
-    def again(self, peer, watch, now_ns):
-        if peer.state is PeerState.LOST:
-            self._lose(peer, "still no answer")
-        beat(self, peer, watch, now_ns)
-
-    return [(Membership, "_beat", again)]
+    return mistake(
+        MEMBERSHIP,
+        "if peer.state is PeerState.ALIVE and silent_ns",
+        "if peer.state is not PeerState.RESTARTED and silent_ns",
+    )
 
 
 @company
 def only_the_first_nic_is_asked() -> list[Change]:
     """A peer whose first NIC is cut off is lost, though its others would answer."""
-    ping = Membership._ping
-
-    def first(self, peer, number, now_ns):
-        if number == 0:
-            ping(self, peer, number, now_ns)
-
-    return [(Membership, "_ping", first)]
+    return mistake(
+        MEMBERSHIP,
+        "        if paths:\n            self._say(",
+        "        if paths and number == 0:\n            self._say(",
+    )
 
 
 @company
 def a_question_is_an_answer() -> list[Change]:
     """A heart that was asked counts as one that beats."""
-    ping = Membership._ping
-
-    def heard(self, peer, number, now_ns):
-        ping(self, peer, number, now_ns)
-        peer.heard_ns = now_ns
-
-    return [(Membership, "_ping", heard)]
+    return mistake(
+        MEMBERSHIP,
+        "        if paths:\n            self._say(",
+        "        peer.heard_ns = now_ns\n        if paths:\n            self._say(",
+    )
 
 
 # ---------------------------------------------------------------------- events
 
 
-def tells(wanted: Callable[[PeerChange], bool]) -> list[Change]:
-    """Tell only those changes for which wanted(kind) says so."""
-    emit = Membership._emit
-
-    def some(self, peer, kind, reason, nic=None):
-        if wanted(kind):
-            emit(self, peer, kind, reason, nic)
-
-    return [(Membership, "_emit", some)]
-
-
 @company
 def nobody_hears_of_a_return() -> list[Change]:
     """A peer is back, and only its losses are told."""
-    return tells(lambda kind: kind is not PeerChange.BACK)
+    return mistake(MEMBERSHIP, 'self._emit(peer, PeerChange.BACK, "it answers again")', "pass")
 
 
 @company

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.failover import Failover, Fencing, Pruning, Reopening
+from tep.control.failover import Failover, Fencing, Pruning
 from tep.control.membership import Membership
-from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.path import Arrivals, FarEnds, PathSums, expand
 from tep.sim.chaos_target import ChaosTarget
-from tests.gate.registry import Bug, Change
+from tests.gate.registry import FAILOVER, Bug, Change, mistake
 from tests.support.orders import Nic
 
 REOPENING: dict[str, Bug] = {}
@@ -82,39 +81,32 @@ def late_copies_count() -> list[Change]:
 @reopening
 def taken_into_use_when_refused() -> list[Change]:
     """The sender goes on, whatever the receiver says."""
-    answered = Reopening._answered
-
-    def deaf(self, path, *, agreed):
-        answered(self, path, agreed=True)
-
-    def refuse(self, message):
-        return "not now"
-
-    return [(Reopening, "_answered", deaf), (Reopening, "_why_not", refuse)]
+    return [
+        *mistake(
+            FAILOVER, "if not (agreed and self._is_clear(path)):", "if not self._is_clear(path):"
+        ),
+        *mistake(FAILOVER, "why = self._why_not(message) or self", 'why = "not now" or self'),
+    ]
 
 
 @reopening
 def asked_once() -> list[Change]:
     """A path that was refused is never asked for again."""
-    answered = Reopening._answered
-
-    def once(self, path, *, agreed):
-        if agreed:
-            answered(self, path, agreed=True)
-
-    return [(Reopening, "_answered", once)]
+    return mistake(
+        FAILOVER,
+        "        path.asking = False\n        if path.state",
+        "        path.asking = not agreed\n        if path.asking or path.state",
+    )
 
 
 @reopening
 def never_asked_without_a_fence() -> list[Change]:
     """A path whose fence was not confirmed stays shut for good."""
-    begin = Reopening.begin
-
-    def only_fenced(self, path):
-        if path.is_fenced:
-            begin(self, path)
-
-    return [(Reopening, "begin", only_fenced)]
+    return mistake(
+        FAILOVER,
+        "if path.is_up or path.asking or",
+        "if not path.is_fenced or path.is_up or path.asking or",
+    )
 
 
 @reopening
@@ -193,13 +185,7 @@ def applied_twice() -> list[Change]:
 @pruning
 def generation_ignored_by_the_judge() -> list[Change]:
     """The sender compares its sums with another generation's."""
-    told = Failover._told
-
-    def blind(self, loss, imms, answer):
-        pruned = loss.path.sums.pruned
-        told(self, loss, imms, Answer(answer.number, answer.why, answer.counts, pruned))
-
-    return [(Failover, "_told", blind)]
+    return mistake(FAILOVER, "loss.pruned = told.pruned", "loss.pruned = path.sums.pruned")
 
 
 @pruning

@@ -285,6 +285,8 @@ class Player:
                 os._exit(0)
             os.wait()
             self.reached.read()
+            if not self.reached.lines:
+                raise SystemExit("these tests fail without a mistake")
         gc.unfreeze()  # tests/conftest.py had it pass over what was imported
         functions = live()
         gc.freeze()

@@ -10,12 +10,29 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Final
 from unittest import mock
 
-__all__ = ["BUGS", "Bug", "Change", "bug", "changed", "planted"]
+from tests.gate import mutated
+
+__all__ = [
+    "BUGS", "CHANNEL", "FAILOVER", "IMM", "MEMBERSHIP", "WORKER", "Bug", "Change", "bug",
+    "changed", "mistake", "planted",
+]  # fmt: skip
 
 Change = tuple[object, str, object]
-"""A replacement: owner, attribute, new value."""
+"""A replacement: owner, attribute, new value; or a file of tep/, what stands there once, and what
+stands there then.
+"""
+
+
+CHANNEL: Final = "tep/control/channel.py"
+FAILOVER: Final = "tep/control/failover.py"
+IMM: Final = "tep/core/imm.py"
+MEMBERSHIP: Final = "tep/control/membership.py"
+WORKER: Final = "tep/engine/worker.py"
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,11 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
+
+
+def mistake(path: str, was: str, becomes: str) -> list[Change]:
+    """Have other text in a file of tep/, where `was` stands once."""
+    return [(path, was, becomes)]
 
 
 def bug(budget: int = 200) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
@@ -58,10 +80,42 @@ def changed(changes: list[Change]) -> Iterator[None]:
     """Have these changes in the product."""
     with ExitStack() as stack:
         for owner, attribute, replacement in changes:
+            if isinstance(owner, str) and owner.endswith(".py"):
+                stack.enter_context(_mistaken(Path(owner), attribute, str(replacement)))
+                continue
             place = importlib.import_module(owner) if isinstance(owner, str) else owner
             _check_fits(getattr(place, attribute), replacement)
             stack.enter_context(mock.patch.object(place, attribute, replacement))
         yield
+
+
+@contextmanager
+def _mistaken(path: Path, was: str, becomes: str) -> Iterator[None]:
+    """Have other text in a file: its functions get the code of that, as in the mutation run."""
+    text = path.read_text()
+    assert text.count(was) == 1, f"{path} has {was!r} {text.count(was)} times"
+    pairs = mutated.changed(
+        *(mutated.compiled(x, path) for x in (text, text.replace(was, becomes)))
+    )
+    module = importlib.import_module(".".join(path.with_suffix("").parts))
+    outer = [(old, new) for old, new in pairs or () if "<locals>" not in old.co_qualname]
+    assert outer, f"{path}: {was!r} -> {becomes!r} changes no function"
+    for old, new in outer:
+        _function(module, old.co_qualname).__code__ = new
+    try:
+        yield
+    finally:
+        for old, _ in outer:
+            _function(module, old.co_qualname).__code__ = old
+
+
+def _function(module: ModuleType, qualname: str) -> FunctionType:
+    found: Any = module
+    for name in qualname.split("."):
+        found = inspect.getattr_static(found, name)
+    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    assert isinstance(found, FunctionType), qualname
+    return found
 
 
 def _check_fits(original: object, replacement: object) -> None:

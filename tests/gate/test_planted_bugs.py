@@ -107,11 +107,8 @@ HARMLESS: dict[str, list[Change]] = {
     "moves_with": bugs_failing.moves_with(lambda *_: None),
     "with_queues": bugs_fairness.with_queues(deque),
     "cancels": bugs_ending.cancels(ORIGINAL_CANCEL),
-    "judges": bugs_failover.judges(lambda landed, _: landed),
-    "writes_again": bugs_failover.writes_again(lambda rows, missing: (rows, missing)),
     "holds_only": bugs_failover.holds_only(lambda _: True),
     "expects": bugs_counting.expects(lambda *_: None),
-    "fires": bugs_counting.fires(lambda have, n: have >= n, lambda have, n: have - n),
 }
 
 
