@@ -171,7 +171,7 @@ def test_a_launch_works_inside_an_event_loop() -> None:
 
 def test_the_own_address_is_the_one_on_the_way_to_rank_0(monkeypatch) -> None:
     """Other ranks would be told an address that they cannot reach, or a foreign error."""
-    place = rendezvous.Place(rank=0, size=2, host="rank0", port=29500, token="t")  # noqa: S106
+    place = rendezvous.Place(rank=0, size=2, host="rank0", port=29500, token="t")  # noqa: S106  # no secret
     ways = [
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.2", 29500)),
         (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 29500, 0, 0)),
