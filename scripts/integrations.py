@@ -106,7 +106,15 @@ SGLANG = Environment(
     alone=("sglang==0.5.23",),
 )
 
+NIXL = Environment(
+    "nixl",
+    ("numpy", "hypothesis", "torch==2.13.0+cpu"),
+    alone=("nixl==1.5.1", "nixl-cu12==1.5.1"),
+    versions=("nixl", "numpy"),
+)
+
 INTEGRATIONS = (
+    Integration("NIXL itself: drawn calls on it and on tep", "nixl_beside.py", NIXL),
     Integration(
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
     ),

@@ -6,6 +6,7 @@ differences.
 
 from __future__ import annotations
 
+from tep.compat.nixl import lowlevel as _lowlevel  # noqa: F401  # it sets bindings.nixlAgent
 from tep.compat.nixl.api import (
     DEFAULT_COMM_PORT,
     nixl_agent,

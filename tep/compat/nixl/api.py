@@ -24,6 +24,7 @@ from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
+from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
 from tep.compat.nixl.transfers import Asked, Numbers, Request, Side, cut_rows
 from tep.compat.nixl.wire import (
@@ -50,6 +51,8 @@ nixl_backend_handle = int
 
 _BLOCK = 1 << 16
 """Number of immediates of one writer; block 0 is for the writes that this agent asks for."""
+
+_YES = {"1", "on", "true", "y", "yes"}
 
 _CANCEL_S = 2.0
 """Time that the release of an active transfer waits for its end, seconds."""
@@ -90,7 +93,7 @@ class nixl_agent_config:
         sync_mode: nixl_thread_sync_t | None = None,
     ) -> None:
         if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
-            raise TypeError(f"sync_mode={sync_mode!r} is no nixl_thread_sync_t")
+            raise TypeError(f"sync_mode must be a nixl_thread_sync_t, not {sync_mode!r}")
         self.backends = backends
         self.enable_pthread = enable_prog_thread
         self.enable_listen = enable_listen_thread
@@ -170,13 +173,39 @@ class nixl_agent(Registry):
         instantiate_all: bool = False,
     ) -> None:
         conf = nixl_conf or nixl_agent_config()
+        sync = nixl_thread_sync_t
+        usual = sync.NIXL_THREAD_SYNC_STRICT if conf.enable_listen else sync.NIXL_THREAD_SYNC_NONE
+        config = nixlBind.nixlAgentConfig(
+            conf.enable_pthread,
+            conf.enable_listen,
+            conf.port,
+            (conf.sync_mode or usual).value,
+            conf.capture_telemetry,
+        )
+        self._open(nixlBind.nixlAgent(agent_name, config))
+        for name in PLUGINS if instantiate_all and nixl_conf is None else conf.backends:
+            if name in PLUGINS:
+                self.create_backend(name)
+            else:
+                logger.warning("Skipping backend registration %s due to the missing plugin.", name)
+
+    @classmethod
+    def over(cls, agent: Any) -> nixl_agent:
+        """Open the agent of a nixlAgent, without backends. Not part of NIXL's interface."""
+        found = cls.__new__(cls)
+        found._open(agent)
+        return found
+
+    def _open(self, agent: Any) -> None:
+        self.agent, agent.front = agent, self
         self.notifs: dict[str, list[bytes]] = {}
         self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
-        self._telemetry = conf.capture_telemetry
+        asked = os.environ.get("NIXL_TELEMETRY_ENABLE", "").lower()
+        self._telemetry = asked in _YES if asked else agent.config.captureTelemetry
         engine = engine_of("TEP_NIXL")
-        channels = Channels(engine, agent_name, self._on_message, self._on_lost)
+        channels = Channels(engine, agent.name, self._on_message, self._on_lost)
         self._lost: dict[str, tuple[int, str]] = {}  # notifications to an agent, and why
-        super().__init__(agent_name, engine, channels)
+        super().__init__(agent.name, engine, channels)
         self._numbers = itertools.count(1)
         self._lists: dict[int, Side] = {}
         self._requests: dict[int, Request] = {}
@@ -190,15 +219,22 @@ class nixl_agent(Registry):
         self._own = Numbers(1, _BLOCK)
         self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, notification]
         self._new: dict[str, list[bytes]] = {}
-        for name in conf.backends:
-            if name in PLUGINS:
-                self.create_backend(name)
-            else:
-                logger.warning("Skipping backend registration %s due to the missing plugin.", name)
+        port = agent.config.listenPort if agent.config.useListenThread else None
+        try:
+            self._listener = Listener(port, self._called)
+        except OSError as error:
+            engine.close()
+            raise nixlBind.nixlBackendError(f"listen_port={port}: {error}") from error
 
     def close(self) -> None:
         """Close the engine, which ends all open transfers. Not part of NIXL's interface."""
+        self._listener.close()
         self.engine.close()
+
+    @property
+    def listen_port(self) -> int | None:
+        """The port of the listener; None: there is none. Not part of NIXL's interface."""
+        return self._listener.port
 
     def prep_xfer_dlist(
         self,
@@ -281,18 +317,15 @@ class nixl_agent(Registry):
         """Make a transfer of two lists, element by element."""
         op = self.nixl_ops[operation]
         self._check_backends(backends)
+        here, far = local_descs.rows(), remote_descs.rows()
+        _check_lengths(here, far)
         remote = self._remote(remote_agent)
-        local = self._side(None, local_descs.getType(), local_descs.rows())
-        there = self._side(remote, remote_descs.getType(), remote_descs.rows())
+        local = self._side(None, local_descs.getType(), here)
+        there = self._side(remote, remote_descs.getType(), far)
         return self._request(op, local, there, notif_msg)
 
     def _request(self, op: int, local: Side, there: Side, notif: bytes | str) -> nixl_xfer_handle:
-        if len(local.rows) != len(there.rows) or not len(local.rows):
-            text = f"{len(local.rows)} descriptors here, {len(there.rows)} there"
-            raise nixlBind.nixlInvalidParamError(text)
-        if (local.rows[:, 1] != there.rows[:, 1]).any():
-            at = int(np.argmax(local.rows[:, 1] != there.rows[:, 1]))
-            raise nixlBind.nixlInvalidParamError(f"the lengths of descriptor {at} differ")
+        _check_lengths(local.rows, there.rows)
         assert there.remote is not None
         with self._lock:
             self._check_messages(there.remote)
@@ -350,7 +383,9 @@ class nixl_agent(Registry):
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
         """Return times and size of a transfer that is done."""
         if not self._telemetry:
-            raise nixlBind.nixlNoTelemetryError("open the agent with capture_telemetry=True")
+            raise nixlBind.nixlNoTelemetryError(
+                "open the agent with capture_telemetry=True, or set NIXL_TELEMETRY_ENABLE=y"
+            )
         with self._lock:
             request = self._found(handle)
             if request.state != "DONE":
@@ -712,6 +747,14 @@ class nixl_agent(Registry):
         for request in tuple(self._asks.values()):
             if request.remote.addr == channel.addr:
                 request.fail(nixlBind.nixlRemoteDisconnectError(text))
+
+
+def _check_lengths(here: nixlBind.Rows, there: nixlBind.Rows) -> None:
+    if len(here) != len(there) or not len(here):
+        raise nixlBind.nixlInvalidParamError(f"{len(here)} descriptors here, {len(there)} there")
+    if (here[:, 1] != there[:, 1]).any():
+        at = int(np.argmax(here[:, 1] != there[:, 1]))
+        raise nixlBind.nixlInvalidParamError(f"the lengths of descriptor {at} differ")
 
 
 def _checked(notif: bytes) -> bytes:

@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 __all__ = [
     "DEFAULT_COMM_PORT", "HAVE_UCX_GPU_DEVICE_API", "NIXL_INIT_AGENT",
-    "NIXL_THREAD_SYNC_DEFAULT", "Rows", "nixlBackendError", "nixlCancelledError",
-    "nixlInvalidParamError", "nixlMismatchError", "nixlNoTelemetryError", "nixlNotAllowedError",
+    "NIXL_THREAD_SYNC_DEFAULT", "Rows", "nixlAgent", "nixlAgentConfig", "nixlBackendError",
+    "nixlCancelledError", "nixlInvalidParamError", "nixlMismatchError", "nixlNoTelemetryError",
+    "nixlNotAllowedError",
     "nixlNotFoundError", "nixlNotPostedError", "nixlNotSupportedError", "nixlRegDList",
     "nixlRemoteDList", "nixlRemoteDisconnectError", "nixlRepostActiveError", "nixlUnknownError",
-    "nixlXferDList", "nixlXferTelemetry", "nixl_mem_t",
+    "nixlXferDList", "nixlXferTelemetry", "nixl_cost_t", "nixl_mem_t", "nixl_status_t",
+    "nixl_thread_sync_t", "nixl_xfer_op_t",
 ]  # fmt: skip
 
 Rows = npt.NDArray[np.int64]
@@ -28,10 +30,58 @@ Rows = npt.NDArray[np.int64]
 DEFAULT_COMM_PORT: Final = 8888
 HAVE_UCX_GPU_DEVICE_API: Final = False
 NIXL_INIT_AGENT: Final = ""
-NIXL_READ, NIXL_WRITE = 0, 1
-NIXL_SUCCESS, NIXL_IN_PROG = 0, 1
-NIXL_THREAD_SYNC_NONE, NIXL_THREAD_SYNC_STRICT, NIXL_THREAD_SYNC_RW = 0, 1, 2
+
+
+class nixl_xfer_op_t(IntEnum):
+    """The direction of a transfer."""
+
+    NIXL_READ = 0
+    NIXL_WRITE = 1
+
+
+NIXL_READ, NIXL_WRITE = nixl_xfer_op_t
+
+
+class nixl_thread_sync_t(IntEnum):
+    """Accepted and without effect: any thread may call any method."""
+
+    NIXL_THREAD_SYNC_NONE = 0
+    NIXL_THREAD_SYNC_STRICT = 1
+    NIXL_THREAD_SYNC_RW = 2
+    NIXL_THREAD_SYNC_DEFAULT = 0
+
+
+NIXL_THREAD_SYNC_NONE, NIXL_THREAD_SYNC_STRICT, NIXL_THREAD_SYNC_RW = nixl_thread_sync_t
 NIXL_THREAD_SYNC_DEFAULT = NIXL_THREAD_SYNC_NONE
+
+
+class nixl_cost_t(IntEnum):
+    """The way in which a cost was estimated."""
+
+    NIXL_COST_ANALYTICAL_BACKEND = 0
+
+
+(NIXL_COST_ANALYTICAL_BACKEND,) = nixl_cost_t
+
+
+class nixl_status_t(IntEnum):
+    """The answer of a call of nixlAgent; errors are raised."""
+
+    NIXL_IN_PROG = 1
+    NIXL_SUCCESS = 0
+    NIXL_ERR_NOT_POSTED = -1
+    NIXL_ERR_INVALID_PARAM = -2
+    NIXL_ERR_BACKEND = -3
+    NIXL_ERR_NOT_FOUND = -4
+    NIXL_ERR_MISMATCH = -5
+    NIXL_ERR_NOT_ALLOWED = -6
+    NIXL_ERR_REPOST_ACTIVE = -7
+    NIXL_ERR_UNKNOWN = -8
+    NIXL_ERR_NOT_SUPPORTED = -9
+
+
+NIXL_IN_PROG, NIXL_SUCCESS, *_ = nixl_status_t
+globals().update(nixl_status_t.__members__)
 
 
 class nixl_mem_t(IntEnum):
@@ -112,8 +162,25 @@ def _checked_array(descs: np.ndarray) -> Rows:
     return descs.astype(np.int64)
 
 
-class nixlXferDList:
-    """Memory of one kind: tuples of address, length and device."""
+@dataclass
+class nixlAgentConfig:
+    """The configuration of a nixlAgent, with NIXL's names; see nixl_agent_config."""
+
+    useProgThread: bool = False
+    useListenThread: bool = False
+    listenPort: int = DEFAULT_COMM_PORT
+    syncMode: nixl_thread_sync_t = NIXL_THREAD_SYNC_NONE
+    captureTelemetry: bool = False
+    pthrDelay: int = 0
+    lthrDelay: int = 100_000
+
+
+nixlAgent: Any
+"""The agent of C++; tep.compat.nixl.lowlevel sets it."""
+
+
+class _DList:
+    """Memory of one kind, as tuples."""
 
     _WIDTH = 3
 
@@ -121,6 +188,8 @@ class nixlXferDList:
         self._mem = nixl_mem_t(mem)
         self._array: Rows | None = None
         self._tuples: list[tuple[Any, ...]] = []
+        if isinstance(descs, int):  # so many empty ones
+            descs = [(0, 0, 0, "")[: self._WIDTH]] * descs
         if not isinstance(descs, np.ndarray) and self._WIDTH == 3:
             descs = _as_array(descs)
         if isinstance(descs, np.ndarray):
@@ -175,9 +244,15 @@ class nixlXferDList:
         return self._mem
 
     def index(self, desc: Sequence[Any]) -> int:
-        """Return the position of a descriptor; -1: it is not in the list."""
-        found = tuple(desc)
-        return self._rows.index(found) if found in self._rows else -1
+        """Return the position of a descriptor.
+
+        Raises:
+            nixlNotFoundError: it is not in the list.
+        """
+        found = self._checked(tuple(desc))
+        if found not in self._rows:
+            raise nixlNotFoundError(f"{desc!r}")
+        return self._rows.index(found)
 
     def isEmpty(self) -> bool:
         """Return True if the list is empty."""
@@ -220,7 +295,11 @@ class nixlXferDList:
         return f"{type(self).__name__}({self._mem.name}, {len(self)} descriptors)"
 
 
-class nixlRegDList(nixlXferDList):
+class nixlXferDList(_DList):
+    """Memory to transfer: tuples of address, length and device."""
+
+
+class nixlRegDList(_DList):
     """Memory to register: address, length, device and a word about it."""
 
     _WIDTH = 4
@@ -231,7 +310,7 @@ class nixlRegDList(nixlXferDList):
 
     @staticmethod
     def _checked(desc: tuple[Any, ...]) -> tuple[Any, ...]:
-        found = nixlXferDList._checked(desc)
+        found = _DList._checked(desc)
         return (*found[:3], found[3].encode() if isinstance(found[3], str) else bytes(found[3]))
 
     def trim(self) -> nixlXferDList:
@@ -239,7 +318,7 @@ class nixlRegDList(nixlXferDList):
         return nixlXferDList(self._mem, [row[:3] for row in self._rows])
 
 
-class nixlRemoteDList(nixlXferDList):
+class nixlRemoteDList(_DList):
     """Memory of several agents: address, length, device and the agent's name."""
 
     _WIDTH = 4

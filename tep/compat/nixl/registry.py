@@ -11,7 +11,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,15 +29,33 @@ from tep import (
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_mem_t
 from tep.compat.nixl.channel import Channel, Channels
+from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.transfers import Side
-from tep.compat.nixl.wire import Metadata, Region, Remote, encode, find_regions
+from tep.compat.nixl.wire import (
+    Call,
+    Forget,
+    Give,
+    Load,
+    Metadata,
+    Region,
+    Remote,
+    encode,
+    find_regions,
+)
 
-__all__ = ["PLUGINS", "Registry", "raw_of", "text_of"]
+__all__ = ["MEMS", "PARAMS", "PLUGINS", "Registry", "raw_of", "text_of"]
 
 logger = logging.getLogger("tep.compat.nixl")
 
 PLUGINS = ("UCX", "LIBFABRIC", "TEP")
 """Names by which programs ask for a network backend; all stand for the agent's one engine."""
+
+PARAMS: Final = {"ucx_devices": "", "num_workers": "1", "ucx_error_handling_mode": "peer"}
+"""Parameters of NIXL's UCX, without effect: tep's options come from TEP_NIXL_OPTIONS."""
+
+MEMS: Final = ("DRAM_SEG", "VRAM_SEG")
+
+_NOTHING: Final = np.zeros(1, np.uint8)
 
 _LOST_S = 30.0
 """Silence after which an agent is lost, seconds; a process that loads a model is silent long."""
@@ -50,6 +68,8 @@ class Registry:
         name, engine: the agent's.
         backends, plugin_list, nixl_mems: same as in NIXL's agent.
     """
+
+    _listener: Listener
 
     def __init__(self, name: str, engine: TransferEngine, channels: Channels) -> None:
         self.name, self.engine, self._channels = name, engine, channels
@@ -78,11 +98,11 @@ class Registry:
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
         """Return the kinds of memory that a plugin can move."""
-        return ["DRAM_SEG", "VRAM_SEG"] if backend in PLUGINS else []
+        return list(MEMS) if backend in PLUGINS else []
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """Return no parameters: tep's options come from TEP_NIXL_OPTIONS."""
-        return {}
+        """Return the parameters of NIXL's UCX, which have no effect here."""
+        return dict(PARAMS) if backend in PLUGINS else {}
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
         """Return the kinds of memory that a backend can move."""
@@ -123,7 +143,8 @@ class Registry:
         try:
             for start, nbytes, device, _ in descs:
                 place = "cpu" if mem == nixlBind.DRAM_SEG else f"cuda:{device}"
-                mr, desc = self._register((start, nbytes, place))
+                memory = (start, nbytes, place) if nbytes else _NOTHING  # rows in it have no bytes
+                mr, desc = self._register(memory)
                 made.append((Region(int(mem), start, nbytes, device, desc.to_bytes()), mr, desc))
         except TepError as error:
             for _, mr, _ in made:
@@ -150,7 +171,7 @@ class Registry:
         region, desc = self._regions.pop(mr)
         return region, mr, desc
 
-    def _register(self, memory: tuple[int, int, str]) -> tuple[MrHandle, MrDesc]:
+    def _register(self, memory: Any) -> tuple[MrHandle, MrDesc]:
         if self._reads:
             try:
                 return self.engine.reg_mr(memory, access=Access.SOURCE_AND_TARGET | Access.READABLE)
@@ -223,6 +244,8 @@ class Registry:
         """Add an agent, or more of its memory; return its name as bytes, like NIXL."""
         try:
             found = Remote.read(metadata)
+            if found.name == self.name:
+                raise nixlBind.nixlInvalidParamError("this agent's own metadata, or its name")
             with self._lock:
                 remote = self._remotes.get(found.name)
                 addr = NetAddr.from_bytes(found.addr).by_address() if found.addr else None
@@ -234,7 +257,7 @@ class Registry:
                     self._channels.introduce(found.name, addr)
         except BadDescriptor as error:
             raise nixlBind.nixlMismatchError(str(error)) from error
-        if addr is not None and addr != self.engine.main_address.by_address():
+        if addr is not None:
             # Refused if there are no control messages, or the agent is watched already.
             with contextlib.suppress(UsageError, BusyError):
                 self.engine.watch_peer(addr, every_s=1.0, lost_after_s=_LOST_S)
@@ -242,11 +265,16 @@ class Registry:
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
         """Forget an agent; its open transfers fail."""
+        self.forget(text_of(agent))
+
+    def forget(self, name: str) -> bool:
+        """Forget an agent, same as remove_remote_agent; return whether it was known."""
         with self._lock:
-            remote = self._remotes.pop(text_of(agent), None)
+            remote = self._remotes.pop(name, None)
             if remote is not None:
                 self._forget(remote)
                 self._channels.forget(remote.name)
+            return remote is not None
 
     def check_remote_metadata(
         self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None
@@ -286,15 +314,11 @@ class Registry:
     def _channel(self, remote: Remote) -> Channel:
         return self._channels.to(remote.name, self._addr(remote))
 
-    def _unsupported(self) -> nixlBind._Error:
-        return nixlBind.nixlNotSupportedError(
-            "tep's agents listen on no port and know no metadata server; send what "
-            "get_agent_metadata() returns by a way of your own"
-        )
+    # ------------------------------------------------------------------ metadata over sockets
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Not supported."""
-        raise self._unsupported()
+        """Send this agent's metadata to an agent that listens there."""
+        self._call(ip_addr, port, Load(self.get_agent_metadata()))
 
     def send_partial_agent_metadata(
         self,
@@ -305,8 +329,9 @@ class Registry:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
-        """Not supported."""
-        raise self._unsupported()
+        """Send the metadata of some memory, likewise."""
+        call = Load(self.get_partial_agent_metadata(descs, inc_conn_info, backends))
+        self._call(ip_addr, port, call)
 
     def fetch_remote_metadata(
         self,
@@ -315,12 +340,27 @@ class Registry:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
-        """Not supported."""
-        raise self._unsupported()
+        """Ask the agent that listens there for its metadata, and add it when it comes."""
+        self._call(ip_addr, port, Give())
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Not supported."""
-        raise self._unsupported()
+        """Ask the agent that listens there to forget this one."""
+        self._call(ip_addr, port, Forget(self.name))
+
+    def _call(self, host: str, port: int, call: Call) -> None:
+        if not host:
+            raise nixlBind.nixlInvalidParamError("an address is needed: tep has no metadata server")
+        self._listener.call(host, port, call, self.add_remote_agent)
+
+    def _called(self, call: Call) -> bytes:
+        match call:
+            case Load():
+                self.add_remote_agent(call.metadata)
+            case Forget():
+                self.remove_remote_agent(call.name)
+            case Give():
+                return self.get_agent_metadata()
+        return b""
 
     def prep_mem_view(
         self,

@@ -216,14 +216,10 @@ class Request:
 
     def telemetry(self) -> nixlXferTelemetry:
         """Return times and size of the last posting."""
-        posted, ended = self.posted_s or self._begun_s, self._ended_s
-        return nixlXferTelemetry(
-            round(self._begun_s * 1e6),
-            max(0, round((posted - self._begun_s) * 1e6)),
-            round((ended - self._begun_s) * 1e6),
-            self._nbytes,
-            self._descs,
-        )
+        took_us = max(1, round((self._ended_s - self._begun_s) * 1e6))
+        post_us = min(took_us, max(1, round((self.posted_s - self._begun_s) * 1e6)))
+        start_us = round(self._begun_s * 1e6)
+        return nixlXferTelemetry(start_us, post_us, took_us, self._nbytes, self._descs)
 
 
 def _error_of(error: TepError, name: str) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,9 +11,11 @@ from msgspec import Meta
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
-__all__ = ["Ask", "Body", "Cancel", "Ended", "Grant", "Metadata", "Notif", "Part", "Region",
-           "Remote", "Still", "WantGrant", "Written", "decode", "encode"]  # fmt: skip
+__all__ = ["Ask", "Body", "Call", "Cancel", "Ended", "Forget", "Give", "Grant", "Load", "Metadata",
+           "Notif", "Part", "Region", "Remote", "Still", "WantGrant", "Written", "decode",
+           "decode_call", "encode"]  # fmt: skip
 
+_T = TypeVar("_T")
 
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 
@@ -126,23 +128,50 @@ class Ended(_Body, frozen=True, array_like=True, tag=True):
     reason: str
 
 
+class Load(_Body, frozen=True, array_like=True, tag=True):
+    """Over a socket: this is my metadata."""
+
+    metadata: bytes
+
+
+class Give(_Body, frozen=True, array_like=True, tag=True):
+    """Over a socket: answer with your metadata."""
+
+
+class Forget(_Body, frozen=True, array_like=True, tag=True):
+    """Over a socket: my metadata is void."""
+
+    name: str
+
+
+Call = Load | Give | Forget
 Body = WantGrant | Grant | Written | Notif | Ask | Still | Cancel | Ended
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
+_CALL: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, strict=True)
 _METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)
 
 
-def encode(value: Body | Metadata) -> bytes:
+def encode(value: Body | Call | Metadata) -> bytes:
     """Encode a message or metadata."""
     return _ENCODER.encode(value)
 
 
 def decode(raw: bytes) -> Body:
     """Decode a message; BadDescriptor if the bytes are none."""
+    return _read(_BODY, raw, "message of an agent")
+
+
+def decode_call(raw: bytes) -> Call:
+    """Decode a call over a socket; BadDescriptor if the bytes are none."""
+    return _read(_CALL, raw, "call of an agent")
+
+
+def _read(decoder: msgspec.msgpack.Decoder[_T], raw: bytes, what: str) -> _T:
     try:
-        return _BODY.decode(raw)
+        return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadDescriptor(f"{len(raw)} bytes are no message of an agent: {error}") from error
+        raise BadDescriptor(f"{len(raw)} bytes are no {what}: {error}") from error
 
 
 class Remote:
@@ -166,10 +195,7 @@ class Remote:
         Raises:
             BadDescriptor: the bytes are none.
         """
-        try:
-            return _METADATA.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise BadDescriptor(f"{len(raw)} bytes are no agent's metadata: {error}") from error
+        return _read(_METADATA, raw, "agent's metadata")
 
     def learn(self, found: Metadata) -> None:
         """Take metadata: full metadata replaces the known regions, partial adds to them."""
