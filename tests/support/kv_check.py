@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.layout import KvBuffer
 from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request, page_keys
+from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.world import Member, World
 
 _PAINT = 0xA5
@@ -64,11 +66,11 @@ class CheckedModel:
     async def prefill(self, work: PrefillWork) -> bytes:
         """Fill layer by layer."""
         memory, request = work.memory, work.request
-        keys = page_keys(request, memory.layout)
+        keys, per = page_keys(request, memory.layout), memory.layout.page_tokens
         for chunk in work.chunks:
             for layer in range(work.layers):
                 await asyncio.sleep(self._layer_s(chunk.stop - chunk.start))
-                for page in range(chunk.first_page, chunk.last_page + 1):
+                for page in range(chunk.start // per, -(-chunk.stop // per)):
                     fill_page(memory, layer, keys[page], int(work.pages[page]))
                 work.layer_done()
         return tail_bytes_of(request, memory.tail_bytes)
@@ -93,11 +95,11 @@ def fill_page(memory: KvMemory, layer: int, key: bytes, page: int) -> None:
     """Write one page of one of the model's layers: all buffers, planes, heads and ranks."""
     for rank, shape in enumerate(memory.shapes):
         for index, buffer in enumerate(memory.layout.buffers):
-            if not buffer.covers(layer):
-                continue
             at = layer - buffer.first_layer
+            if not 0 <= at < buffer.layers:
+                continue
             for plane in range(buffer.planes):
-                view = memory.page(rank, index, at, plane, page)
+                view = memory.pages(rank, index)[at, plane, page]
                 for row, head in zip(view, shape.heads(buffer), strict=True):
                     text = head_bytes_of(key, buffer, (at, plane, head), len(row))
                     row[:] = np.frombuffer(text, np.uint8)
@@ -109,7 +111,7 @@ def page_flaw(memory: KvMemory, key: bytes, page: int) -> str:
         for index, buffer in enumerate(memory.layout.buffers):
             for at in range(buffer.layers):
                 for plane in range(buffer.planes):
-                    view = memory.page(rank, index, at, plane, page)
+                    view = memory.pages(rank, index)[at, plane, page]
                     for row, head in zip(view, shape.heads(buffer), strict=True):
                         if bytes(row) != head_bytes_of(key, buffer, (at, plane, head), len(row)):
                             return (
@@ -122,20 +124,19 @@ def page_flaw(memory: KvMemory, key: bytes, page: int) -> str:
 class FreePaint:
     """Paints the free pages of a cache, and looks at the paint when they are handed out again.
 
-    Its two methods are what PagePool calls; `watch` sets the memory, which is made after the pool.
+    Args:
+        pool: whose pages; all of them are free.
+        memory: of these pages.
 
     Attributes:
         violations: pages that were written while they were free, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: PagePool, memory: KvMemory) -> None:
         self.violations: list[str] = []
-        self._memory: KvMemory | None = None
-
-    def watch(self, memory: KvMemory) -> None:
-        """Paint all pages of a cache; all of them are free."""
         self._memory = memory
         self.on_free(np.arange(memory.npages))
+        pool.on_take, pool.on_free = self.on_take, self.on_free
 
     def on_free(self, pages: PageIndices) -> None:
         """Paint pages."""
@@ -157,8 +158,6 @@ class FreePaint:
 
     def _views(self) -> list[tuple[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
         memory = self._memory
-        if memory is None:
-            return []
         return [
             (f"{engine.name}, buffer {index}", memory.pages(rank, index))
             for rank, engine in enumerate(memory.engines)
@@ -182,13 +181,10 @@ class PaintedWorld(World):
         """The paint of an incarnation."""
         return self._paints[id(member)]
 
-    def _enrol(self, make: Any, engines: Any, npages: int) -> Any:
-        paint = FreePaint()
-        side = make(PagePool(npages, on_take=paint.on_take, on_free=paint.on_free))
-        paint.watch(side.memory)
-        member = self.members[side.name] = Member(side, engines)
-        self._paints[id(member)] = paint
-        return side
+    def enrol(self, side: Prefiller | Decoder) -> None:
+        """Paint the pages of an instance, too."""
+        super().enrol(side)
+        self._paints[id(self.members[side.name])] = FreePaint(side.pool, side.memory)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, and note what callbacks of the loop raise."""

@@ -18,6 +18,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import msgspec
@@ -186,7 +187,7 @@ class _RemoteRouter:
     def __init__(self, launcher: Caller) -> None:
         self._launcher = launcher
 
-    async def lease(self, request: Request, exclude: Collection[str]) -> _RemoteLease:
+    async def lease(self, request: Request, exclude: Collection[str]) -> Lease:
         number, name, addrs = await self._launcher.call(
             tuple[int, str, tuple[bytes, ...]],
             "lease",
@@ -195,17 +196,7 @@ class _RemoteRouter:
             tuple(exclude),
         )
         card = PrefillerCard(name, tuple(map(NetAddr.from_bytes, addrs)))
-        return _RemoteLease(self._launcher, number, card)
-
-
-class _RemoteLease:
-    """A lease that the launcher keeps."""
-
-    def __init__(self, launcher: Caller, number: int, card: PrefillerCard) -> None:
-        self._launcher, self._number, self.card = launcher, number, card
-
-    def close(self, failure: str = "") -> None:
-        self._launcher.tell("end_lease", self._number, failure)
+        return Lease(card, partial(self._launcher.tell, "end_lease", number))
 
 
 # ---------------------------------------------------------------------- the launcher
@@ -230,11 +221,11 @@ class _Desk:
     async def end_lease(self, number: int, failure: str) -> None:
         lease = self._leases.pop(number, None)
         if lease is not None:
-            lease.close(failure)
+            lease.end(failure)
 
     def close(self) -> None:
         for lease in self._leases.values():
-            lease.close()
+            lease.end("")
         self._leases.clear()
 
 

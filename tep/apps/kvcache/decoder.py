@@ -20,7 +20,7 @@ from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
 from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import PageIndices, PagePool, PrefixCache, SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order, Pulse
+from tep.apps.kvcache.messages import Answer, Beat, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request, page_keys
 from tep.apps.kvcache.scheduler import PrefillerCard, Router
 
@@ -97,7 +97,6 @@ class Decoder:
         attempts_max: prefillers tried for one request.
         prefix_pages: pages kept at the most for prompts that begin alike; 0 = none.
         imms: the immediates to use.
-        pool: of the pages; None: a plain one.
 
     Attributes:
         name, memory, pool, stats: of this instance.
@@ -117,11 +116,10 @@ class Decoder:
         attempts_max: int = 3,
         prefix_pages: int = 0,
         imms: range = KVCACHE,
-        pool: PagePool | None = None,
     ) -> None:
         self.name = name
         self.memory = side.memory(engines, layout)
-        self.pool = pool or PagePool(side.npages)
+        self.pool = PagePool(side.npages)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self.tails = PagePool(side.tail_slots)
         self.stats = DecoderStats()
@@ -137,7 +135,7 @@ class Decoder:
         self._quiet = asyncio.Event()
         self._closed = asyncio.get_running_loop().create_future()
         self._mail = Mail(self.memory.blocks[0], self._on_message)
-        self._hello = self._greet()
+        self._cards = self._describe()
         self._pulse = Pulse(
             side.patience, beat=self._beat, on_silent=self._on_silent, turn=self._poll
         )
@@ -226,13 +224,13 @@ class Decoder:
             try:
                 attempt = await self._attempt(request, lease.card, keys)
             except TepError as error:
-                lease.close(str(error))
+                lease.end(str(error))
                 reasons.append(f"{lease.card.name}: {error}")
                 continue
             except BaseException:
-                lease.close()
+                lease.end("")
                 raise
-            lease.close()
+            lease.end("")
             ttft_s = loop.time() - start_s
             tokens = await self._decode(request, attempt, keys)
             return Completion(
@@ -330,7 +328,9 @@ class Decoder:
         ids = request.input_ids
         attempt.order = Order(
             attempt.serial,
-            self._hello.version,
+            self.name,
+            self._layout,
+            self._cards,
             request.name,
             tuple(load.ticket for load in attempt.loads),
             request.ntokens,
@@ -388,7 +388,7 @@ class Decoder:
         for load in attempt.loads:
             load.cancel(reason)
         order = attempt.order
-        if _KEY_LOST in reason and order is not None and order.version == self._hello.version:
+        if _KEY_LOST in reason and order is not None and order.cards == self._cards:
             self._renew()
         self._look(attempt)
 
@@ -402,7 +402,7 @@ class Decoder:
         return [one for one in self._open.values() if one.card.addr == prefiller]
 
     def _renew(self) -> None:
-        """A NIC here has lost its registrations: register anew; prefillers need another hello.
+        """A NIC here has lost its registrations: register anew, for orders from here on.
 
         Writes under the old keys fail from here on; their attempts are tried again.
         """
@@ -412,14 +412,12 @@ class Decoder:
             _log.warning("%s cannot register its memory again: %s", self.name, error)
             return
         self.stats.renewed += 1
-        self._hello = self._greet()
+        self._cards = self._describe()
+
+    def _describe(self) -> tuple[bytes, ...]:
+        return tuple(one.card() for one in self.memory.blocks)
 
     # ------------------------------------------------------------------ messages and time
-
-    def _greet(self) -> Hello:
-        self._hello_number = self._mail.number()
-        cards = tuple(one.card() for one in self.memory.blocks)
-        return Hello(self.name, self.stats.renewed, self._layout, cards)
 
     def _on_message(self, peer: NetAddr, message: Message) -> None:
         if self._closed.done():
@@ -427,32 +425,22 @@ class Decoder:
         self._pulse.heard(peer)
         if not isinstance(message, Answer):
             return
-        if message.state == "known":
-            for one in self._with(peer):  # a copy that was answered may not be known as sent
-                one.number = self._mail.number()
-            self._repeat(peer)
-            return
         attempt = self._open.get(message.serial)
         if attempt is None or attempt.card.addr != peer:
             return
-        match message.state:
-            case "taken":
-                attempt.taken = True
-            case "hello":
-                self._mail.send(peer, self._hello, self._hello_number)
-            case _:
-                self._fail(attempt, message.reason)
+        if message.state == "taken":
+            attempt.taken = True
+        else:
+            self._fail(attempt, message.reason)
 
-    def _repeat(self, peer: NetAddr) -> list[int]:
-        """Send orders again that nobody has taken; return the serials of the others."""
+    def _beat(self, peer: NetAddr) -> None:
+        """Send a beat, and orders again that nobody has taken."""
         mine = [one for one in self._with(peer) if not one.ended.done()]
         for attempt in mine:
             if not attempt.taken and attempt.order is not None:
                 self._mail.send(peer, attempt.order, attempt.number)
-        return [one.serial for one in mine if one.taken]
-
-    def _beat(self, peer: NetAddr) -> None:
-        self._mail.send(peer, Beat(tuple(self._repeat(peer)[:_SERIALS_MAX])), 0)
+        serials = [one.serial for one in mine if one.taken]
+        self._mail.send(peer, Beat(tuple(serials[:_SERIALS_MAX])), 0)
 
     def _on_silent(self, peer: NetAddr) -> None:
         self.stats.silent += 1

@@ -50,10 +50,6 @@ class KvBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     planes: int = 1
     first_layer: int = 0
 
-    def covers(self, layer: int) -> bool:
-        """Whether the model's layer is in it."""
-        return self.first_layer <= layer < self.first_layer + self.layers
-
 
 class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The cache of one model; peers must agree in every field. Parallelism is not part of it.

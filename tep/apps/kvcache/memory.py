@@ -34,23 +34,16 @@ class PagePool:
 
     Args:
         npages: how many there are.
-        on_take: called with the pages that are handed out.
-        on_free: called with the pages that come back, before they can be handed out again.
-        reclaim: called with a number of pages that are wanted; gives back what it can by free().
 
     Attributes:
-        npages: how many there are.
+        npages: as given.
         nfree, nheld: how many of them are free, and how many somebody holds.
+        on_take: called with the pages that are handed out; None: nothing.
+        on_free: called with the pages that come back, before they can be handed out again.
+        reclaim: called with a number of pages that are wanted; gives back what it can by free().
     """
 
-    def __init__(
-        self,
-        npages: int,
-        *,
-        on_take: Callable[[PageIndices], object] | None = None,
-        on_free: Callable[[PageIndices], object] | None = None,
-        reclaim: Callable[[int], object] | None = None,
-    ) -> None:
+    def __init__(self, npages: int) -> None:
         if npages < 1:
             raise UsageError(f"PagePool: npages={npages}; one at the least")
         self.npages = npages
@@ -61,8 +54,9 @@ class PagePool:
         self._refs = np.zeros(npages, np.int32)
         self._waiting: deque[tuple[int, asyncio.Future[PageIndices]]] = deque()
         self._serving = self._closed = False
-        self._on_take, self._on_free = on_take, on_free
-        self.reclaim = reclaim
+        self.on_take: Callable[[PageIndices], object] | None = None
+        self.on_free: Callable[[PageIndices], object] | None = None
+        self.reclaim: Callable[[int], object] | None = None
 
     @property
     def nheld(self) -> int:
@@ -133,16 +127,16 @@ class PagePool:
         found = self._stack[self.nfree - n : self.nfree].copy()
         self.nfree -= n
         self._refs[found] = 1
-        if self._on_take is not None:
-            self._on_take(found)
+        if self.on_take is not None:
+            self.on_take(found)
         return found
 
     def _push(self, pages: PageIndices) -> None:
         n = len(pages)
         if not n:
             return
-        if self._on_free is not None:
-            self._on_free(pages)
+        if self.on_free is not None:
+            self.on_free(pages)
         self._stack[self.nfree : self.nfree + n] = pages
         self.nfree += n
         if not self._serving:
@@ -388,19 +382,6 @@ class KvMemory:
         """
         for blocks in self.blocks:
             blocks.renew()
-
-    def page(self, rank: int, buffer: int, layer: int, plane: int, page: int) -> Bytes:
-        """One page as u8[heads, head_bytes], writable in place.
-
-        Args:
-            rank: whose.
-            buffer: index in the layout.
-            layer: of the buffer, from 0.
-            plane: from 0.
-            page: its index.
-        """
-        found: Bytes = self.pages(rank, buffer)[layer, plane, page]
-        return found
 
     def pages(self, rank: int, buffer: int) -> Bytes:
         """One buffer as u8[layers, planes, npages, heads, head_bytes], writable in place.

@@ -19,27 +19,11 @@ from tep import BadDescriptor, NetAddr, TepError
 from tep.apps.kvcache.blocks import KvBlocks, Patience
 from tep.apps.kvcache.layout import KvLayout
 
-__all__ = ["Answer", "Beat", "Hello", "Mail", "Message", "Order", "Pulse", "decode", "encode"]
+__all__ = ["Answer", "Beat", "Mail", "Message", "Order", "Pulse", "decode", "encode"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """One message."""
-
-
-class Hello(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Decoder -> prefiller: who I am, and where you may write.
-
-    Attributes:
-        name: of the instance.
-        version: grows each time that the memory is registered anew.
-        layout: of the model.
-        cards: one a rank.
-    """
-
-    name: str
-    version: int
-    layout: KvLayout
-    cards: tuple[bytes, ...]
 
 
 class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,7 +31,9 @@ class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         serial: of this attempt; grows with each that this incarnation makes.
-        version: of the Hello that you must know.
+        name: of the instance.
+        layout: of the model.
+        cards: where you may write, one a rank; others once the memory is registered anew.
         request: its name.
         tickets: one a rank.
         ntokens: length of the prompt.
@@ -55,7 +41,9 @@ class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """
 
     serial: int
-    version: int
+    name: str
+    layout: KvLayout
+    cards: tuple[bytes, ...]
     request: str
     tickets: tuple[bytes, ...]
     ntokens: int
@@ -67,13 +55,12 @@ class Answer(_Message, frozen=True, array_like=True, forbid_unknown_fields=True)
 
     Attributes:
         serial: of the order.
-        state: "taken": it is being done, or was. "refused": it is not. "hello": say hello first;
-            "known": that answers the hello, whose version is in place of the serial.
+        state: "taken": it is being done, or was. "refused": it is not.
         reason: why it is refused.
     """
 
     serial: int
-    state: Literal["taken", "refused", "hello", "known"]
+    state: Literal["taken", "refused"]
     reason: str = ""
 
 
@@ -87,7 +74,7 @@ class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     serials: tuple[int, ...] = ()
 
 
-Message = Hello | Order | Answer | Beat
+Message = Order | Answer | Beat
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)
 _ENCODER = msgspec.msgpack.Encoder()

@@ -79,12 +79,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a chunked prefill: tokens start..stop, pages first..last of the prompt."""
+    """One step of a chunked prefill: tokens start..stop of the prompt."""
 
     start: int
     stop: int
-    first_page: int
-    last_page: int
 
 
 def cut_chunks(ntokens: int, chunk_tokens: int, page_tokens: int) -> tuple[Chunk, ...]:
@@ -98,15 +96,8 @@ def cut_chunks(ntokens: int, chunk_tokens: int, page_tokens: int) -> tuple[Chunk
             f"chunk_tokens={chunk_tokens} is no multiple of page_tokens={page_tokens}: a page "
             "would be sent before it is full"
         )
-    return tuple(
-        Chunk(
-            start,
-            stop := min(start + chunk_tokens, ntokens),
-            start // page_tokens,
-            -(-stop // page_tokens) - 1,
-        )
-        for start in range(0, ntokens, chunk_tokens)
-    )
+    starts = range(0, ntokens, chunk_tokens)
+    return tuple(Chunk(start, min(start + chunk_tokens, ntokens)) for start in starts)
 
 
 def page_keys(request: Request, layout: KvLayout) -> list[bytes]:

@@ -20,7 +20,7 @@ from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
 from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import PagePool, SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Hello, Mail, Message, Order, Pulse
+from tep.apps.kvcache.messages import Answer, Beat, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.scheduler import PrefillerCard
 
@@ -41,7 +41,7 @@ class PrefillerStats:
         finished: those of them whose every write was done.
         failed: those that ended early: cancelled by their decoder, or by an error here or there.
         orphaned: those of the failed whose decoder was silent.
-        refused: handshakes and orders turned down.
+        refused: orders turned down.
         renewed: times that the memory was registered anew, because a NIC had lost it.
         writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
     """
@@ -55,15 +55,6 @@ class PrefillerStats:
     writes: int = 0
     rows: int = 0
     nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A decoder that has said hello."""
-
-    name: str
-    version: int
-    refusal: str
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +85,6 @@ class Prefiller:
         side: sizes, times and memory.
         chunk_tokens: tokens of one step of a chunked prefill.
         turns: prompts computed at a time.
-        pool: of the pages; None: a plain one.
 
     Attributes:
         name, memory, pool, stats: of this instance.
@@ -111,19 +101,17 @@ class Prefiller:
         *,
         chunk_tokens: int,
         turns: int = 1,
-        pool: PagePool | None = None,
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
         self.name = name
         self.memory = side.memory(engines, layout)
-        self.pool = pool or PagePool(side.npages)
+        self.pool = PagePool(side.npages)
         self.tails = PagePool(side.tail_slots)
         self.stats = PrefillerStats()
         self._senders = [KvSender(one, patience=side.patience) for one in self.memory.blocks]
         self._model, self._layout, self._chunk_tokens = model, layout, chunk_tokens
         self._patience = side.patience
         self._turn = asyncio.Semaphore(turns)
-        self._decoders: dict[NetAddr, _Known] = {}
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
         self._jobs: set[_Job] = set()
         self._leaving = self._closed = False
@@ -174,8 +162,6 @@ class Prefiller:
             return
         self._pulse.heard(peer)
         match message:
-            case Hello():
-                self._on_hello(peer, message)
             case Order():
                 answer = self._answers.get((peer, message.serial)) or self._take(peer, message)
                 self._mail.send(peer, answer)
@@ -188,29 +174,12 @@ class Prefiller:
             case _:
                 pass  # an answer, which no prefiller is meant to get
 
-    def _on_hello(self, peer: NetAddr, hello: Hello) -> None:
-        mine, theirs, refusal = f"prefiller {self.name}", f"decoder {hello.name}", ""
+    def _take(self, peer: NetAddr, order: Order) -> Answer:
         try:
-            self._layout.check_same(hello.layout, mine, theirs)
-            for sender in self._senders:
-                for card in hello.cards:
-                    sender.connect(card)
+            self._check(order)
         except TepError as error:
             self.stats.refused += 1
-            refusal = str(error)
-        for other in [one for one in self._decoders if one.name == peer.name and one != peer]:
-            del self._decoders[other]  # of an earlier incarnation
-        self._decoders[peer] = _Known(hello.name, hello.version, refusal)
-        self._mail.send(peer, Answer(hello.version, "known"))
-
-    def _take(self, peer: NetAddr, order: Order) -> Answer:
-        known = self._decoders.get(peer)
-        if known is None or known.version != order.version:
-            return Answer(order.serial, "hello")
-        refusal = known.refusal or (f"prefiller {self.name} is leaving" if self._leaving else "")
-        if refusal:
-            self.stats.refused += 1
-            return self._remember(peer, Answer(order.serial, "refused", refusal))
+            return self._remember(peer, Answer(order.serial, "refused", str(error)))
         self.stats.dispatched += 1
         job = _Job(peer, order)
         self._jobs.add(job)
@@ -219,6 +188,16 @@ class Prefiller:
             self._run(job), name=f"{self.name}: {order.request} #{order.serial}"
         )
         return self._remember(peer, Answer(order.serial, "taken"))
+
+    def _check(self, order: Order) -> None:
+        """Get to know the caches of the decoder's ranks; an error: the order is refused."""
+        if self._leaving:
+            raise UsageError(f"prefiller {self.name} is leaving")
+        mine, theirs = f"prefiller {self.name}", f"decoder {order.name}"
+        self._layout.check_same(order.layout, mine, theirs)
+        for sender in self._senders:
+            for card in order.cards:
+                sender.connect(card)
 
     def _remember(self, peer: NetAddr, answer: Answer) -> Answer:
         self._answers[peer, answer.serial] = answer

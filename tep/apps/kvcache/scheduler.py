@@ -7,7 +7,7 @@ to be told. It holds no pages and moves no bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,15 +40,17 @@ class PrefillerCard:
         return self.addr.epoch
 
 
-class Lease(Protocol):
-    """The use of one prefiller for one attempt."""
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The use of one prefiller for one attempt.
 
-    @property
-    def card(self) -> PrefillerCard:
-        """Which prefiller."""
+    Attributes:
+        card: which prefiller.
+        end: called once the attempt is over, with the reason why it did not work, else "".
+    """
 
-    def close(self, failure: str = "") -> None:
-        """The attempt is over; `failure` says why it did not work."""
+    card: PrefillerCard
+    end: Callable[[str], object]
 
 
 class Router(Protocol):
@@ -83,22 +85,6 @@ class _Place:
     card: PrefillerCard
     load: int = 0  # tokens leased
     blamed_s: float = float("-inf")
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    scheduler: Scheduler
-    place: _Place
-    tokens: int
-
-    @property
-    def card(self) -> PrefillerCard:
-        return self.place.card
-
-    def close(self, failure: str = "") -> None:
-        self.place.load -= self.tokens
-        if failure:
-            self.place.blamed_s = asyncio.get_running_loop().time()
 
 
 class Scheduler:
@@ -201,7 +187,13 @@ class Scheduler:
             key=lambda p: (p.card.name in exclude, now_s - p.blamed_s < self._cool_s, p.load),
         )
         place.load += request.ntokens
-        return _Lease(self, place, request.ntokens)
+
+        def end(failure: str) -> None:
+            place.load -= request.ntokens
+            if failure:
+                place.blamed_s = asyncio.get_running_loop().time()
+
+        return Lease(place.card, end)
 
     async def _pick_decoder(self, tried: Collection[DecodeSide]) -> DecodeSide:
         await self._somebody(self._decoders)

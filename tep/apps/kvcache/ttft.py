@@ -8,7 +8,7 @@ a machine are fitted to measured rows: see `fit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,8 +28,6 @@ QWEN3_235B: Final = KvLayout("Qwen3-235B", 128, (KvBuffer("kv", 94, 4, 256, plan
 Source: arXiv 2510.27656 v2, Table 3 (94 layers, page 32 kB = 128 tokens, TP4) and the model's
 public configuration (heads, head size); quoted. 16,384 tokens are 1,024 such pages over 4 ranks.
 """
-
-LayerTimes = float | Sequence[float] | Callable[[int, int], float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +116,17 @@ class TtftModel:
         largest = max(self.pages_of(chunk.stop - chunk.start) for chunk in chunks)
         return len(chunks) * self.step_s + largest * self.hand_over_s
 
-    def predict(self, ntokens: int, layer_compute_s: LayerTimes = None) -> Prediction:
+    def predict(self, ntokens: int, layer_compute_s: float | None = None) -> Prediction:
         """Predict the time to the first token of one prompt.
 
         Args:
             ntokens: its length, 1 or more.
-            layer_compute_s: compute time of one layer, seconds: one number = of the *last* chunk,
-                as the published table gives it (earlier chunks have less context: their attention
-                is taken off by `pair_s`); a sequence = of each chunk; a function of (tokens before
-                the chunk, tokens of the chunk); None = this model's own.
+            layer_compute_s: compute time of one layer of the *last* chunk, seconds, as in the
+                published table (earlier chunks have less context: their attention is taken off by
+                `pair_s`); None = this model's own.
 
         Raises:
-            UsageError: no tokens, or times for another number of chunks.
+            UsageError: no tokens, or a time that cannot be.
         """
         if ntokens < 1:
             raise UsageError(f"predict: ntokens={ntokens}; one at the least")
@@ -155,23 +152,11 @@ class TtftModel:
             landed_s - computed_s,
         )
 
-    def _times(self, chunks: Sequence[Chunk], given: LayerTimes) -> tuple[float, ...]:
-        if given is None:
-            given = self.layer_compute_s
-        if callable(given):
-            found = tuple(given(chunk.start, chunk.stop - chunk.start) for chunk in chunks)
-        elif isinstance(given, Sequence):
-            found = tuple(float(value) for value in given)
-        else:
-            last = self.layer_compute_s(chunks[-1].start, chunks[-1].stop - chunks[-1].start)
-            found = tuple(
-                float(given) - last + self.layer_compute_s(c.start, c.stop - c.start)
-                for c in chunks
-            )
-        if len(found) != len(chunks) or min(found) <= 0:
-            raise UsageError(
-                f"predict: layer times {found} for {len(chunks)} chunks; one positive number each"
-            )
+    def _times(self, chunks: Sequence[Chunk], last_s: float | None) -> tuple[float, ...]:
+        own = [self.layer_compute_s(chunk.start, chunk.stop - chunk.start) for chunk in chunks]
+        found = tuple(own if last_s is None else (last_s - own[-1] + each for each in own))
+        if min(found) <= 0:
+            raise UsageError(f"predict: layer times {found}; one positive number each")
         return found
 
 

@@ -7,31 +7,23 @@ so to the scheduler (`fenced`) a while after.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tep import EngineOptions, TransferEngine
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import PagePool, SideOptions
+from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Model
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.sim import ChaosFabric, FabricEnv, Profile, SimDriver, SimNode, run
 
-__all__ = ["Fabric", "Member", "World"]
+__all__ = ["Member", "World"]
 
 T = TypeVar("T")
 Made = TypeVar("Made", Prefiller, Decoder)
-
-
-class Fabric(Protocol):
-    """Makes hosts: the chaos fabric with so many NICs, the others with their profile's."""
-
-    @property
-    def env(self) -> FabricEnv:
-        """The clock."""
 
 
 @dataclass(slots=True)
@@ -94,74 +86,59 @@ class World:
         self.scheduler = scheduler or Scheduler()
         self.members: dict[str, Member] = {}
         self.past: list[Member] = []
-        self._sides = {"p": prefiller, "d": decoder}
+        self._sides = prefiller, decoder
         self._chunk_tokens = chunk_tokens
         self._nics = nics
         self._fence_s = fence_s
         self._options = options or EngineOptions()
         self._decoder_options = decoder_options or {}
-        self._machines = {"d": decode_profile}
+        self._decode_profile = decode_profile
         self._fences: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ coming
 
     def add_prefiller(self, name: str, tp: int) -> Prefiller:
         """Start one and have it join."""
-        nodes = [self._host(f"{name}.{rank}", "p") for rank in range(tp)]
-        return self._start_prefiller(name, nodes)
+        return self._start_prefiller(name, self._hosts([f"{name}.{k}" for k in range(tp)], None))
 
     def add_decoder(self, name: str, tp: int) -> Decoder:
         """Start one and have it join."""
-        nodes = [self._host(f"{name}.{rank}", "d") for rank in range(tp)]
-        return self._start_decoder(name, nodes)
+        names = [f"{name}.{k}" for k in range(tp)]
+        return self._start_decoder(name, self._hosts(names, self._decode_profile))
 
-    def _host(self, name: str, side: str) -> SimNode:
-        chaos = isinstance(self.fabric, ChaosFabric)
-        node: SimNode = self.fabric.node(name, self._nics if chaos else self._machines.get(side))
-        return node
+    def _hosts(self, names: Sequence[str], profile: Profile | str | None) -> list[SimNode]:
+        what = self._nics if isinstance(self.fabric, ChaosFabric) else profile
+        return [self.fabric.node(name, what) for name in names]
 
     def _start_prefiller(self, name: str, nodes: Sequence[SimNode]) -> Prefiller:
-        engines = [_engine(self.env, node, self._options) for node in nodes]
-
-        def make(pool: PagePool) -> Prefiller:
-            return Prefiller(
-                name,
-                engines,
-                self.layout,
-                self.model,
-                self._sides["p"],
-                chunk_tokens=self._chunk_tokens,
-                pool=pool,
-            )
-
-        side = self._enrol(make, engines, self._sides["p"].npages)
+        given = (name, self._engines(nodes), self.layout, self.model, self._sides[0])
+        side = Prefiller(*given, chunk_tokens=self._chunk_tokens)
+        self.enrol(side)
         self.scheduler.join_prefiller(side.card)
         return side
 
     def _start_decoder(self, name: str, nodes: Sequence[SimNode]) -> Decoder:
-        engines = [_engine(self.env, node, self._options) for node in nodes]
-
-        def make(pool: PagePool) -> Decoder:
-            return Decoder(
-                name,
-                engines,
-                self.layout,
-                self.model,
-                self._sides["d"],
-                pool=pool,
-                **self._decoder_options,
-            )
-
-        side = self._enrol(make, engines, self._sides["d"].npages)
+        given = (name, self._engines(nodes), self.layout, self.model, self._sides[1])
+        side = Decoder(*given, **self._decoder_options)
+        self.enrol(side)
         self.scheduler.join_decoder(side)
         return side
 
-    def _enrol(
-        self, make: Callable[[PagePool], Made], engines: list[TransferEngine], npages: int
-    ) -> Made:
-        side = make(PagePool(npages))
-        self.members[side.name] = Member(side, engines)
-        return side
+    def _engines(self, nodes: Sequence[SimNode]) -> list[TransferEngine]:
+        return [
+            TransferEngine(
+                node.domains,
+                driver=SimDriver(self.env, node),
+                name=node.name,
+                epoch=node.epoch,
+                options=self._options,
+            )
+            for node in nodes
+        ]
+
+    def enrol(self, side: Prefiller | Decoder) -> None:
+        """Count an instance among the members, before it joins."""
+        self.members[side.name] = Member(side, list(side.memory.engines))
 
     # ------------------------------------------------------------------ going
 
@@ -192,18 +169,14 @@ class World:
     def restart(self, name: str) -> None:
         """Crash an instance and start it again at once: same name, later epoch, empty cache."""
         member = self.members[name]
-        if isinstance(self.fabric, ChaosFabric):
-            nodes: list[SimNode] = [self.fabric.restart(engine.name) for engine in member.engines]
-            self._die(member)
-        else:
-            self._die(member)
-            side = "p" if isinstance(member.side, Prefiller) else "d"
-            nodes = [self._host(engine.name, side) for engine in member.engines]
+        names = [engine.name for engine in member.engines]
+        chaos, prefills = isinstance(self.fabric, ChaosFabric), isinstance(member.side, Prefiller)
+        nodes = [self.fabric.restart(one) for one in names] if chaos else []
+        self._die(member)
+        if not chaos:
+            nodes = self._hosts(names, None if prefills else self._decode_profile)
         self.past.append(member)
-        if isinstance(member.side, Prefiller):
-            self._start_prefiller(name, nodes)
-        else:
-            self._start_decoder(name, nodes)
+        (self._start_prefiller if prefills else self._start_decoder)(name, nodes)
 
     def kill_nic(self, name: str, rank: int, nic: int) -> None:
         """Kill one NIC of an instance for good, on the chaos fabric."""
@@ -271,13 +244,3 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _engine(env: FabricEnv, node: SimNode, options: EngineOptions) -> TransferEngine:
-    return TransferEngine(
-        node.domains,
-        driver=SimDriver(env, node),
-        name=node.name,
-        epoch=node.epoch,
-        options=options,
-    )

@@ -16,7 +16,7 @@ from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import PagePool, PrefixCache
-from tep.apps.kvcache.messages import Answer, Beat, Hello, Order, decode, encode
+from tep.apps.kvcache.messages import Answer, Beat, Order, decode, encode
 from tep.apps.kvcache.model import Request, cut_chunks, page_keys
 
 LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 1, 1, 8),))
@@ -161,9 +161,7 @@ def test_chunks_end_with_pages() -> None:
     """A page sent before it is full is sent wrong, and only once."""
     chunks = cut_chunks(21, 8, 4)
 
-    assert [(0, 8, 0, 1), (8, 16, 2, 3), (16, 21, 4, 5)] == [
-        (c.start, c.stop, c.first_page, c.last_page) for c in chunks
-    ]
+    assert [(0, 8), (8, 16), (16, 21)] == [(c.start, c.stop) for c in chunks]
     with pytest.raises(UsageError, match="chunk_tokens=6 is no multiple of page_tokens=4"):
         cut_chunks(21, 6, 4)
 
@@ -199,8 +197,7 @@ def test_an_immediate_of_a_request_that_ended_early_is_never_used_again() -> Non
 def test_messages_survive_their_bytes() -> None:
     """A field that is lost on the way is a page that is lost on the way."""
     for message in (
-        Hello("d", 1, LAYOUT, (b"one", b"two")),
-        Order(2**63 - 1, 5, "r", (b"t", b""), 17, b"\1\0\0\0"),
+        Order(2**63 - 1, "d", LAYOUT, (b"one", b"two"), "r", (b"t", b""), 17, b"\1\0\0\0"),
         Answer(3, "refused", "why"),
         Beat((1, 2**40)),
         Beat(),

@@ -1,4 +1,4 @@
-"""One decoder and its prefillers: handshake, count, cancel, silence, fences."""
+"""One decoder and its prefillers: orders, count, cancel, silence, fences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fixed:
     async def lease(self, request: Request, exclude: Collection[str]) -> Fixed:
         return self
 
-    def close(self, failure: str = "") -> None:
+    def end(self, failure: str) -> None:
         self.failures.append(failure)
 
 

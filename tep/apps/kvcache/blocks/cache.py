@@ -217,11 +217,14 @@ class KvBlocks:
     def card(self) -> bytes:
         """Describe this cache for senders; the first call registers the memory."""
         self.register()
-        engine = self.engine
         regions = tuple(desc.to_bytes() for _, desc in self._regions)
-        addr = engine.main_address.to_bytes()
         tensors = msgspec.Raw(encode(tuple(self.placed.values())))
-        return encode(Card(addr, self.tp, self.rank, tensors, regions))
+        return encode(Card(self.address, self.tp, self.rank, tensors, regions))
+
+    @property
+    def address(self) -> bytes:
+        """The NetAddr of its engine."""
+        return self.engine.main_address.to_bytes()
 
     def mr(self, region: int) -> MrHandle:
         """The handle of a region."""
@@ -346,7 +349,7 @@ class KvBlocks:
         Raises:
             UsageError: the body is longer.
         """
-        addr = self.engine.main_address.to_bytes()
+        addr = self.address
         parts = max(1, -(-len(body) // NOTE_BYTES))
         if parts > NOTE_PARTS:
             raise UsageError(

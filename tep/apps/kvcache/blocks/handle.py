@@ -78,18 +78,15 @@ class KvRequest:
     """
 
     def __init__(
-        self,
-        request: str,
-        blocks: list[list[int]],
-        deadline_s: float,
-        report: Callable[[KvEvent], object],
-        turn: Callable[[], float],
+        self, side: KvSide, request: str, blocks: list[list[int]], timeout_s: float | None
     ) -> None:
-        self.request, self.blocks, self.deadline_s = request, blocks, deadline_s
+        self.request, self.blocks = request, blocks
+        limit_s = side.patience.request_s if timeout_s is None else timeout_s
+        self.deadline_s = side.now_s() + limit_s
         self.state: State = "open"
         self.reason = ""
         self.failed_blocks: tuple[tuple[int, ...], ...] = ()
-        self._report, self._turn = report, turn
+        self._side = side
         self._wakes: set[Callable[[], object]] = set()
 
     @property
@@ -107,7 +104,8 @@ class KvRequest:
         self.reason = self.reason or reason
         if state == "failed" and not self.failed_blocks:
             self.failed_blocks = tuple(tuple(group) for group in self.blocks)
-        self._report(KvEvent(self.request, state, self.reason, self.failed_blocks, self))
+        event = KvEvent(self.request, state, self.reason, self.failed_blocks, self)
+        self._side.events.append(event)
         for wake in tuple(self._wakes):
             wake()
 
@@ -146,7 +144,7 @@ class KvRequest:
 
             self._wakes.add(wake)
             try:
-                pause_s = self._turn()
+                pause_s = self._side.turn()
                 if not self.finished:
                     await asyncio.wait((changed,), timeout=pause_s)
             finally:
@@ -154,27 +152,33 @@ class KvRequest:
 
 
 class KvSide(ABC):
-    """The base of senders and receivers: a cache, patience, and events for `poll`."""
+    """The base of senders and receivers.
+
+    Attributes:
+        blocks: the cache.
+        patience: times.
+        events: for `poll`.
+    """
 
     def __init__(self, blocks: KvBlocks, patience: Patience) -> None:
-        self.blocks = blocks
-        self._patience = patience
-        self._events: deque[KvEvent] = deque()
+        self.blocks, self.patience = blocks, patience
+        self.events: deque[KvEvent] = deque()
 
     def poll(self) -> list[KvEvent]:
         """Return the events since the last call; also repeat messages and look at deadlines.
 
         Call it now and then, as from an engine's loop, unless requests are awaited.
         """
-        self._turn()
+        self.turn()
         with self.blocks.lock:
-            found = list(self._events)
-            self._events.clear()
+            found = list(self.events)
+            self.events.clear()
         return found
 
     @abstractmethod
-    def _turn(self) -> float:
+    def turn(self) -> float:
         """Repeat what was not answered, and end what is late; return when to look again."""
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
+        """The time of the engine's driver."""
         return self.blocks.engine.driver.now_s()

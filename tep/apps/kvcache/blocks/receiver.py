@@ -123,20 +123,29 @@ class KvLoad(KvRequest):
         ticket: for the sender's `begin`; it travels by any way.
     """
 
-    ticket: bytes
+    def __init__(
+        self,
+        receiver: KvReceiver,
+        request: str,
+        blocks: list[list[int]],
+        timeout_s: float | None,
+        serial: int,
+    ) -> None:
+        super().__init__(receiver, request, blocks, timeout_s)
+        addr = receiver.blocks.named(receiver.blocks.engine.main_address)
+        raw = tuple(np.array(group, "<u4").tobytes() for group in blocks)
+        self.ticket = encode(Ticket(addr.name, addr.epoch, serial, request, raw))
+        self._receiver, self._serial = receiver, serial
+        self._grants: dict[tuple[str, int, int], _Grant] = {}  # by sender and claim
+        self._tp = 0  # of the senders, once one has claimed
+        self._uncovered = receiver._heads_of(blocks)
+        self._claimed: set[tuple[str, int]] = set()  # tensors, and ranks of the senders
+        self._told_s = self._failed_s = -math.inf
 
     def cancel(self, reason: str = "cancelled by the receiver") -> None:
         """Take back the right to write. It is "free" once nobody can any more. Idempotent."""
         with self._receiver.blocks.lock:
             self._receiver._fail(self, reason)
-
-    def _bind(self, receiver: KvReceiver, serial: int, ticket: bytes) -> None:
-        self._receiver, self._serial, self.ticket = receiver, serial, ticket
-        self._grants: dict[tuple[str, int, int], _Grant] = {}  # by sender and claim
-        self._tp = 0  # of the senders, once one has claimed
-        self._uncovered = receiver._heads_of(self)
-        self._claimed: set[tuple[str, int]] = set()  # tensors, and ranks of the senders
-        self._told_s = self._failed_s = -math.inf
 
 
 class KvReceiver(KvSide):
@@ -150,7 +159,7 @@ class KvReceiver(KvSide):
             is asked to stop may be silent before it is removed.
 
     Attributes:
-        blocks, imms: as given.
+        blocks, patience, imms: as given.
         refused: claims that were refused, by reason.
     """
 
@@ -161,13 +170,8 @@ class KvReceiver(KvSide):
         imms: range = KVCACHE,
         patience: Patience = Patience(),
     ) -> None:
-        blocks.handle(
-            {
-                Claim: self._on_claim,
-                Stopping: self._on_stopping,
-                Ended: self._on_ended,
-            }
-        )
+        on_stopping, on_ended = self._on_stopping, self._on_ended
+        blocks.handle({Claim: self._on_claim, Stopping: on_stopping, Ended: on_ended})
         blocks.engine.on_peer(self._on_peer)
         super().__init__(blocks, patience)
         self.imms = ImmSpace(imms)
@@ -194,15 +198,9 @@ class KvReceiver(KvSide):
             UsageError: no such blocks.
         """
         ids = self.blocks.check_blocks("expect", block_ids)
-        limit_s = self._patience.request_s if timeout_s is None else timeout_s
-        load = KvLoad(request, ids, self._now_s() + limit_s, self._events.append, self._turn)
-        addr = self.blocks.named(self.blocks.engine.main_address)
-        raw = tuple(np.array(group, "<u4").tobytes() for group in ids)
         with self.blocks.lock:
             self._serial += 1
-            ticket = Ticket(addr.name, addr.epoch, self._serial, request, raw)
-            load._bind(self, self._serial, encode(ticket))
-            self._loads[self._serial] = load
+            load = self._loads[self._serial] = KvLoad(self, request, ids, timeout_s, self._serial)
             self._settle(load)  # it may need nothing
         return load
 
@@ -232,24 +230,30 @@ class KvReceiver(KvSide):
 
     # ------------------------------------------------------------------ claims
 
-    def _heads_of(self, load: KvLoad) -> dict[str, int]:
+    def _heads_of(self, blocks: list[list[int]]) -> dict[str, int]:
         """Count the heads of each tensor that are to come."""
         mine = (self.blocks.tp, self.blocks.rank)
         return {
             name: served_heads(one.tensor.heads, mine, mine, name)[2]
             for name, one in self.blocks.placed.items()
-            if load.blocks[one.tensor.group]
+            if blocks[one.tensor.group]
         }
 
+    def _find(
+        self, message: Claim | Stopping | Ended, sender: Sender
+    ) -> tuple[NetAddr | None, KvLoad | None, _Grant | None]:
+        """The peer that a message is from, the request that it is about, and its grant there."""
+        addr, load = self.blocks.peer_of(message.addr, sender), self._loads.get(message.serial)
+        if addr is None or load is None:
+            return addr, load, None
+        return addr, load, load._grants.get((addr.name, addr.epoch, message.claim))
+
     def _on_claim(self, message: Claim, sender: Sender) -> None:
-        addr = self.blocks.peer_of(message.addr, sender)
-        if addr is None:
-            return
-        if self._ask_to_end(addr):
+        addr, load, grant = self._find(message, sender)
+        if addr is None or self._ask_to_end(addr):
             return  # it will ask again
-        load, why = self._loads.get(message.serial), ""
+        why = ""
         if load is not None and load.request == message.request:
-            grant = load._grants.get((addr.name, addr.epoch, message.claim))
             try:
                 if grant is None and load.state == "open":
                     grant = self._grant(load, message, addr)
@@ -273,9 +277,9 @@ class KvReceiver(KvSide):
         It stays fenced off until then: it is named to the engine by the next grant.
         """
         old = self._removed.get((addr.name, addr.epoch), {})
-        mine = self.blocks.engine.main_address.to_bytes()
         for claim, serial in old.items():
-            self.blocks.send(addr, Cancel(addr.epoch, claim, mine, serial, "it was given up"))
+            order = Cancel(addr.epoch, claim, self.blocks.address, serial, "it was given up")
+            self.blocks.send(addr, order)
         return bool(old)
 
     def _grant(self, load: KvLoad, message: Claim, addr: NetAddr) -> _Grant:
@@ -338,24 +342,20 @@ class KvReceiver(KvSide):
             self._settle(load)
 
     def _on_stopping(self, message: Stopping, sender: Sender) -> None:
-        addr, load = self.blocks.peer_of(message.addr, sender), self._loads.get(message.serial)
-        if addr is not None and load is not None:
-            grant = load._grants.get((addr.name, addr.epoch, message.claim))
-            if grant is not None:
-                grant.asked = 0
+        _, _, grant = self._find(message, sender)
+        if grant is not None:
+            grant.asked = 0
 
     def _on_ended(self, message: Ended, sender: Sender) -> None:
-        addr = self.blocks.peer_of(message.addr, sender)
+        addr, load, grant = self._find(message, sender)
         if addr is None:
             return
         self._has_ended(addr, message.claim)
-        load = self._loads.get(message.serial)
         if load is not None:
-            grant = load._grants.get((addr.name, addr.epoch, message.claim))
             if grant is not None and grant.ended is None:
                 grant.ended = message
                 if message.doubt:
-                    grant.free_s = self._now_s() + self._patience.linger_s
+                    grant.free_s = self.now_s() + self.patience.linger_s
             if message.reason or grant is None:
                 self._fail(load, f"{addr.name}: {message.reason}")
             self._settle(load)
@@ -364,7 +364,7 @@ class KvReceiver(KvSide):
     def _fail(self, load: KvLoad, reason: str) -> None:
         if load.state == "open":
             load._to("failed", reason)
-            load._told_s = load._failed_s = self._now_s()
+            load._told_s = load._failed_s = self.now_s()
             for grant in load._grants.values():
                 self._cancel(load, grant)
         self._settle(load)
@@ -402,10 +402,9 @@ class KvReceiver(KvSide):
         Times that it was asked count, not time: while this process was held up it heard nobody.
         """
         if grant.ended is None and not (grant.settled or grant.dead):
-            addr = self.blocks.engine.main_address.to_bytes()
-            order = Cancel(grant.addr.epoch, grant.claim, addr, load._serial, load.reason)
-            self.blocks.send(grant.addr, order)
-            if never or grant.asked * self._patience.cancel_s >= self._patience.linger_s:
+            what = (grant.claim, self.blocks.address, load._serial, load.reason)
+            self.blocks.send(grant.addr, Cancel(grant.addr.epoch, *what))
+            if never or grant.asked * self.patience.cancel_s >= self.patience.linger_s:
                 self._remove(grant.addr)
             grant.asked += 1
 
@@ -434,7 +433,7 @@ class KvReceiver(KvSide):
         ended = grant.ended
         if load.state == "open" or not (grant.dead or ended):
             return
-        if grant.free_s is not None and self._now_s() < grant.free_s and not grant.dead:
+        if grant.free_s is not None and self.now_s() < grant.free_s and not grant.dead:
             return
         if not grant.counted:
             expectation.cancel()
@@ -463,9 +462,9 @@ class KvReceiver(KvSide):
             self._removed.pop((event.peer, event.epoch), None)
             self.fenced(event.peer, event.epoch)
 
-    def _turn(self) -> float:
+    def turn(self) -> float:
         """Repeat what was not answered, and end what is late; return when to look again."""
-        now_s, patience = self._now_s(), self._patience
+        now_s, patience = self.now_s(), self.patience
         with self.blocks.lock:
             for load in tuple(self._loads.values()):
                 if load.state == "open" and now_s >= load.deadline_s:

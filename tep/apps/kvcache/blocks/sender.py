@@ -104,6 +104,20 @@ class _Claim:
 class KvSend(KvRequest):
     """A request that is being written; see KvRequest. Its blocks must stay until it is finished."""
 
+    def __init__(
+        self,
+        sender: KvSender,
+        request: str,
+        blocks: list[list[int]],
+        timeout_s: float | None,
+        ntokens: int | None,
+    ) -> None:
+        super().__init__(sender, request, blocks, timeout_s)
+        self._sender = sender
+        self._ntokens = math.inf if ntokens is None else ntokens
+        self._claims: list[_Claim] = []
+        self._done: dict[int, float] = {}
+
     def layer_done(self, layer: int, ntokens: int | None = None) -> None:
         """A layer is computed, up to `ntokens` tokens of the prompt: write its whole blocks.
 
@@ -130,11 +144,6 @@ class KvSend(KvRequest):
         with self._sender.blocks.lock:
             self._sender._fail(self, reason)
 
-    def _bind(self, sender: KvSender, ntokens: float) -> None:
-        self._sender, self._ntokens = sender, ntokens
-        self._claims: list[_Claim] = []
-        self._done: dict[int, float] = {}
-
 
 class KvSender(KvSide):
     """Writes this rank's blocks to the caches of other instances.
@@ -145,7 +154,7 @@ class KvSender(KvSide):
             how long the end of a request is told to a receiver that does not answer.
 
     Attributes:
-        blocks: as given.
+        blocks, patience: as given.
         layers: of the model that this cache holds.
         writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
     """
@@ -215,10 +224,7 @@ class KvSender(KvSide):
         """
         ids = self.blocks.check_blocks("begin", block_ids)
         tickets = [target] if isinstance(target, bytes) else list(target)
-        limit_s = self._patience.request_s if timeout_s is None else timeout_s
-        deadline_s = self._now_s() + limit_s
-        send = KvSend(request, ids, deadline_s, self._events.append, self._turn)
-        send._bind(self, math.inf if ntokens is None else ntokens)
+        send = KvSend(self, request, ids, timeout_s, ntokens)
         with self.blocks.lock:
             for raw in tickets:
                 self._add_claim(send, decode_as(Ticket, raw))
@@ -226,7 +232,7 @@ class KvSender(KvSide):
                 self._claims[claim.number] = claim
             self._open.add(send)
             self._settle(send)
-        self._turn()
+        self.turn()
         return send
 
     # ------------------------------------------------------------------ making claims
@@ -304,11 +310,9 @@ class KvSender(KvSide):
             for run in runs
             for here, _, _ in run.rows
         }
-        ticket, engine = claim.ticket, self.blocks.engine
-        mine = (engine.main_address.to_bytes(), ticket.serial, ticket.request)
-        place = (self.blocks.tp, self.blocks.rank)
-        message = Claim(ticket.epoch, claim.number, *mine, *place, rows)
-        self.blocks.send(claim.peer.addr, message)
+        ticket, mine = claim.ticket, self.blocks
+        what = (mine.address, ticket.serial, ticket.request, mine.tp, mine.rank, rows)
+        mine.send(claim.peer.addr, Claim(ticket.epoch, claim.number, *what))
 
     # ------------------------------------------------------------------ writing
 
@@ -438,19 +442,16 @@ class KvSender(KvSide):
             send._to("free")
 
     def _tell(self, claim: _Claim) -> None:
-        addr = self.blocks.engine.main_address.to_bytes()
         good = tuple(np.packbits(left == 0).tobytes() for left in claim.missing)
-        end = (claim.ticket.serial, good, claim.doubt, claim.why)
-        message = Ended(claim.ticket.epoch, claim.number, addr, *end)
-        self.blocks.send(claim.peer.addr, message)
+        end = (self.blocks.address, claim.ticket.serial, good, claim.doubt, claim.why)
+        self.blocks.send(claim.peer.addr, Ended(claim.ticket.epoch, claim.number, *end))
 
     def _tell_forgotten(self, message: Cancel, sender: Sender) -> None:
         """Answer for a claim whose end was told for long enough, and then forgotten."""
-        mine = self.blocks.engine.main_address.to_bytes()
         peer = self.blocks.peer_of(message.addr, sender)
         if peer is not None:
-            end = (message.serial, (), False, "ended long ago")
-            self.blocks.send(peer, Ended(peer.epoch, message.claim, mine, *end))
+            end = (self.blocks.address, message.serial, (), False, "ended long ago")
+            self.blocks.send(peer, Ended(peer.epoch, message.claim, *end))
 
     # ------------------------------------------------------------------ messages and time
 
@@ -485,9 +486,8 @@ class KvSender(KvSide):
         if claim.ended:
             self._tell(claim)
         elif claim.under_way:
-            addr = self.blocks.engine.main_address.to_bytes()
-            answer = Stopping(claim.ticket.epoch, claim.number, addr, claim.ticket.serial)
-            self.blocks.send(claim.peer.addr, answer)
+            what = (claim.number, self.blocks.address, claim.ticket.serial)
+            self.blocks.send(claim.peer.addr, Stopping(claim.ticket.epoch, *what))
         self._settle(claim.send)
 
     def _on_over(self, message: Over, sender: Sender) -> None:
@@ -495,9 +495,9 @@ class KvSender(KvSide):
         if claim is not None and claim.ended:
             del self._claims[message.claim]
 
-    def _turn(self) -> float:
+    def turn(self) -> float:
         """Repeat what was not answered, and end what is late; return when to look again."""
-        now_s, patience = self._now_s(), self._patience
+        now_s, patience = self.now_s(), self.patience
         with self.blocks.lock:
             for send in [one for one in self._open if one.deadline_s <= now_s]:
                 self._fail(send, "not written before its deadline")
