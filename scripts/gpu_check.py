@@ -22,8 +22,8 @@ from typing import Any
 from tep import BackendUnavailable, TransferEngine, alloc
 from tep.base.units import KiB, MiB
 from tep.cuda import GpuFlag, Staged, export_dmabuf, flush, inspect, needs_flush
-from tep.cuda import driver as cuda_driver
-from tep.cuda.driver import Driver, device_number
+from tep.host import cuda as cuda_driver
+from tep.host.cuda import Driver, device_number
 from tep.host.topology import detect
 from tep.memory.source import adapt, exported
 

@@ -148,7 +148,7 @@ def options_at(
 
 
 def _makes_dmabufs(device: str) -> bool:
-    from tep.cuda.driver import driver
+    from tep.host.cuda import driver
 
     index = int(device.removeprefix("cuda:"))
     return bool(driver().attribute(index, "DMA_BUF_SUPPORTED"))

@@ -1,6 +1,6 @@
 """`tep top`: the running engines of this host, live; `tep stall`: the waits of a hanging process.
 
-Both ask the processes; `tep.observe.sight` answers there.
+Both ask the processes; `tep.host.sight` answers there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 from tep.base.errors import UsageError
 from tep.base.waiting import system_s
 from tep.cli.show import Json, emit_json, make_table, print_table
-from tep.observe.sight import SWITCH, Found, ask, find
+from tep.host.sight import SWITCH, Found, ask, find
 
 __all__ = ["stall", "top"]
 

@@ -5,9 +5,9 @@ scripts/gpu_check would.
 """
 
 from tep.cuda.arena import Arena, Staged, alloc
-from tep.cuda.driver import list_devices
 from tep.cuda.memory import Pointer, export_dmabuf, flush, inspect, needs_flush, set_sync_memops
 from tep.cuda.words import GpuFlag
+from tep.host.cuda import list_devices
 
 __all__ = [
     "Arena", "GpuFlag", "Pointer", "Staged", "alloc", "export_dmabuf", "flush", "inspect",

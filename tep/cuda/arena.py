@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tep.base.checks import check_int, unpicklable
 from tep.base.errors import BadRequest, ClosedError
-from tep.cuda.driver import Driver, device_number, driver
 from tep.cuda.memory import set_sync_memops
+from tep.host.cuda import Driver, device_number, driver
 from tep.memory.source import Buffer, Memory, adapt, copied
 
 if TYPE_CHECKING:

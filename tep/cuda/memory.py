@@ -18,7 +18,7 @@ import os
 from typing import Final, NamedTuple
 
 from tep.base.errors import BackendUnavailable, BadRequest, FabricError
-from tep.cuda.driver import device_number, driver
+from tep.host.cuda import device_number, driver
 from tep.memory.source import Memory
 
 __all__ = ["Pointer", "export_dmabuf", "flush", "inspect", "needs_flush", "set_sync_memops"]

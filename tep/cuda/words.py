@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self
 
 from tep.base.checks import U64_MAX, check_int
 from tep.base.errors import ClosedError, FabricError
-from tep.cuda.driver import device_number, driver
 from tep.cuda.memory import flush, needs_flush
+from tep.host.cuda import device_number, driver
 from tep.memory.source import Memory
 
 if TYPE_CHECKING:

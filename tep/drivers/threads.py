@@ -25,7 +25,7 @@ from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 from tep.base.checks import check_int, check_seconds, unpicklable
 from tep.base.errors import ClosedError, UsageError, WaitTimeout
 from tep.base.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
-from tep.observe.sight import hide, show
+from tep.host.sight import hide, show
 
 __all__ = [
     "Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver", "Timed",

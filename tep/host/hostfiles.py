@@ -93,7 +93,7 @@ class LiveFiles:
     def cuda(self) -> list[CudaDevice] | None:
         if not self._here:
             return None
-        from tep.cuda.driver import list_devices
+        from tep.host.cuda import list_devices
 
         try:
             return list_devices()

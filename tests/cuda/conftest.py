@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tep.cuda.driver import driver
+from tep.host.cuda import driver
 from tests.support.fake_cuda import Fake
 
 collect_ignore_glob = [] if "TEP_FAKE_CUDA" in os.environ else ["test_*.py"]

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.gpu_check import MAPPED, mapped
 from tep import BackendUnavailable, FabricError
-from tep.cuda.driver import Driver, list_devices
+from tep.host.cuda import Driver, list_devices
 from tep.host.hostfiles import CudaDevice, LiveFiles
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import tep
 from scripts.gpu_check import MAPPED, fill, mapped
 from tep import BackendUnavailable, BadRequest, FabricError
 from tep.cuda import export_dmabuf, flush, inspect, set_sync_memops
-from tep.cuda.driver import driver
+from tep.host.cuda import driver
 from tep.memory.source import Memory, adapt, exported
 
 PAGE = mmap.PAGESIZE
@@ -192,7 +192,7 @@ import os
 from scripts.gpu_check import mapped
 from tep import FabricError
 from tep.cuda import export_dmabuf
-from tep.cuda.driver import driver
+from tep.host.cuda import driver
 from tep.memory.source import Memory
 with mapped(driver(), 1) as start:
     try:

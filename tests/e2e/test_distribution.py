@@ -154,7 +154,7 @@ def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> No
         ("from tep.testing import scenarios", "testing"),
         ("from tep.apps.rl.compute import numpy_dtype; numpy_dtype('bf16')", "rl"),
         ("from tep.base.distribution import need; need('matplotlib', 'plot', 'a picture')", "plot"),
-        ("from tep.cuda.driver import driver; driver()", "cuda"),
+        ("from tep.host.cuda import driver; driver()", "cuda"),
         ("import tep; tep.TransferEngine.open('libfabric')", "libfabric"),
     ],
 )

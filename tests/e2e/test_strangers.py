@@ -67,7 +67,7 @@ elif kind == "tcp":
     engine = tep.TransferEngine.open("libfabric", provider="tcp", nics=["127.0.0.1"])
     ready(int.from_bytes(parse(engine.main_address.domains[0], "tcp").raw[2:4], "big"))
 else:
-    from tep.observe import sight
+    from tep.host import sight
     engine = tep.TransferEngine.open("local")
     ready(sight.find(os.getpid())[0].path)
 """
@@ -168,5 +168,5 @@ def test_the_table_names_all_listeners() -> None:
     assert {
         "tep/rendezvous/door.py",
         "tep/backends/local/port.py",
-        "tep/observe/sight.py",
+        "tep/host/sight.py",
     } == listening

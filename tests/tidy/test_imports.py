@@ -20,7 +20,7 @@ CORE = [path for path in python_files("tep") if path.parts[1] in _ROOMS] + NOUNS
 
 _FOREIGN = """
     simpy torch cuda cupy typer rich matplotlib prometheus_client
-    tep.backends.ffi tep.cuda tep.sim tep.apps tep.cli tep.testing
+    tep.backends.ffi tep.cuda tep.host.cuda tep.sim tep.apps tep.cli tep.testing
 """
 FOREIGN = _FOREIGN.split()
 
@@ -80,7 +80,7 @@ def test_core_reads_no_clock_no_dice_no_environment() -> None:
 def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
-    `tep/observe/sight.py` has one that only reads, so that it answers while the owner hangs. The
+    `tep/host/sight.py` has one that only reads, so that it answers while the owner hangs. The
     local backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
     The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
@@ -90,7 +90,7 @@ def test_only_the_drivers_have_threads() -> None:
     """
     threads = {
         "tep/drivers/threads.py",
-        "tep/observe/sight.py",
+        "tep/host/sight.py",
         "tep/backends/local/copying.py",
         "tep/backends/verbs/messages.py",
         "tep/compat/nixl/listener.py",

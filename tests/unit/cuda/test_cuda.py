@@ -17,7 +17,7 @@ import pytest
 import tep
 from tep import BackendUnavailable, FabricError, TransferEngine
 
-CUDA = importlib.import_module("tep.cuda.driver")
+CUDA = importlib.import_module("tep.host.cuda")
 
 
 def test_without_cuda_python_the_error_names_the_extra(monkeypatch):
@@ -35,7 +35,7 @@ def test_without_a_driver_the_error_says_so(tmp_path):
     """cuda-python installs anywhere; libcuda.so.1 comes with NVIDIA's driver only."""
     (tmp_path / "libcuda.so.1").write_text("no library")
     code = (
-        "import tep, tep.cuda.driver as d\n"
+        "import tep, tep.host.cuda as d\n"
         "try: d.driver()\n"
         "except tep.BackendUnavailable as error: print(error)"
     )

@@ -324,7 +324,7 @@ def test_a_gpu_whose_driver_makes_no_dmabufs_is_reached_by_peermem(monkeypatch, 
     if peermem:
         built.within("/sys/module/nvidia_peermem", "refcnt")
     cuda = SimpleNamespace(attribute=lambda device, name: {"DMA_BUF_SUPPORTED": dmabufs}[name])
-    monkeypatch.setattr("tep.cuda.driver.driver", lambda: cuda)
+    monkeypatch.setattr("tep.host.cuda.driver", lambda: cuda)
     monkeypatch.setattr(auto, "open_backend", opened)
     monkeypatch.setattr(auto, "LiveFiles", built.capture)
     for domain in auto.open_at("verbs", "cuda:1", {}).domains:

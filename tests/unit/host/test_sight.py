@@ -19,7 +19,7 @@ import pytest
 
 import tep
 from tep.cli import main
-from tep.observe import sight
+from tep.host import sight
 from tests.support.descriptors import descriptors, opened_since
 
 
@@ -220,7 +220,7 @@ def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
     """Questions to the parent would hang at the child, which has no thread to answer them."""
     program = """if True:
         import os, sys, tep
-        from tep.observe import sight
+        from tep.host import sight
         with tep.TransferEngine.open("local", name="ana"):
             child = os.fork()
             if child == 0:
