@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tep.backends.base import WriteBatch
-from tep.backends.efa.flight import Slots
+from tep.backends.efa.domain import Slots
 from tep.backends.libfabric.slots import Ticket
 from tests.support.effort import effort
 

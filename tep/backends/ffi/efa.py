@@ -15,7 +15,6 @@ from typing import Final
 
 from tep.backends.ffi.ibverbs import Library, Struct, fail, give_types
 from tep.backends.ffi.load import env_step, find, mirror, prototypes, system_step
-from tep.base.errors import BackendUnavailable
 
 __all__ = ["SESSION_OFFSETS", "Dv", "Efa", "load"]
 
@@ -114,29 +113,23 @@ def load() -> Efa:
     Raises:
         BackendUnavailable: one of them is missing, or lacks a call.
     """
-    cure = (
-        "install rdma-core 60 or later with its EFA provider, best by AWS's EFA installer; or the "
-        "backend libfabric with provider='efa'"
-    )
-    verbs = _find("libibverbs", "TEP_LIBIBVERBS", "libibverbs.so.1", list(_MORE), cure)
-    direct = _find("libefa", "TEP_LIBEFA", "libefa.so.1", list(_DIRECT), cure)
-    return _typed(verbs, direct)
+    verbs = _find("libibverbs", "TEP_LIBIBVERBS", list(_MORE))
+    return _opened(verbs, _find("libefa", "TEP_LIBEFA", list(_DIRECT)))
 
 
-def _find(what: str, variable: str, soname: str, names: list[str], cure: str) -> str:
+def _find(what: str, variable: str, names: list[str]) -> str:
     def accept(lib: ctypes.CDLL) -> str:
         if missing := [name for name in names if not hasattr(lib, name)]:
             raise LookupError(f"it has no {', '.join(missing)}")
         return ""
 
     named = os.environ.get(variable, "")
-    what = f"{what} for EFA" + (f" ({named})" if named else "")
-    return find(what, [env_step(variable), system_step(soname)], accept, cure).path
+    steps = [env_step(variable), system_step(f"{what}.so.1")]
+    return find(f"{what} for EFA" + (f" ({named})" if named else ""), steps, accept, _CURE).path
 
 
-@cache
-def _typed(verbs: str, direct: str) -> Efa:
-    try:
-        return Efa(verbs, direct)
-    except OSError as error:
-        raise BackendUnavailable("libibverbs cannot be opened", ((verbs, str(error)),)) from error
+_CURE: Final = (
+    "install rdma-core 60 or later with its EFA provider, best by AWS's EFA installer; or the "
+    "backend libfabric with provider='efa'"
+)
+_opened = cache(Efa)

@@ -715,15 +715,6 @@ class DataPath:
     against 281 ns a call, measured with a provider that does nothing, CPython 3.11).
     """
 
-    __slots__ = (
-        "poll_cq",
-        "post_recv",
-        "post_send",
-        "post_send_refs",
-        "post_srq_recv",
-        "req_notify_cq",
-    )
-
     def __init__(self, context: int) -> None:
         ops = C.ibv_context.from_address(context).ops
         # int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);

@@ -104,7 +104,6 @@ FI_ENABLE: Final = 6
 FI_OPT_ENDPOINT: Final = 0
 FI_OPT_CUDA_API_PERMITTED: Final = 10  # since 1.18
 FI_OPT_SHARED_MEMORY_PERMITTED: Final = 11  # since 1.18; EFA knows it from 1.21 on
-FI_HMEM_SYSTEM: Final = 0
 FI_HMEM_CUDA: Final = 1
 FI_SOCKADDR: Final = 1
 FI_SOCKADDR_IN: Final = 2
