@@ -14,8 +14,10 @@ import errno
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
+from tep.host.ways import names_this_host
 from tep.rendezvous.wire import TROUBLE, Peer
 
 __all__ = ["STRANGERS_MAX", "STRANGER_S", "Door", "listen"]
@@ -115,15 +117,20 @@ class Door:
 async def listen(host: str, port: int) -> list[socket.socket]:
     """Bind sockets at every address of a host; for port 0, at its first one alone.
 
+    Where its name stands for loopback here alone, as on Debian, that is every address of this host:
+    the other ranks come to another one.
+
     Raises:
         OSError: a socket cannot listen there.
     """
     loop = asyncio.get_running_loop()
     found: list[socket.socket] = []
     try:
-        for family, _, _, _, where in await loop.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
+        find = partial(loop.getaddrinfo, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = await find(host or None, port)
+        if names_this_host(host, (str(where[0]) for *_, where in infos)):
+            infos = await find(None, port)
+        for family, _, _, _, where in infos:
             found.append(socket.create_server(where, family=family))
             if not port:
                 break

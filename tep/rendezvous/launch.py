@@ -13,7 +13,6 @@ import dataclasses
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO, Final, TypeVar
 
 from tep.base.errors import FabricError, RendezvousError, UsageError, WaitTimeout
+from tep.host import ways
 from tep.rendezvous.place import Place
 
 __all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here"]
@@ -87,10 +87,7 @@ def own_address(place: Place) -> str:
         UsageError: rank 0's host has no address, or no way leads there.
     """
     try:
-        target = socket.getaddrinfo(place.host, place.port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(target[4])  # a datagram socket: this asks the routes and sends nothing
-            return str(probe.getsockname()[0])
+        return ways.own_address(place.host)
     except OSError as error:
         raise UsageError(
             f"launch: no way leads to rank 0 at {place.host!r} ({error}); MASTER_ADDR, or the "

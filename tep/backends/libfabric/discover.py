@@ -8,6 +8,7 @@ apart here and not by a time-out over there.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -20,6 +21,7 @@ from tep.backends.ffi.libc import Interface, interfaces
 from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES, Rules
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.environment import SOCKET_IFNAME, read_list, said
+from tep.host.ways import is_loopback, own_address
 
 __all__ = [
     "Chosen", "Offer", "addresses", "check_nics", "check_offer", "default_addresses", "fill",
@@ -275,8 +277,10 @@ def default_addresses(nics: int | None) -> Chosen:
         return Chosen(names, said([wanted], {SOCKET_IFNAME: "which interfaces are taken"}))
     master = os.environ.get("MASTER_ADDR", "")
     if nics is None and master and os.environ.get("WORLD_SIZE", "1") != "1":
-        own = _way_to(master)
-        if own and not ipaddress.ip_address(own).is_loopback:
+        own = ""
+        with contextlib.suppress(OSError):
+            own = own_address(master)
+        if own and not is_loopback(own):
             return Chosen([own], f"{own} is on the way to MASTER_ADDR={master}")
     about = "only this host reaches loopback addresses; name interfaces or networks for others: "
     return Chosen([f"127.0.0.{k + 1}" for k in range(count)], f'{about}nics=["eth0"]')
@@ -360,14 +364,3 @@ def _rank(one: Interface) -> tuple[bool, int]:
 
 def _listed() -> str:
     return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none that is up"
-
-
-def _way_to(host: str) -> str:
-    """The address of this host from which packets to another leave; "" = none does."""
-    try:
-        target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(target[4])  # a datagram socket: this asks the routes and sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
