@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any, Self
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,16 @@ from tep.apps.moe.proxy import (
     imm_of,
     living_places,
     near_rest,
-    near_results,
-    near_tokens,
     pack_hello,
+    results_to,
+    tokens_to,
     unpack_hellos,
 )
 from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Verdict, Vote
 
 __all__ = ["AllToAll"]
+
+_T = TypeVar("_T")
 
 
 class AllToAll:
@@ -241,7 +243,10 @@ class AllToAll:
             self._group.board.publish(turn.number, self._peers.group, batch)
         payload.write_route(turn.number, batch.counts)
         self._proxy.counted.store(turn.number)
-        staged, moves = near_tokens(self._peers, layout, turn.batch, self._proxy.private)
+        moves = tokens_to(self._peers, layout, batch, self._proxy.private, near=True)
+        blocks = batch.counts.reshape(self.config.world, -1).sum(axis=1)
+        pushed = sum(move.nbytes for move in moves) // layout.stride
+        staged = int(blocks[self._peers.targets].sum()) - pushed
         await spend(kernels.copy_s(staged, layout.stride))
         if given is not None:
             payload.stage(turn.number, batch, given, weights)
@@ -255,20 +260,7 @@ class AllToAll:
 
     async def dispatch_recv(self) -> Received:
         """Second half of dispatch: all copies are here when it returns."""
-        received: Received | None = None
-        while True:
-            try:
-                if received is None:
-                    received = await self._receive(self._current())
-                if self.config.on_dead == "mask":
-                    await self._free["dispatch"]
-                return received
-            except TROUBLE as error:
-                verdict = await self._recover(error)
-                if received is not None and verdict.progress >= self._progress:
-                    return received  # every survivor has its tokens; nobody sends them again
-                received, self._progress = None, verdict.progress
-                await self._send_tokens()
+        return await self._received("dispatch", self._receive, self._send_tokens)
 
     async def _receive(self, turn: Turn) -> Received:
         kernels, stride = self._kernels, self._payload.layout.stride
@@ -323,7 +315,7 @@ class AllToAll:
         self._spawn(sums.drive(turn) if sums else self._proxy.combine(turn), turn)
         await spend(kernels.launch_s())
         routes = turn.routes.result()
-        moves = near_results(self._peers, layout, routes)
+        moves = results_to(self._peers, layout, routes, near=True)
         results, turn.results = turn.results, None  # the caller may change it when this returns
         if results is not None:  # else staged before: a repetition
             self._payload.stage_results(routes, turn.arrivals, results)
@@ -343,24 +335,15 @@ class AllToAll:
 
     async def combine_recv(self) -> Any:
         """Second half of combine: the own tokens' sums."""
-        turn, summed, ready = self._current(), None, False
-        while True:
-            try:
-                if not ready:
-                    summed = await self._sum(turn)
-                    ready = True
-                if self.config.on_dead == "mask":
-                    await self._free["combine"]
-                self._now = None
-                return summed
-            except TROUBLE as error:
-                verdict = await self._recover(error)
-                if ready and verdict.progress >= self._progress:
-                    self._now = None
-                    return summed
-                ready, self._progress = False, verdict.progress
-                self._renumber(turn)
-                await self._send_results(turn)
+        turn = self._current()
+
+        async def again() -> None:
+            self._renumber(turn)
+            await self._send_results(turn)
+
+        summed = await self._received("combine", self._sum, again)
+        self._now = None
+        return summed
 
     async def _sum(self, turn: Turn) -> Any:
         kernels, layout = self._kernels, self._payload.layout
@@ -404,6 +387,28 @@ class AllToAll:
         if self._now is None:
             raise tep.UsageError(f"rank {self.rank}: dispatch_send() comes first")
         return self._now
+
+    async def _received(
+        self,
+        what: str,
+        receive: Callable[[Turn], Coroutine[Any, Any, _T]],
+        again: Callable[[], Coroutine[Any, Any, None]],
+    ) -> _T:
+        """Receive a half; where ranks die meanwhile and are masked, send it again without them."""
+        found: tuple[_T] | None = None
+        while True:
+            try:
+                if found is None:
+                    found = (await receive(self._current()),)
+                if self.config.on_dead == "mask":
+                    await self._free[what]
+                return found[0]
+            except TROUBLE as error:
+                verdict = await self._recover(error)
+                if found is not None and verdict.progress >= self._progress:
+                    return found[0]  # every survivor has its own; nobody sends them again
+                found, self._progress = None, verdict.progress
+                await again()
 
     def _begin(self) -> None:
         self._began_s = asyncio.get_running_loop().time()

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "PULL", "PUSHED", "ROUTE", "TURNS", "Peers",
-    "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest", "near_results",
-    "near_tokens", "pack_hello", "partial_flag", "parts_of", "unpack_hellos",
+    "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest",
+    "pack_hello", "partial_flag", "parts_of", "results_to", "tokens_to", "unpack_hellos",
 ]  # fmt: skip
 
 # What an immediate says: routes, payload, buffers free, results, buffers free; then flags of the
@@ -224,31 +224,30 @@ def cut(nbytes: int, parts: int, k: int) -> tuple[int, int]:
     return start, nbytes if last else nbytes * (k + 1) // parts // _PART_ALIGN * _PART_ALIGN
 
 
-def near_tokens(
-    peers: Peers, layout: Layout, batch: Batch, private: Callable[[int, int], tuple[int, int]]
-) -> tuple[int, list[Move]]:
-    """First burst within the node.
+def tokens_to(
+    peers: Peers,
+    layout: Layout,
+    batch: Batch,
+    private: Callable[[int, int], tuple[int, int]],
+    *,
+    near: bool,
+) -> list[Move]:
+    """First burst of tokens for the ranks of the node, or for all others.
 
     Args:
         peers: of this rank.
         layout: of the arena.
         batch: own copies.
         private: (peer, copies) -> how many of them fit its private area, and where that is.
-
-    Returns:
-        Copies that are staged for the NIC or for others to fetch, and what is pushed at once.
+        near: which.
     """
-    config = peers.config
-    blocks = batch.counts.reshape(config.world, -1).sum(axis=1)
-    starts = np.cumsum(blocks) - blocks
-    staged, moves = sum(int(blocks[p]) for p in peers.targets), []
-    for p in peers.near_targets:
-        pushed, there = private(p, int(blocks[p]))
-        if pushed:
-            here = int(starts[p]) * layout.stride
-            moves.append(Move(p, here, there, pushed * layout.stride))
-            staged -= pushed
-    return staged, moves
+    blocks = batch.counts.reshape(peers.config.world, -1).sum(axis=1)
+    starts, stride, moves = np.cumsum(blocks) - blocks, layout.stride, []
+    for p in peers.targets:
+        copies, there = private(p, int(blocks[p]))
+        if copies and peers.near(p) == near:
+            moves.append(Move(p, int(starts[p]) * stride, there, copies * stride))
+    return moves
 
 
 def near_rest(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
@@ -263,13 +262,13 @@ def near_rest(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
     return moves
 
 
-def near_results(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
-    """Results for ranks of the node."""
+def results_to(peers: Peers, layout: Layout, routes: Routes, *, near: bool) -> list[Move]:
+    """Results for the ranks of the node, or for all others."""
     starts, size, moves = routes.result_starts(peers.rank), layout.result_stride, []
     for p in peers.others:
         group = peers.config.group_of(p)
         copies = int(routes.copies[group, peers.rank])
-        if copies and peers.near(p):
+        if copies and peers.near(p) == near:
             here = layout.results_out + int(starts[group]) * size
             there = layout.results_in + int(routes.starts[group, peers.rank]) * size
             moves.append(Move(p, here, there, copies * size))
@@ -340,9 +339,6 @@ class Word:
 
 _BY_PEERS: Final = tep.Routing()
 _FIRST_NIC: Final = tep.Routing(domain=0)
-
-Slice = tuple[int, int, int, int]
-"""Peer, offset here, offset there, bytes."""
 
 
 class Proxy:
@@ -491,15 +487,8 @@ class Proxy:
         return min(copies, int(self._limits[group, peer])), there
 
     def _scatter_private(self, turn: Turn) -> bool:
-        peers, layout = self.peers, self.layout
-        blocks = turn.batch.counts.reshape(self.config.world, -1).sum(axis=1)
-        starts = np.cumsum(blocks) - blocks
-        slices = []
-        for p in peers.targets:
-            copies, there = self.private(p, int(blocks[p]))
-            if copies and not peers.near(p):
-                slices.append((p, int(starts[p]) * layout.stride, there, copies * layout.stride))
-        return self._scatter(turn, DISPATCH, "private", slices, spread=self._spread_private)
+        moves = tokens_to(self.peers, self.layout, turn.batch, self.private, near=False)
+        return self._scatter(turn, DISPATCH, "private", moves, spread=self._spread_private)
 
     def _scatter_rest(self, turn: Turn, routes: Routes, late: list[int]) -> None:
         peers, layout = self.peers, self.layout
@@ -509,24 +498,15 @@ class Proxy:
             first = int(routes.starts[group, p] + routes.private[group, p])
             there = layout.shared + int(routes.shared_at[group, p]) * layout.stride
             nbytes = int(routes.rest[group, p]) * layout.stride
-            slices.append((p, first * layout.stride, there, nbytes))
+            slices.append(Move(p, first * layout.stride, there, nbytes))
         self._scatter(turn, DISPATCH, "rest", slices, spread=True)
 
     def _scatter_results(self, turn: Turn, routes: Routes) -> bool:
-        peers, layout = self.peers, self.layout
-        starts, size = routes.result_starts(peers.rank), layout.result_stride
-        slices = []
-        for p in peers.others:
-            group = self.config.group_of(p)
-            copies = int(routes.copies[group, peers.rank])
-            if copies and not peers.near(p):
-                here = layout.results_out + int(starts[group]) * size
-                there = layout.results_in + int(routes.starts[group, peers.rank]) * size
-                slices.append((p, here, there, copies * size))
-        return self._scatter(turn, COMBINE, "results", slices, spread=True)
+        moves = results_to(self.peers, self.layout, routes, near=False)
+        return self._scatter(turn, COMBINE, "results", moves, spread=True)
 
     def _scatter(
-        self, turn: Turn, kind: int, group: str, slices: Sequence[Slice], *, spread: bool
+        self, turn: Turn, kind: int, group: str, slices: Sequence[Move], *, spread: bool
     ) -> bool:
         """Submit, unless there is nothing to send; say which.
 
