@@ -6,10 +6,11 @@ its count of immediates shows the receiver that the file is there; the SHA-256 i
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import sysconfig
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,15 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-import tep
+from tep import TransferEngine
 from tep.base.errors import UsageError
 from tep.bench.reproduce.tables import paged_gbps
-from tep.cli.demo_moved import LeftOut, Moved, count_overtakes, print_pairs, print_rehearsals
-from tep.cli.demo_pair import PAIRS, move_between, page_places
-from tep.cli.show import Json, OutFile, Seed, emit_json, progress
+from tep.cli.demo_pair import PAIRS, Here, LeftOut, Moved, move, move_between
+from tep.cli.show import Json, OutFile, Seed, emit_json, print_table, progress
 from tep.sim import Cluster
 
-__all__ = ["demo", "largest_library_file", "move_file", "read_file"]
+__all__ = ["demo", "largest_library_file", "read_file"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -40,132 +40,6 @@ def largest_library_file() -> Path:
         if path.is_file() and not path.is_symlink() and "site-packages" not in path.parts
     )
     return Path(max(sizes)[1])
-
-
-def move_file(
-    fabric: str,
-    ends: tuple[tep.TransferEngine, tep.TransferEngine],
-    data: U8,
-    page_bytes: int,
-    *,
-    seed: int,
-    published_gbps: float | None = None,
-    simulated: bool = True,
-) -> Moved:
-    """Move `data` from one engine to the other as pages in random order, and check the result.
-
-    Args:
-        fabric: name of the run.
-        ends: sender, receiver.
-        data: uint8[n], n >= 1; the last page is filled up with zeros.
-        page_bytes: length of a page.
-        seed: seed of the page order on both sides.
-        published_gbps: the published number to show beside the result.
-        simulated: True if the engines' clock is a simulated one.
-    """
-    sender, receiver = ends
-    npages = -(-len(data) // page_bytes)
-    source = np.zeros(npages * page_bytes, np.uint8)
-    source[: len(data)] = data
-    target = np.zeros_like(source)
-    order, slots = page_places(npages, seed)
-    mr, _ = sender.reg_mr(source, access=tep.Access.SOURCE)
-    region, desc = receiver.reg_mr(target)
-    src, dst = (mr, tep.Pages(order)), (desc, tep.Pages(slots[order]))
-
-    started_s = receiver.driver.now_s()
-    expected = receiver.expect_imm_count(42, tep.count_imms(tep.Paged(npages)))
-    sent = sender.submit_paged_writes(page_bytes, src, dst, imm=42)
-    expected.wait()
-    elapsed_s = receiver.driver.now_s() - started_s
-    landed = target.reshape(npages, page_bytes)[slots].reshape(-1)[: len(data)]
-    digest = hashlib.sha256(landed.tobytes()).hexdigest()
-    sent.wait()
-    counted = receiver.stats().imms_counted
-    moved = Moved(
-        fabric=fabric,
-        pages=npages,
-        nics=f"{len(sender.main_address.domains)} -> {len(receiver.main_address.domains)}",
-        nic_bytes=tuple(nic.nbytes for nic in sent.stats().nics),
-        imms_expected=expected.count,
-        imms_counted=counted,
-        overtakes=_overtakes(sender, receiver, page_bytes, src, dst),
-        sim_us=elapsed_s * 1e6 if simulated else None,
-        gbps=len(source) * 8 / elapsed_s / 1e9 if simulated else None,
-        published_gbps=published_gbps,
-        sha256=digest,
-        agrees=digest == hashlib.sha256(data.tobytes()).hexdigest(),
-    )
-    sender.deregister(mr)
-    receiver.deregister(region)
-    return moved
-
-
-def _overtakes(
-    sender: tep.TransferEngine,
-    receiver: tep.TransferEngine,
-    page_bytes: int,
-    src: tuple[tep.MrHandle, tep.Pages],
-    dst: tuple[tep.MrDesc, tep.Pages],
-) -> int:
-    """Send the same pages again, each with its own number as immediate, and check the order
-    of arrival.
-    """
-    npages, base = len(src[1]), 1 << 16
-    arrived: list[int] = []
-    receiver.on_imm(range(base, base + npages), lambda imm, count: arrived.extend([imm] * count))
-    sent = sender.submit_paged_writes(
-        page_bytes, src, dst, imm=np.arange(base, base + npages), routing=tep.Routing()
-    )
-    sent.wait()
-    fence = receiver.expect_imm_count(43, 1)
-    while len(arrived) < npages:
-        # `sent` says that the pages are there, not that the receiver has polled; a fence makes it
-        # poll.
-        sender.submit_barrier([dst[0]], 43).wait()
-        fence.wait()
-        fence = receiver.expect_imm_count(43, 1)
-    fence.cancel()
-    receiver.remove_imm(base)
-    return count_overtakes(arrived)
-
-
-def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
-    with (
-        tep.TransferEngine.open("loopback", nics=2, name=f"demo-a{seed}") as sender,
-        tep.TransferEngine.open("loopback", nics=4, name=f"demo-b{seed}") as receiver,
-    ):
-        return move_file(
-            "loopback", (sender, receiver), data, page_bytes, seed=seed, simulated=False
-        )
-
-
-def _chaos(data: U8, page_bytes: int, seed: int, trace: Path | None) -> Moved:
-    with Cluster(nodes=2, nics=(2, 4), seed=seed) as cluster:
-        seen = None if trace is None else cluster.trace()
-        sender, receiver = cluster.engines
-        moved = move_file(f"chaos, seed {seed}", (sender, receiver), data, page_bytes, seed=seed)
-        if seen is not None and trace is not None:
-            seen.stop().write(trace)
-        return moved
-
-
-def _timing(data: U8, page_bytes: int, seed: int, profile: str, trace: Path | None) -> Moved:
-    with Cluster(nodes=2, profile=profile, seed=seed) as cluster:
-        seen = None if trace is None else cluster.trace()
-        sender, receiver = cluster.engines
-        published = paged_gbps(profile, page_bytes)
-        moved = move_file(
-            f"timing, {profile}",
-            (sender, receiver),
-            data,
-            page_bytes,
-            seed=seed,
-            published_gbps=published,
-        )
-        if seen is not None and trace is not None:
-            seen.stop().write(trace)
-        return moved
 
 
 def read_file(path: Path) -> U8:
@@ -187,6 +61,71 @@ def read_file(path: Path) -> U8:
         return np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), np.uint8)
     finally:
         os.close(fd)
+
+
+def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
+    with ExitStack() as stack:
+        sender, receiver = [
+            stack.enter_context(TransferEngine.open("loopback", nics=nics, name=f"demo-{nics}"))
+            for nics in (2, 4)
+        ]
+        return move("loopback", sender, Here(receiver), data, page_bytes, seed=seed)
+
+
+def _simulated(name: str, data: U8, page_bytes: int, seed: int, trace: Path | None) -> Moved:
+    """Move the file over the chaos fabric, or the machines of a profile."""
+    chaos = name == "chaos"
+    machine = None if chaos else name
+    with Cluster(2, (2, 4) if chaos else None, machine, seed=seed) as cluster:
+        seen = None if trace is None else cluster.trace()
+        sender, receiver = cluster.engines
+        moved = move(
+            f"chaos, seed {seed}" if chaos else f"timing, {name}",
+            *(sender, Here(receiver), data, page_bytes),
+            seed=seed,
+            simulated=True,
+            published_gbps=None if chaos else paged_gbps(name, page_bytes),
+        )
+        if seen is not None and trace is not None:
+            seen.stop().write(trace)
+        return moved
+
+
+_LEFT: Final = ("fabric", "pages", "NICs", "MB a NIC", "imms expected", "imms counted", "overtakes")
+_RIGHT: Final = "SHA-256"
+
+
+def _row(run: Moved) -> dict[str, object]:
+    timed = run.gbps is not None and not run.fabric.startswith("chaos")
+    return {
+        "fabric": run.fabric,
+        "pages": run.pages,
+        "NICs": run.nics,
+        "MB a NIC": " + ".join(f"{n / 1e6:.1f}" for n in run.nic_bytes),
+        "imms expected": run.imms_expected,
+        "imms counted": run.imms_counted,
+        "overtakes": run.overtakes,
+        "ms": f"{run.real_us / 1e3:,.1f}" if run.real_us is not None else None,
+        "GB/s": f"{run.gbytes_per_s:.2f}" if run.gbytes_per_s is not None else None,
+        "sim. us": f"{run.sim_us:,.1f}" if run.sim_us is not None else None,
+        "Gb/s": f"{run.gbps:.0f}" if timed else None,
+        "published": f"{run.published_gbps:.0f}" if run.published_gbps is not None else None,
+        _RIGHT: f"{run.sha256[:12]} {'agrees' if run.agrees else 'DIFFERS'}",
+    }
+
+
+def _print(title: str, runs: Sequence[Moved], left_out: Sequence[LeftOut]) -> None:
+    pairs = [_row(run) for run in runs if run.processes == 2]
+    if pairs:
+        print_table(f"{title}: two processes", (*_LEFT, "ms", "GB/s", _RIGHT), pairs)
+    for one in left_out:
+        typer.echo(f"Left out: {one.fabric}: {one.why}")
+        for what, why in one.tried:
+            typer.echo(f"  tried {what}: {why}")
+        typer.echo(f"  To get it: {one.cure}")
+    rehearsals = [_row(run) for run in runs if run.processes == 1]
+    columns = (*_LEFT, "sim. us", "Gb/s", "published", _RIGHT)
+    print_table(f"{title}: one process", columns, rehearsals)
 
 
 _NOTES: Final = """The receiver learned of completion by its immediate counter alone.
@@ -219,24 +158,21 @@ def demo(
         for name in ("chaos", *profiles)
         if trace is not None
     }
-    pairs, rehearsals, left_out = list[Moved](), list[Moved](), list[LeftOut]()
-    total = len(PAIRS) + 2 + len(profiles)
-    with progress("moving the file", total, quiet=json) as bar:
-        for pair in PAIRS:
-            found = move_between(pair, data, page_bytes, seed=seed)
+    runs, left_out = list[Moved](), list[LeftOut]()
+    with progress("moving the file", len(PAIRS) + 2 + len(profiles), quiet=json) as bar:
+
+        def keep(found: Moved | LeftOut) -> None:
+            bar.advance(bar.task_ids[0])
             if isinstance(found, LeftOut):
                 left_out.append(found)
             else:
-                pairs.append(found)
-            bar.advance(bar.task_ids[0])
-        rehearsals.append(_loopback(data, page_bytes, seed))
-        bar.advance(bar.task_ids[0])
-        rehearsals.append(_chaos(data, page_bytes, seed, traces.get("chaos")))
-        bar.advance(bar.task_ids[0])
-        for profile in profiles:
-            rehearsals.append(_timing(data, page_bytes, seed, profile, traces.get(profile)))
-            bar.advance(bar.task_ids[0])
-    runs = pairs + rehearsals
+                runs.append(found)
+
+        for pair in PAIRS:
+            keep(move_between(pair, data, page_bytes, seed=seed))
+        keep(_loopback(data, page_bytes, seed))
+        for name in ("chaos", *profiles):
+            keep(_simulated(name, data, page_bytes, seed, traces.get(name)))
     if json:
         emit_json(
             {
@@ -249,9 +185,7 @@ def demo(
             }
         )
     else:
-        title = f"{path.name}, {len(data):,} bytes in pages of {page_bytes:,}"
-        print_pairs(title, pairs, left_out)
-        print_rehearsals(title, rehearsals)
+        _print(f"{path.name}, {len(data):,} bytes in pages of {page_bytes:,}", runs, left_out)
         typer.echo(_NOTES, nl=False)
         if traces:
             typer.echo("Traces for ui.perfetto.dev: " + ", ".join(map(str, traces.values())))

@@ -5,7 +5,7 @@ fabrics, or run for real; and the time to the first token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +17,10 @@ from tep.cli.show import (
     Ray,
     Seed,
     busy,
-    emit_json,
-    print_table,
     progress,
     refuse_unused,
     run_on_ray,
+    show_rows,
 )
 
 if TYPE_CHECKING:
@@ -163,38 +162,7 @@ def ttft(
         }
         for one in found
     ]
-    _show("time to the first token, a model fitted to four published rows", rows, json=json)
-
-
-@app.command("day")
-def day(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="In all.")] = 2000,
-    changes: Annotated[
-        int,
-        typer.Option("--changes", min=0, help="Joins, departures, crashes, restarts, NIC deaths."),
-    ] = 200,
-    seed: Seed = 0,
-    json: Json = False,
-) -> None:
-    """Run a simulated day on which members come and go under load; every answer is compared."""
-    from tep.apps.kvcache.simulate import draw_day
-
-    drawn = draw_day(seed, requests, changes)
-    with busy("a simulated day", quiet=json):
-        report, violations = drawn.run()
-    rows = [
-        {
-            "requests": len(report.completions),
-            "retried": sum(done.attempts > 1 for done in report.completions),
-            "pages checked": sum(done.pages_sent for done in report.completions),
-            "simulated hours": round(report.simulated_s / 3600, 2),
-            "CPU s": round(report.cpu_s, 1),
-            "violations": len(violations),
-            **dict(sorted(drawn.happened.items())),
-        }
-    ]
-    _show(f"a day, seed {seed}", rows, json=json)
-    _fail_on(violations)
+    show_rows("time to the first token, a model fitted to four published rows", rows, json=json)
 
 
 def _check(seed: int, runs: int, *, json: bool) -> None:
@@ -220,7 +188,7 @@ def _check(seed: int, runs: int, *, json: bool) -> None:
                 }
             )
             bar.advance(bar.task_ids[0])
-    _show("scenarios on the chaos fabric, every answer compared", rows, json=json)
+    show_rows("scenarios on the chaos fabric, every answer compared", rows, json=json)
     _fail_on(violations)
 
 
@@ -251,7 +219,7 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
         "CPU s": round(report.cpu_s, 2),
         "RSS MiB": report.rss_bytes >> 20,
     }
-    _show(f"a cluster under load ({where})", [row], json=json)
+    show_rows(f"a cluster under load ({where})", [row], json=json)
     _fail_on([f"{done.request}: {done.reason}" for done in report.failed], "FAILED")
 
 
@@ -312,7 +280,7 @@ def _real(
     with busy("processes are answering", quiet=json):
         found = asyncio.run(run())
     model = TinyTransformer(TinyConfig(seed=seed))
-    rows, wrong = [], []
+    rows, wrong = list[dict[str, object]](), []
     for ids, done in zip(prompts, found, strict=True):
         same = done.ok and list(done.tokens) == model.alone(ids, 12)
         if not same:
@@ -329,15 +297,8 @@ def _real(
             }
         )
     what = f"{prefillers} prefillers and {decoders} decoders, processes over {fabric.value}"
-    _show(what, rows, json=json)
+    show_rows(what, rows, json=json)
     _fail_on(wrong)
-
-
-def _show(title: str, rows: Sequence[Mapping[str, Any]], *, json: bool) -> None:
-    if json:
-        emit_json({"what": title, "rows": [dict(row) for row in rows]})
-    else:
-        print_table(title, list(rows[0]), rows)
 
 
 def _fail_on(violations: Sequence[str], word: str = "VIOLATION") -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 __all__ = [
     "InFile", "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
-    "print_table", "progress", "refuse_unused", "run_on_ray",
+    "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
 ]  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -141,6 +141,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
         console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())
     typer.echo("\n".join(line for line in lines if line))
+
+
+def show_rows(title: str, rows: Sequence[Mapping[str, object]], *, json: bool) -> None:
+    """Print rows that have the same columns, one at the least: as a table, or as JSON."""
+    if json:
+        emit_json({"what": title, "rows": [dict(row) for row in rows]})
+    else:
+        print_table(title, list(rows[0]), rows)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import cache
@@ -51,48 +51,12 @@ class Field(NamedTuple):
     least: int
 
 
-FIELDS: Final[Mapping[str, Field]] = {
-    "nics": Field("node.nics", "count", 1),
-    "step_delay_ps": Field("cpu.step_delay", "ps", 0),
-    "post_first_ps": Field("cpu.post_first", "ps", 0),
-    "post_next_ps": Field("cpu.post_next", "ps", 0),
-    "turn_rows": Field("cpu.turn_rows", "count", 1),
-    "link_bps": Field("nic.link", "bps", 1),
-    "wire_bps": Field("nic.wire", "bps", 1),
-    "op_ps": Field("nic.op", "ps", 0),
-    "dma_bps": Field("nic.dma", "bps", 1),
-    "fill_bytes": Field("nic.fill", "bytes", 0),
-    "quantum_bytes": Field("nic.quantum", "bytes", 1),
-    "sq_depth": Field("nic.sq_depth", "count", 1),
-    "max_write_bytes": Field("nic.max_write", "bytes", 1),
-    "max_msg_bytes": Field("nic.max_msg", "bytes", 1),
-    "latency_ps": Field("wire.latency", "ps", 1),
-    "receive_ps": Field("wire.receive", "ps", 0),
-    "ack_ps": Field("wire.ack", "ps", 0),
-    "jitter_ps": Field("wire.jitter", "ps", 0),
-    "peer_timeout_ps": Field("wire.peer_timeout", "ps", 1),
-    "tail_ppm": Field("wire.tail_share", "ppm", 0),
-    "tail_ps": Field("wire.tail", "ps", 0),
-    "loss_ppm": Field("wire.loss", "ppm", 0),
-    "retry_ps": Field("wire.retry", "ps", 0),
-    "credit_bytes": Field("wire.credit", "bytes", 0),
-    "ecn_bytes": Field("wire.ecn", "bytes", 0),
-    "ecn_every_ps": Field("wire.ecn_every", "ps", 0),
-    "ecn_recover_ps": Field("wire.ecn_recover", "ps", 0),
-    "ecn_grow_bps": Field("wire.ecn_grow", "bps", 0),
-    "poll_ps": Field("cpu.poll", "ps", 0),
-    "qp_depth": Field("nic.qp_depth", "count", 0),
-    "bus_bps": Field("node.bus", "bps", 0),
-    "leaf_nodes": Field("network.leaf_nodes", "count", 0),
-    "rails": Field("network.rails", "count", 0),
-    "uplink_bps": Field("network.uplink", "bps", 0),
-    "spine_ps": Field("network.spine", "ps", 0),
-    "circuit_up_ps": Field("network.circuit_up", "ps", 0),
-    "circuit_down_ps": Field("network.circuit_down", "ps", 0),
-    "leaves": Field("network.leaves", "count", 0),
-}
-_OPTIONAL: Final = tuple(FIELDS)[list(FIELDS).index("peer_timeout_ps") + 1 :]
-"""Fields that a file may leave out; they are 0 then."""
+def _at(path: str, unit: str, least: int, *, optional: bool = False) -> int:
+    """Make a field of a profile that a file has at this place; an optional one is 0 if left out."""
+    where = {"field": Field(path, unit, least)}
+    found: int = field(metadata=where, default=0) if optional else field(metadata=where)
+    return found
+
 
 _FLAGS: Final = ("ordered", "imm_eats_recv")
 _HEAD: Final = ("name", "summary", *_FLAGS)
@@ -166,45 +130,45 @@ class Profile:
     summary: str
     ordered: bool
     imm_eats_recv: bool
-    nics: int
-    step_delay_ps: int
-    post_first_ps: int
-    post_next_ps: int
-    turn_rows: int
-    link_bps: int
-    wire_bps: int
-    op_ps: int
-    dma_bps: int
-    fill_bytes: int
-    quantum_bytes: int
-    sq_depth: int
-    max_write_bytes: int
-    max_msg_bytes: int
-    latency_ps: int
-    receive_ps: int
-    ack_ps: int
-    jitter_ps: int
-    peer_timeout_ps: int
+    nics: int = _at("node.nics", "count", 1)
+    step_delay_ps: int = _at("cpu.step_delay", "ps", 0)
+    post_first_ps: int = _at("cpu.post_first", "ps", 0)
+    post_next_ps: int = _at("cpu.post_next", "ps", 0)
+    turn_rows: int = _at("cpu.turn_rows", "count", 1)
+    link_bps: int = _at("nic.link", "bps", 1)
+    wire_bps: int = _at("nic.wire", "bps", 1)
+    op_ps: int = _at("nic.op", "ps", 0)
+    dma_bps: int = _at("nic.dma", "bps", 1)
+    fill_bytes: int = _at("nic.fill", "bytes", 0)
+    quantum_bytes: int = _at("nic.quantum", "bytes", 1)
+    sq_depth: int = _at("nic.sq_depth", "count", 1)
+    max_write_bytes: int = _at("nic.max_write", "bytes", 1)
+    max_msg_bytes: int = _at("nic.max_msg", "bytes", 1)
+    latency_ps: int = _at("wire.latency", "ps", 1)
+    receive_ps: int = _at("wire.receive", "ps", 0)
+    ack_ps: int = _at("wire.ack", "ps", 0)
+    jitter_ps: int = _at("wire.jitter", "ps", 0)
+    peer_timeout_ps: int = _at("wire.peer_timeout", "ps", 1)
     numbers: Mapping[str, Number] = field(repr=False)
-    tail_ppm: int = 0
-    tail_ps: int = 0
-    loss_ppm: int = 0
-    retry_ps: int = 0
-    credit_bytes: int = 0
-    ecn_bytes: int = 0
-    ecn_every_ps: int = 0
-    ecn_recover_ps: int = 0
-    ecn_grow_bps: int = 0
-    poll_ps: int = 0
-    qp_depth: int = 0
-    bus_bps: int = 0
-    leaf_nodes: int = 0
-    rails: int = 0
-    uplink_bps: int = 0
-    spine_ps: int = 0
-    circuit_up_ps: int = 0
-    circuit_down_ps: int = 0
-    leaves: int = 0
+    tail_ppm: int = _at("wire.tail_share", "ppm", 0, optional=True)
+    tail_ps: int = _at("wire.tail", "ps", 0, optional=True)
+    loss_ppm: int = _at("wire.loss", "ppm", 0, optional=True)
+    retry_ps: int = _at("wire.retry", "ps", 0, optional=True)
+    credit_bytes: int = _at("wire.credit", "bytes", 0, optional=True)
+    ecn_bytes: int = _at("wire.ecn", "bytes", 0, optional=True)
+    ecn_every_ps: int = _at("wire.ecn_every", "ps", 0, optional=True)
+    ecn_recover_ps: int = _at("wire.ecn_recover", "ps", 0, optional=True)
+    ecn_grow_bps: int = _at("wire.ecn_grow", "bps", 0, optional=True)
+    poll_ps: int = _at("cpu.poll", "ps", 0, optional=True)
+    qp_depth: int = _at("nic.qp_depth", "count", 0, optional=True)
+    bus_bps: int = _at("node.bus", "bps", 0, optional=True)
+    leaf_nodes: int = _at("network.leaf_nodes", "count", 0, optional=True)
+    rails: int = _at("network.rails", "count", 0, optional=True)
+    uplink_bps: int = _at("network.uplink", "bps", 0, optional=True)
+    spine_ps: int = _at("network.spine", "ps", 0, optional=True)
+    circuit_up_ps: int = _at("network.circuit_up", "ps", 0, optional=True)
+    circuit_down_ps: int = _at("network.circuit_down", "ps", 0, optional=True)
+    leaves: int = _at("network.leaves", "count", 0, optional=True)
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself: UsageError with both values."""
@@ -249,6 +213,13 @@ class Profile:
             control_bytes=control_bytes,
             no_reads=f"the profile {self.name} has no source for the time that reads take",
         )
+
+
+FIELDS: Final[Mapping[str, Field]] = {
+    one.name: one.metadata["field"] for one in fields(Profile) if one.metadata
+}
+_OPTIONAL: Final = tuple(one.name for one in fields(Profile) if one.metadata and one.default == 0)
+"""Fields that a file may leave out; they are 0 then."""
 
 
 def profile_names() -> list[str]:

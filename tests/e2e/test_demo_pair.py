@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tep.base.errors import FabricError
-from tep.cli.demo_moved import LeftOut, count_overtakes
-from tep.cli.demo_pair import PAIRS, Pair, _Receiver, move_between
+from tep.cli.demo_pair import PAIRS, LeftOut, Pair, Remote, count_overtakes, move_between
 
 DATA = np.arange(256, dtype=np.uint8)
 
@@ -41,11 +40,11 @@ def test_what_goes_wrong_in_the_receiver_is_said_here():
 def test_a_receiver_that_was_killed_is_an_error_at_once():
     """Waiting two minutes for a process that is not there any more."""
     start_s = time.monotonic()
-    with _Receiver(PAIRS[0]) as receiver:
-        receiver._process.kill()
-        receiver._process.wait()
+    with Remote(PAIRS[0]) as receiver:
+        receiver.process.kill()
+        receiver.process.join()
         with pytest.raises(FabricError, match="ended"):
-            receiver.ask("open", backend="loopback", options={})
+            receiver.ask("open", "loopback", {})
     assert time.monotonic() - start_s < 30
 
 

@@ -65,14 +65,6 @@ def test_the_first_token_is_predicted_for_any_length() -> None:
     assert 9400 == pytest.approx(slow[0]["TTFT same node ms"], rel=1e-3)
 
 
-def test_a_short_day_loses_nothing() -> None:
-    """Joins and departures are daily life."""
-    (found,) = rows("day", "--requests", "30", "--changes", "10")
-
-    assert 0 == found["violations"]
-    assert found["requests"] > 15
-
-
 def test_people_read_tables() -> None:
     """Nobody reads JSON in a terminal."""
     result = CliRunner().invoke(app, ["kvcache", "ttft", "4096"])
