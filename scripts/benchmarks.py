@@ -84,7 +84,7 @@ def _published(data: Any) -> list[Row]:
 def _left_out(one: Mapping[str, Any]) -> str:
     """Write the error of a point that is left out."""
     if one["left_out"] is None:
-        return "nothing left" if one["class"] == "fitted" else ""
+        return "nothing left" if one["class"] in {"fitted", "given"} else ""
     if one["unit"] == "%":
         return f"{one['left_out'] - one['published']:+.1f} points"
     return f"{100 * (one['left_out'] / one['published'] - 1):+.1f} %"

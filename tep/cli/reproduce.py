@@ -27,9 +27,9 @@ LeaveOut = Annotated[
 def reproduce(
     names: Names = None, out: Out = None, leave_one_out: LeaveOut = False, json: Json = False
 ) -> None:
-    """Run published tables through the engines on the timing fabric; print published, simulated and
-    error of each point, and to which the simulator's numbers were fitted. Exit 1 if an error is
-    beyond its tolerance.
+    """Print published, simulated and error of each point, and how its value was made: predicted by
+    engines on the timing fabric, fitted to, given, or counted. Exit 1 if an error is beyond its
+    tolerance.
     """
     from tep.bench.reproduce import load_table, report, residue, runs, table_names
 

@@ -1,4 +1,4 @@
-"""Published tables and figures, run through the engines on the timing fabric, with their errors.
+"""Published tables and figures beside simulated values, with their errors.
 
 `tables` has the published numbers, `runs` simulates them, `residue` leaves points out, `report`
 writes Markdown and pictures. Facts are in data/*.csv; no model and no number of a machine is here.

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from statistics import median
+from typing import TYPE_CHECKING, Final, get_args
 
 from tep import sim
 from tep.apps.kvcache.ttft import PUBLISHED
 from tep.base.distribution import need
 from tep.base.units import KiB
 from tep.bench.reproduce.runs import Outcome, reproduce_at
-from tep.bench.reproduce.tables import NIC_PROFILES
+from tep.bench.reproduce.tables import NIC_PROFILES, Class
 from tep.sim.fit import Measured, model_gbps
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
     ]
 
 
-_NO_VALUE: Final = {"fitted": "nothing left", "predicted": "not asked", "not modelled": ""}
+_NO_VALUE: Final = {
+    "fitted": "nothing left",
+    "given": "nothing left",
+    "predicted": "not asked",
+    "counted": "not asked",
+    "not modelled": "",
+}
 """The text of the column "left out" if there is no value, by class."""
 
 
@@ -58,23 +65,19 @@ def _error(one: Outcome, value: float | None) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """Summarise the points of each class, their errors, and the fitted numbers."""
+    """Summarise the points of each class, their errors, and the values that were fitted."""
     found: dict[str, object] = {"points": len(outcomes)}
-    for kind in ("fitted", "predicted", "not modelled"):
+    for kind in get_args(Class):
         mine = [one for one in outcomes if one.point.kind == kind]
-        # A count and an input have no error by definition: only the other points count here.
-        errors = [abs(one.error) for one in mine if one.error is not None]
         found[kind] = len(mine)
-        found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
-    found["fitted, of them inputs"] = sum(one.point.is_input for one in outcomes)
+        errors = [abs(one.error) for one in mine if one.error is not None]
+        if kind in {"fitted", "predicted", "not modelled"}:
+            found[f"{kind}, median error"] = round(median(errors or [0.0]), 2)
+            found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
     found["beyond their tolerance"] = sum(not one.holds for one in outcomes)
-    numbers = {
-        (one.table.name, name)
-        for one in outcomes
-        if one.point.kind == "fitted" and not one.point.is_input
-        for name in one.point.of.split()
-    }
-    found["numbers fitted"] = sorted({f"{name} ({table})" for table, name in numbers})
+    numbers = sorted({name for one in outcomes for name in one.point.numbers})
+    found["values fitted"] = len(numbers)
+    found["fitted values"] = numbers
     found |= _waiting(outcomes)
     return found
 
@@ -124,10 +127,11 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
 
 _COLUMNS_SAID: Final = (
     "Every published point is in one class. Fitted: numbers of the simulator were fitted to it, or",
-    "it is an input itself. Predicted: nothing was. Not modelled: something that matters is",
-    "missing; the last column says what, and a value, if any, is no prediction. Left out: how far",
-    "off the simulation is without the point. Numbers fitted to it then come from all other",
-    "points, from the other NIC, or from an earlier guess.",
+    "chosen in sight of it. Given: it is an input itself. Predicted: nothing was fitted to it.",
+    "Counted: pages and steps, from shapes alone. Not modelled: something that matters is missing;",
+    "the last column says what, and a value, if any, is no prediction. Left out: how far off the",
+    "simulation is without the point. Numbers fitted to it then come from all other points, from",
+    "the other NIC, or from an earlier guess.",
 )
 
 

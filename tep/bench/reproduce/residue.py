@@ -178,7 +178,7 @@ def _rest_peer() -> dict[Key, float]:
 
 def _kernels() -> dict[Key, float]:
     """Take the other NIC's published time: both NICs have one kernel."""
-    points = [point for point in load_table("moe-kernels").points if point.is_input]
+    points = [point for point in load_table("moe-kernels").points if point.kind == "given"]
     return {
         ("moe-kernels", point.name): other.published
         for point in points
@@ -191,7 +191,7 @@ def _post_all() -> dict[Key, float]:
     """Compute the cost of a row from the same NIC's scatters to fewer peers."""
     points = [p for p in load_table("scatter").points if p.name.endswith("p50")]
     found = {}
-    for point in (p for p in points if p.is_input and p.keys["stage"] == "post_all"):
+    for point in (p for p in points if p.kind == "given" and p.keys["stage"] == "post_all"):
         nic, peers = point.keys["nic"], int(point.keys["ep"]) - 1
         rest = [p for p in points if p.keys["nic"] == nic and p is not point]
         row_us = sum(p.published / (int(p.keys["ep"]) - 1) for p in rest) / len(rest)

@@ -1,7 +1,8 @@
-"""Each published table through the engines on the timing fabric: table name -> a value a point.
+"""A value for each point of a published table: table name -> a function of the point's keys.
 
-The functions here ask the systems in `tep.apps`; they have no number of a machine. `None` if
-nothing is simulated.
+Point to point, scatter, MoE and the waiting of RL run through the engines on the timing fabric.
+Kernels, the watched word and RL's operations are inputs, given back. KvCache is `ttft`, a closed
+form. The functions here have no number of a machine. `None` if nothing is simulated.
 """
 
 from __future__ import annotations

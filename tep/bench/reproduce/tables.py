@@ -1,7 +1,9 @@
 """The published numbers: one CSV a table, each point with its class and its tolerance. No model.
 
-Class of a point: "fitted": the named numbers were fitted to it; "predicted": no number was fitted
-to it; "not modelled": says why. An input, used as it stands, counts as fitted.
+Class of a point, which says how its simulated value was made: "fitted": the named numbers were
+fitted to it, or chosen in sight of it; "given": it is an input itself, so that its error says
+nothing; "predicted": no number was fitted to it; "counted": pages and steps, from shapes alone;
+"not modelled": says why.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ __all__ = [
     "NIC_PROFILES", "Class", "Point", "Table", "load_table", "paged_gbps", "table_names",
 ]  # fmt: skip
 
-Class = Literal["fitted", "predicted", "not modelled"]
+Class = Literal["fitted", "given", "predicted", "counted", "not modelled"]
 
 _FIXED: Final = ("published", "class", "of", "tolerance")
 
@@ -31,7 +33,7 @@ class Point:
         keys: its key in the table: column -> text.
         published: the number, in the table's unit.
         kind: its class.
-        of: fitted: the numbers; predicted: remarks; not modelled: the reason.
+        of: fitted: the numbers; given: the input; not modelled: the reason; else remarks.
         tolerance: largest error allowed, percent, or points if the unit is percent; None:
             nothing is simulated.
     """
@@ -48,9 +50,13 @@ class Point:
         return " ".join(self.keys.values())
 
     @property
-    def is_input(self) -> bool:
-        """True if the published number is an input itself, so that its error says nothing."""
-        return self.kind == "fitted" and self.of.startswith(("input", "the base"))
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers that were fitted to it; those of a profile name their NIC, too."""
+        if self.kind != "fitted":
+            return ()
+        names, nic = self.of.split(), self.keys.get("nic", "")
+        own = ("nic.", "cpu.", "wire.")
+        return tuple(f"{name} {nic}" if name.startswith(own) else name for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ def _point(table: str, row: dict[str, str]) -> Point:
     keys = {key: value for key, value in row.items() if key not in _FIXED}
     kind, tolerance = row["class"], row["tolerance"]
     kinds: tuple[Class, ...] = get_args(Class)
-    if kind not in kinds or (kind != "predicted" and not row["of"]):
+    if kind not in kinds or (kind not in {"predicted", "counted"} and not row["of"]):
         raise UsageError(f"{table}.csv: {row}: a class, and what was fitted or why not")
     if (tolerance == "") != (kind == "not modelled"):
         raise UsageError(f"{table}.csv: {row}: a tolerance, unless the point is not modelled")
