@@ -294,9 +294,10 @@ BENCHES: Final[dict[str, Bench]] = {
         "The simulator against published figures",
         _bench("tep reproduce --leave-one-out --out docs/published"),
         _published,
-        "`fitted`: numbers of the simulator were fitted to this point. `predicted`: they were not. "
-        "`not modelled`: something that matters is missing. `left out`: the error without the "
-        "point. With pictures: [the report](../published/report.md). Profiles say more: "
+        "`fitted`: numbers of the simulator were fitted to this point. `given`: it is an input. "
+        "`predicted`: neither. `counted`: pages and steps, from shapes alone. `not modelled`: "
+        "something that matters is missing. `left out`: the error without the point. With "
+        "pictures: [the report](../published/report.md). Profiles say more: "
         "tep/sim/profiles/README.md, tep/apps/moe/profiles/README.md.",
         _published_short,
     ),

@@ -63,6 +63,8 @@ def test_the_first_token_is_predicted_for_any_length() -> None:
     assert all(row["TTFT disaggregated ms"] > row["TTFT same node ms"] for row in found)
     slow = rows("ttft", "10000", "--layer-ms", "100")
     assert 9400 == pytest.approx(slow[0]["TTFT same node ms"], rel=1e-3)
+    cold, warm = (rows("ttft", "4096", *more)[0] for more in (("--cold",), ()))
+    assert 26 == pytest.approx(cold["added ms"] - warm["added ms"], abs=0.2)
 
 
 def test_people_read_tables() -> None:

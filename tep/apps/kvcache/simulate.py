@@ -15,28 +15,28 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from tep import EngineOptions, UsageError
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.memory import SideOptions, host_memory, no_memory
+from tep.apps.kvcache.memory import KvMemory, SideOptions, host_memory, no_memory
 from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.transformer import TinyTransformer
-from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
+from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED, Overhead, TtftModel
 from tep.apps.kvcache.world import World
 from tep.base.units import PS_PER_S
 from tep.sim import Chaos, ChaosFabric, FabricEnv, FlowFabric, Network, Profile, TimingFabric
 
 __all__ = [
-    "EVENTS", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_day", "draw_scenario",
-    "simulate", "strike",
+    "EVENTS", "Arrival", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_day",
+    "draw_scenario", "first_token", "simulate", "strike",
 ]  # fmt: skip
 
 Event = Callable[[World], object]
@@ -56,6 +56,8 @@ class Plant:
         network: what stands between the NICs of the timing fabric.
         slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
         model: gives the layout, the chunk and compute times; but on chaos.
+        overhead: what disaggregation takes beside compute and transfer; but on chaos.
+        cold: prefillers and decoders never met before the first request.
         token_s: between two generated tokens; the decoder's time.
         layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
@@ -75,6 +77,8 @@ class Plant:
     network: Network | None = None
     slow_nic: float = 1.0
     model: TtftModel = PUBLISHED
+    overhead: Overhead = OVERHEAD
+    cold: bool = False
     token_s: float = 0.02
     layer_s: float = 5e-6
     npages: int = 4096
@@ -90,11 +94,20 @@ class Plant:
         return self.prefillers * self.prefill_tp + self.decoders * self.decode_tp
 
 
+class Arrival(NamedTuple):
+    """One request of a load: when it comes, its prompt, and the tokens wanted."""
+
+    at_s: float
+    ntokens: int
+    max_tokens: int = 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Requests.
 
     Attributes:
+        arrivals: these; else they are drawn by the other numbers.
         rate: a second, on average; they come at random, one independent of the other.
         duration_s: for how long they come; what has come is seen through.
         ntokens: lengths of prompts, equally likely.
@@ -102,8 +115,9 @@ class Load:
         seed: of arrivals and lengths.
     """
 
-    rate: float
-    duration_s: float
+    arrivals: Sequence[Arrival] = ()
+    rate: float = 0.0
+    duration_s: float = 0.0
     ntokens: Sequence[int] = (32768,)
     max_tokens: int = 16
     seed: int = 0
@@ -114,7 +128,8 @@ class Report:
     """The outcome of a run. Times in seconds.
 
     Attributes:
-        completions: of every request, in the order of their ends.
+        completions: of every request, in the order of their ends. `ttft_s` is from the arrival to
+            the first token; on chaos to the complete cache, from where the decoder had the request.
         compute_s: for each of them, its prefill's compute alone, as the model says.
         wrong: completions with other tokens than those of one place; they are compared on chaos.
         engines: at the start.
@@ -146,7 +161,7 @@ class Report:
         return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
 
     def added_s(self) -> float:
-        """Median of what a request waited beyond its own compute: queues and transfer."""
+        """Median of what a request waited beyond its own compute: queues, transfer, overhead."""
         pairs = zip(self.completions, self.compute_s, strict=True)
         found = [done.ttft_s - alone for done, alone in pairs if done.ok]
         return statistics.median(found) if found else float("nan")
@@ -156,25 +171,45 @@ class TimedModel:
     """Takes the time that a model would take, and computes nothing.
 
     Args:
-        model: gives the times.
-        token_s: between two generated tokens.
+        plant: gives the times.
+
+    Attributes:
+        first_s: the time of the first token of each request that is not over.
     """
 
-    def __init__(self, model: TtftModel, token_s: float) -> None:
-        self._model = model
-        self._token_s = token_s
+    def __init__(self, plant: Plant) -> None:
+        self._plant = plant
+        self._met: set[KvMemory] = set()
+        self.first_s: dict[str, float] = {}
 
     async def prefill(self, work: PrefillWork) -> None:
-        """Let the layers pass."""
+        """Let the layers pass, each with the start of its transfer."""
+        model, overhead = self._plant.model, self._plant.overhead
+        if self._plant.cold and work.memory not in self._met:
+            self._met.add(work.memory)
+            await asyncio.sleep(overhead.first_contact_s)
         for chunk in work.chunks:
-            layer_s = self._model.layer_compute_s(chunk.start, chunk.stop - chunk.start)
-            await _repeat(work.layers, layer_s, work.layer_done)
+            layer_s = model.layer_compute_s(chunk.start, chunk.stop - chunk.start)
+            await _repeat(work.layers, layer_s + overhead.start_s, work.layer_done)
 
     async def decode(self, work: DecodeWork) -> Sequence[int]:
-        """Let the tokens pass."""
-        wanted = work.request.max_tokens
-        await asyncio.sleep(self._token_s * wanted)
-        return [0] * wanted
+        """Let the decoder's own pass for the last token pass, and the further tokens."""
+        plant, request = self._plant, work.request
+        await asyncio.sleep(plant.overhead.before_token_s(plant.model, request.ntokens))
+        self.first_s[request.name] = asyncio.get_running_loop().time()
+        await asyncio.sleep(plant.token_s * (request.max_tokens - 1))
+        return [0] * request.max_tokens
+
+
+def first_token(ntokens: int, plant: Plant | None = None) -> Report:
+    """Simulate one prompt alone; the report's `ttft_s` and `added_s` are its.
+
+    Args:
+        ntokens: its length.
+        plant: the cluster; None: one prefiller and one decoder on the timing fabric.
+    """
+    alone = plant or Plant(prefillers=1, decoders=1, fabric="timing")
+    return simulate(alone, Load(arrivals=(Arrival(0.0, ntokens, 1),)))
 
 
 def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = ()) -> Report:
@@ -235,7 +270,7 @@ def _world(plant: Plant, load: Load, env: FabricEnv) -> tuple[World, TinyTransfo
     world = World(
         fabric,
         plant.model.layout if tiny is None else tiny.config.layout,
-        tiny or TimedModel(plant.model, plant.token_s),
+        tiny or TimedModel(plant),
         prefiller=side,
         decoder=side,
         chunk_tokens=plant.model.chunk_tokens if tiny is None else tiny.config.chunk_tokens,
@@ -255,7 +290,7 @@ def _probing(patience: Patience) -> EngineOptions:
 
 def _compute_s(plant: Plant, ntokens: int, tiny: TinyTransformer | None) -> float:
     if tiny is None:
-        return plant.model.predict(ntokens).ttft_same_node_s
+        return plant.model.compute_s(ntokens)
     config = tiny.config
     chunks = cut_chunks(ntokens, config.chunk_tokens, config.page_tokens)
     return len(chunks) * config.layers * plant.layer_s
@@ -276,10 +311,14 @@ def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
 
 def _arrivals(load: Load, *, ids: bool) -> list[tuple[float, Request]]:
     """(second, request) pairs, in order."""
-    if load.rate <= 0 or load.duration_s <= 0 or not load.ntokens:
-        raise UsageError(f"{load}: rate, duration and lengths are positive")
     dice = random.Random(f"kvcache load {load.seed}")
     found: list[tuple[float, Request]] = []
+    for at_s, ntokens, max_tokens in load.arrivals:
+        found.append((at_s, Request(f"r{len(found)}", ntokens, None, max_tokens)))
+    if found:
+        return found
+    if load.rate <= 0 or load.duration_s <= 0 or not load.ntokens:
+        raise UsageError(f"{load}: rate, duration and lengths are positive")
     at_s = dice.expovariate(load.rate)
     while at_s < load.duration_s:
         ntokens = dice.choice(load.ntokens)
@@ -310,15 +349,23 @@ async def _play(
     for at_s, request in arrivals:
         await asyncio.sleep(at_s - now_s)
         now_s = at_s
-        tasks.append(asyncio.create_task(_client(world, request, completions)))
+        tasks.append(asyncio.create_task(_client(plant, world, request, completions)))
     await asyncio.gather(*tasks)
     await world.settled()
     for prefiller in world.alive(Prefiller):
         await prefiller.leave()
 
 
-async def _client(world: World, request: Request, completions: list[Completion]) -> None:
-    completions.append(await world.scheduler.submit(request))
+async def _client(
+    plant: Plant, world: World, request: Request, completions: list[Completion]
+) -> None:
+    model, start_s = world.model, asyncio.get_running_loop().time()
+    if isinstance(model, TimedModel):
+        await asyncio.sleep(plant.overhead.hop_s)
+    done = await world.scheduler.submit(request)
+    if isinstance(model, TimedModel) and done.ok:
+        done = replace(done, ttft_s=model.first_s.pop(request.name) - start_s)
+    completions.append(done)
 
 
 async def _repeat(times: int, pause_s: float, call: Callable[[], object]) -> None:

@@ -1,15 +1,14 @@
-"""The time to the first token: layer-wise transfer added to a prefill, in closed form.
+"""The times of one model on one machine that a simulated cluster takes as they are: compute, and
+what disaggregation costs beside the transfer. `simulate` puts them into a cluster of engines.
 
-The pipeline is modelled: a layer's pages leave when its attention output is there, the wire takes
-one layer after the other, a transfer takes a start and a time for each page, and the first token
-comes when the last layer of the last chunk, and the tail, have landed. The constants of a model and
-a machine are fitted to measured rows: see `fit`.
+What a constant is: quoted from a source; fitted to the two rows `FITTED_ROWS` of the published
+table; or guessed. The other rows are predicted, none of their numbers is used here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,8 @@ from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.model import Chunk, cut_chunks
 
 __all__ = [
-    "PUBLISHED", "PUBLISHED_ROWS", "QWEN3_235B", "Measured", "Prediction", "TtftModel", "fit",
+    "FITTED_ROWS", "OVERHEAD", "PUBLISHED", "PUBLISHED_ROWS", "QWEN3_235B", "Measured",
+    "Overhead", "TtftModel", "fit",
 ]  # fmt: skip
 
 QWEN3_235B: Final = KvLayout("Qwen3-235B", 128, (KvBuffer("kv", 94, 4, 256, planes=2),))
@@ -48,44 +48,15 @@ class Measured:
     layer_transfer_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The model's times of one prompt, in seconds.
-
-    Attributes:
-        ntokens: its length.
-        chunks: its steps.
-        layer_compute_s: one layer of each chunk.
-        layer_transfer_s: one layer of each chunk, from its submission to its last page.
-        pages: pages of one layer of each chunk, over all ranks.
-        ttft_same_node_s: compute alone.
-        ttft_s: disaggregated.
-        exposed_s: of `ttft_s`, what the wire took after the last layer's compute.
-    """
-
-    ntokens: int
-    chunks: tuple[Chunk, ...]
-    layer_compute_s: tuple[float, ...]
-    layer_transfer_s: tuple[float, ...]
-    pages: tuple[int, ...]
-    ttft_same_node_s: float
-    ttft_s: float
-    exposed_s: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftModel:
-    """Times of one model on one machine and network.
+    """Compute times of one model on one machine.
 
     Attributes:
         layout: gives layers, page size and pages.
         chunk_tokens: of one step of a chunked prefill.
         layer_s, token_s, pair_s: compute of one layer of a chunk of n tokens that begins at s:
-            layer_s + token_s * n + pair_s * n * (s + n / 2); used where no times are given.
-        start_s: of a layer's transfer, whatever its size.
-        page_s: of each of its pages, all ranks together; the wire is busy for it.
-        step_s: what disaggregation adds to each step of a chunked prefill.
-        hand_over_s: what it adds once, for each page of a layer of the largest chunk.
+            layer_s + token_s * n + pair_s * n * (s + n / 2).
     """
 
     layout: KvLayout
@@ -93,117 +64,112 @@ class TtftModel:
     layer_s: float
     token_s: float
     pair_s: float
-    start_s: float
-    page_s: float
-    step_s: float
-    hand_over_s: float
 
     def layer_compute_s(self, start: int, ntokens: int) -> float:
         """Compute of one layer of a chunk of `ntokens` tokens behind `start` others."""
         pairs = ntokens * (start + ntokens / 2)
         return self.layer_s + self.token_s * ntokens + self.pair_s * pairs
 
-    def layer_transfer_s(self, npages: int) -> float:
-        """Transfer of one layer's pages of one chunk, counted over all ranks."""
-        return self.start_s + npages * self.page_s
-
-    def pages_of(self, ntokens: int) -> int:
-        """Pages that `ntokens` tokens make in one layer, over all planes and heads."""
-        return _pages_of(self.layout, ntokens)
-
-    def added_s(self, chunks: Sequence[Chunk]) -> float:
-        """The time that disaggregation adds to a prompt beside the transfer of its layers."""
-        largest = max(self.pages_of(chunk.stop - chunk.start) for chunk in chunks)
-        return len(chunks) * self.step_s + largest * self.hand_over_s
-
-    def predict(self, ntokens: int, layer_compute_s: float | None = None) -> Prediction:
-        """Predict the time to the first token of one prompt.
-
-        Args:
-            ntokens: its length, 1 or more.
-            layer_compute_s: compute time of one layer of the *last* chunk, seconds, as in the
-                published table (earlier chunks have less context: their attention is taken off by
-                `pair_s`); None = this model's own.
+    def chunks(self, ntokens: int) -> tuple[Chunk, ...]:
+        """The steps of a prompt.
 
         Raises:
-            UsageError: no tokens, or a time that cannot be.
+            UsageError: it has no tokens.
         """
         if ntokens < 1:
-            raise UsageError(f"predict: ntokens={ntokens}; one at the least")
-        chunks = cut_chunks(ntokens, self.chunk_tokens, self.layout.page_tokens)
-        compute = self._times(chunks, layer_compute_s)
-        pages = tuple(self.pages_of(chunk.stop - chunk.start) for chunk in chunks)
-        layers = self.layout.layers
-        computed_s = wire_free_s = landed_s = 0.0
-        for layer_s, npages in zip(compute, pages, strict=True):
-            wire_s = npages * self.page_s
-            for _ in range(layers):
-                computed_s += layer_s
-                wire_free_s = max(computed_s, wire_free_s) + wire_s
-                landed_s = wire_free_s + self.start_s
-        return Prediction(
-            ntokens,
-            chunks,
-            compute,
-            tuple(self.layer_transfer_s(npages) for npages in pages),
-            pages,
-            layers * sum(compute),
-            self.added_s(chunks) + landed_s,
-            landed_s - computed_s,
+            raise UsageError(f"a prompt of {ntokens} tokens; one at the least")
+        return cut_chunks(ntokens, self.chunk_tokens, self.layout.page_tokens)
+
+    def compute_s(self, ntokens: int) -> float:
+        """Compute of a whole prompt: the time to the first token on one node."""
+        chunks = self.chunks(ntokens)
+        layers_s = [self.layer_compute_s(one.start, one.stop - one.start) for one in chunks]
+        return self.layout.layers * sum(layers_s)
+
+    def last_pages(self, ntokens: int) -> int:
+        """Pages of one layer of a prompt's last chunk, over all planes and heads."""
+        last = self.chunks(ntokens)[-1]
+        rows = sum(buffer.planes * buffer.heads for buffer in self.layout.buffers)
+        return self.layout.npages(last.stop - last.start) * rows
+
+    def with_last_layer(self, ntokens: int, layer_s: float) -> TtftModel:
+        """Return the model by which a layer of the last chunk of such a prompt takes so long.
+
+        Raises:
+            UsageError: then a layer of an earlier chunk would take no time.
+        """
+        chunks = self.chunks(ntokens)
+        first, last = (
+            self.layer_compute_s(one.start, one.stop - one.start) for one in (chunks[0], chunks[-1])
         )
-
-    def _times(self, chunks: Sequence[Chunk], last_s: float | None) -> tuple[float, ...]:
-        own = [self.layer_compute_s(chunk.start, chunk.stop - chunk.start) for chunk in chunks]
-        found = tuple(own if last_s is None else (last_s - own[-1] + each for each in own))
-        if min(found) <= 0:
-            raise UsageError(f"predict: layer times {found}; one positive number each")
-        return found
+        if first + layer_s - last <= 0 or layer_s <= 0:
+            raise UsageError(f"a layer of {layer_s} s: the others would take no time")
+        return replace(self, layer_s=self.layer_s + layer_s - last)
 
 
-def fit(layout: KvLayout, chunk_tokens: int, rows: Sequence[Measured]) -> TtftModel:
-    """Calibrate a model on measured prompts: least squares of relative errors.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """The time that disaggregation takes on hosts and GPUs; the network's is simulated.
 
-    Compute is fitted to the layers' times and the same node's TTFT, transfer to the layers' times,
-    and what is added to the difference of both TTFTs, less the last layer's transfer.
+    Attributes:
+        start_s: of each layer of each chunk: the GPU changes the watched word, the host sees it and
+            submits the layer's pages. The next layer waits meanwhile.
+        hand_over_s: once, for each page of a layer of the last chunk, before the decoder begins.
+        pass_s, pass_token_s: the decoder's own pass for the last token; more for each token before.
+        hop_s: from a client by the scheduler to the decoder.
+        first_contact_s: the first transfer between two peers, if they never met.
+    """
+
+    start_s: float = 0.0
+    hand_over_s: float = 0.0
+    pass_s: float = 0.0
+    pass_token_s: float = 0.0
+    hop_s: float = 0.0
+    first_contact_s: float = 0.0
+
+    def before_token_s(self, model: TtftModel, ntokens: int) -> float:
+        """The time from a complete cache to the first token."""
+        handed_s = self.hand_over_s * model.last_pages(ntokens)
+        return handed_s + self.pass_s + self.pass_token_s * ntokens
+
+
+def fit(
+    layout: KvLayout, chunk_tokens: int, rows: Sequence[Measured], known: Overhead = Overhead()
+) -> tuple[TtftModel, Overhead]:
+    """Calibrate on measured prompts: least squares of relative errors.
+
+    Compute is fitted to the layers' times and the same node's TTFT; `start_s` is the part of the
+    layers' transfers that does not grow with their pages; `hand_over_s` meets what is left of the
+    difference of both TTFTs. All else is taken from `known`.
 
     Args:
         layout: of the model that was measured.
         chunk_tokens: of one step of its chunked prefill.
-        rows: three prompts or more, of different lengths, one of them longer than a chunk.
+        rows: two prompts or more, of different lengths, one of them longer than a chunk.
+        known: the numbers that are not fitted.
 
     Raises:
         UsageError: the rows do not determine the constants.
     """
-    compute, transfer, added = [], [], []
+    compute, transfer, rest = [], [], []
+    shape = TtftModel(layout=layout, chunk_tokens=chunk_tokens, layer_s=0, token_s=0, pair_s=0)
     for row in rows:
-        chunks = cut_chunks(row.ntokens, chunk_tokens, layout.page_tokens)
-        sizes = [(chunk.start, chunk.stop - chunk.start) for chunk in chunks]
+        sizes = [(one.start, one.stop - one.start) for one in shape.chunks(row.ntokens)]
         terms = np.array([(1.0, n, n * (start + n / 2)) for start, n in sizes])
         compute.append((terms[-1], row.layer_compute_s))
         compute.append((terms.sum(axis=0) * layout.layers, row.ttft_same_node_s))
-        pages = max(_pages_of(layout, n) for _, n in sizes)
-        transfer.append(((1.0, pages), row.layer_transfer_s))
-        rest_s = row.ttft_s - row.ttft_same_node_s - row.layer_transfer_s
-        added.append(((len(chunks), pages), rest_s))
+        transfer.append(((1.0, shape.last_pages(row.ntokens)), row.layer_transfer_s))
     layer_s, token_s, pair_s = _solve("compute", compute)
-    start_s, page_s = _solve("transfer", transfer)
-    step_s, hand_over_s = _solve("what is added", added)
-    return TtftModel(
-        layout=layout,
-        chunk_tokens=chunk_tokens,
-        layer_s=layer_s,
-        token_s=token_s,
-        pair_s=pair_s,
-        start_s=start_s,
-        page_s=page_s,
-        step_s=step_s,
-        hand_over_s=hand_over_s,
-    )
-
-
-def _pages_of(layout: KvLayout, ntokens: int) -> int:
-    rows = sum(buffer.planes * buffer.heads for buffer in layout.buffers)
-    return layout.npages(ntokens) * rows
+    model = replace(shape, layer_s=layer_s, token_s=token_s, pair_s=pair_s)
+    start_s, _ = _solve("transfer", transfer)
+    found = replace(known, start_s=start_s, hand_over_s=0.0)
+    for row in rows:
+        starts_s = start_s * layout.layers * len(model.chunks(row.ntokens))
+        named_s = starts_s + found.hop_s + found.before_token_s(model, row.ntokens)
+        left_s = row.ttft_s - row.ttft_same_node_s - named_s
+        rest.append(((model.last_pages(row.ntokens),), left_s))
+    (hand_over_s,) = _solve("what is added", rest)
+    return model, replace(found, hand_over_s=hand_over_s)
 
 
 def _solve(what: str, equations: Sequence[tuple[Sequence[float], float]]) -> list[float]:
@@ -242,19 +208,33 @@ PUBLISHED_ROWS: Final = tuple(
 Source: arXiv 2510.27656 v2, Table 3.
 """
 
-PUBLISHED: Final = fit(QWEN3_235B, 16384, PUBLISHED_ROWS)
-"""Calibrated on the published rows. What the constants come out as, and what they mean:
+FITTED_ROWS: Final = PUBLISHED_ROWS[1:3]
+"""The rows that numbers are fitted to; the other two are predicted."""
 
-- layer_s 0.20 ms, token_s 0.48 us, pair_s 13 ps; worst error 1 %. The time a pair is attention: two
-  matrix products x 2 x 16 query heads x 128 a rank are 8.2 kFLOP, at 0.6 PFLOP/s.
-- start_s 0.34 ms, page_s 1.23 us; worst error 2 %. 32 KiB in that time are 213 Gb/s, one 200 Gb/s
-  NIC's rate, while the same paper's paged writes reach 360 Gb/s: why is not known. So these two are
-  this deployment's and no NIC's; for others see `simulate`.
-- step_s 29 ms, hand_over_s 73 us a page. The table does not say where the 46 to 321 ms over the
-  same node come from; the last layer's transfer is 2 ms. A part for each step and a part
-  for the size of a step reproduce them within 11 ms; that they are what they are called here is
-  our reading, guessed.
+_RANK_WEIGHTS_BYTES: Final = 22e9 * 2 / 4  # 22 G active parameters, bf16, TP4: quoted, model card
+_RANK_TOKEN_BYTES: Final = 94 * 2 * 256  # a token's K and V of the one head of a rank
+_HBM_BYTES_S: Final = 4.8e12  # quoted: NVIDIA H200 datasheet
+_SUM_S: Final = 15e-6  # guessed: one sum over four ranks; there are two in a layer
 
-Lengths within 4,096 .. 131,072 are interpolated. Below, step_s is most of what is added, and rests
-on few rows.
+_KNOWN: Final = Overhead(
+    pass_s=_RANK_WEIGHTS_BYTES / _HBM_BYTES_S + 2 * 94 * _SUM_S,
+    pass_token_s=_RANK_TOKEN_BYTES / _HBM_BYTES_S,
+    hop_s=0.5e-3,  # guessed
+    # Quoted: 26 ms, first submit to a peer over EFA without a warm-up; Mooncake's
+    # docs/source/design/transfer-engine/efa_transport.md, commit 3b5a59413.
+    first_contact_s=26e-3,
+)
+
+_FITTED: Final = fit(QWEN3_235B, 16384, FITTED_ROWS, _KNOWN)
+PUBLISHED: Final = _FITTED[0]
+OVERHEAD: Final = _FITTED[1]
+"""Calibrated on two published rows. Five numbers are fitted to them:
+
+- layer_s 0.15 ms, token_s 0.49 us, pair_s 13 ps. The time a pair is attention: two matrix products
+  x 2 x 16 query heads x 128 a rank are 8.2 kFLOP, at 0.65 PFLOP/s.
+- start_s 0.30 ms: 28 ms a chunk of 94 layers, if the next layer waits for it. That it waits is our
+  reading. The published transfers also grow by 1.28 us a page, where an engine takes 0.73; why is
+  not known, and nothing of it is used: it hides behind compute.
+- hand_over_s 70 us a page of the last chunk: 18 to 72 ms. The table does not say where this part
+  comes from; the name is ours. The decoder's pass, by a roofline, is 5 to 7 ms.
 """

@@ -12,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Final, get_args
 
 from tep import sim
-from tep.apps.kvcache.ttft import PUBLISHED
 from tep.base.distribution import need
 from tep.base.units import KiB
 from tep.bench.reproduce.runs import Outcome, reproduce_at
@@ -184,14 +183,11 @@ def _p2p(axes: Axes) -> str:
 
 def _kvcache(axes: Axes) -> str:
     lengths = [2048 << k for k in range(7)]
-    found = [PUBLISHED.predict(n) for n in lengths]
-    series = {
-        "ttft_same_node": [one.ttft_same_node_s * 1e3 for one in found],
-        "ttft_disaggregated": [one.ttft_s * 1e3 for one in found],
-        "layer_compute": [one.layer_compute_s[-1] * 1e3 for one in found],
-        "layer_transfer": [one.layer_transfer_s[0] * 1e3 for one in found],
-    }
-    for label, values in series.items():
+    for label in (
+        *("ttft_same_node", "ttft_disaggregated", "added"),
+        *("layer_compute", "layer_transfer"),
+    ):
+        values = [reproduce_at("kvcache", ntokens=str(n), quantity=label) for n in lengths]
         axes.plot(lengths, values, label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
     return "ntokens"

@@ -1,8 +1,8 @@
 """A value for each point of a published table: table name -> a function of the point's keys.
 
-Point to point, scatter, MoE and the waiting of RL run through the engines on the timing fabric.
-Kernels, the watched word and RL's operations are inputs, given back. KvCache is `ttft`, a closed
-form. The functions here have no number of a machine. `None` if nothing is simulated.
+Point to point, scatter, MoE, KvCache and the waiting of RL run through the engines on the timing
+fabric. Kernels, the watched word and RL's operations are inputs, given back. The functions here
+have no number of a machine. `None` if nothing is simulated.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import numpy as np
 
 import tep
 from tep import sim
-from tep.apps.kvcache.ttft import PUBLISHED
+from tep.apps.kvcache.simulate import Report, first_token
+from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED
 from tep.apps.moe.kernels import load_gpu
 from tep.apps.moe.predict import Prediction, Workload, per_token, predict
 from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
-from tep.base.units import PS_PER_US
+from tep.base.units import PS_PER_US, KiB
 from tep.bench.reproduce.tables import NIC_PROFILES, Point, Table, load_table
 
-__all__ = ["Outcome", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at", "single_us"]
+__all__ = [
+    "Outcome", "layer_us", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at",
+    "single_us",
+]  # fmt: skip
 
 _PAGES: Final = 16_384
 _DEEPEP: Final = "DeepEP_CX7"
@@ -127,16 +131,32 @@ def _p2p(keys: Mapping[str, str]) -> float:
 # ---------------------------------------------------------------- KvCache
 
 
+@cache
+def _first(ntokens: int) -> Report:
+    return first_token(ntokens)
+
+
 def _kvcache(keys: Mapping[str, str]) -> float:
-    found = PUBLISHED.predict(int(keys["ntokens"]))
-    return {
-        "ttft_same_node": found.ttft_same_node_s * 1e3,
-        "ttft_disaggregated": found.ttft_s * 1e3,
-        "layer_compute": found.layer_compute_s[-1] * 1e3,
-        "layer_transfer": found.layer_transfer_s[0] * 1e3,
-        "chunk_steps": float(len(found.chunks)),
-        "pages": float(max(found.pages)),
-    }[keys["quantity"]]
+    ntokens = int(keys["ntokens"])
+    last = PUBLISHED.chunks(ntokens)[-1]
+    pages = PUBLISHED.last_pages(ntokens)
+    values: dict[str, Callable[[], float]] = {
+        "ttft_same_node": lambda: PUBLISHED.compute_s(ntokens) * 1e3,
+        "ttft_disaggregated": lambda: _first(ntokens).ttft_s() * 1e3,
+        "added": lambda: _first(ntokens).added_s() * 1e3,
+        "layer_compute": lambda: (
+            PUBLISHED.layer_compute_s(last.start, last.stop - last.start) * 1e3
+        ),
+        "layer_transfer": lambda: OVERHEAD.start_s * 1e3 + layer_us(pages) / 1e3,
+        "chunk_steps": lambda: float(len(PUBLISHED.chunks(ntokens))),
+        "pages": lambda: float(pages),
+    }
+    return values[keys["quantity"]]()
+
+
+def layer_us(npages: int) -> float:
+    """Measure one layer's pages from one rank, through an engine."""
+    return paged_us(NIC_PROFILES["EFA"], 32 * KiB, npages)
 
 
 # ---------------------------------------------------------------- RL

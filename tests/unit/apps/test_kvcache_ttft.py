@@ -1,84 +1,109 @@
-"""The time to the first token, against the published rows, and as a pipeline."""
+"""The time to the first token: simulated, against the published rows that nothing was fitted to."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from tep import UsageError
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
+from tep.apps.kvcache.simulate import Arrival, Load, Plant, first_token, simulate
 from tep.apps.kvcache.ttft import (
+    FITTED_ROWS,
+    OVERHEAD,
     PUBLISHED,
     PUBLISHED_ROWS,
     QWEN3_235B,
     Measured,
+    Overhead,
     TtftModel,
     fit,
 )
 
 # Steps and pages of the rows. Source: arXiv 2510.27656 v2, Table 3, as all of them.
 SHAPES = {4096: (1, 256), 8192: (1, 512), 32768: (2, 1024), 131072: (8, 1024)}
+PREDICTED = [row for row in PUBLISHED_ROWS if row not in FITTED_ROWS]
+ALONE = Plant(prefillers=1, decoders=1, fabric="timing")
 
 
-def close(expected: float) -> Any:
-    return pytest.approx(expected, rel=0.05)
+def test_at_most_two_rows_are_fitted_to() -> None:
+    """A third row in the fit would be called predicted by whoever reads the table."""
+    assert [4096, 131072] == [row.ntokens for row in PREDICTED]
+    again = fit(QWEN3_235B, 16384, FITTED_ROWS, replace(OVERHEAD, start_s=0, hand_over_s=0))
+    assert (PUBLISHED, OVERHEAD) == again
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given layer times", "own layer times"])
-@pytest.mark.parametrize("row", PUBLISHED_ROWS, ids=lambda row: row.ntokens)
-def test_the_published_rows_come_out_within_five_percent(row: Measured, given: bool) -> None:
-    """A model that misses what it was fitted to cannot be believed in between."""
-    found = PUBLISHED.predict(row.ntokens, row.layer_compute_s if given else None)
+@pytest.mark.parametrize("row", PREDICTED, ids=lambda row: row.ntokens)
+def test_rows_that_nothing_was_fitted_to_are_predicted(row: Measured) -> None:
+    """Who plans a cluster wants the part that disaggregation adds, not the compute around it."""
+    found = first_token(row.ntokens)
+    chunks = PUBLISHED.chunks(row.ntokens)
 
-    assert SHAPES[row.ntokens] == (len(found.chunks), found.pages[-1])
-    assert close(row.layer_transfer_s) == found.layer_transfer_s[-1]
-    assert close(row.layer_compute_s) == found.layer_compute_s[-1]
-    assert close(row.ttft_same_node_s) == found.ttft_same_node_s
-    assert close(row.ttft_s) == found.ttft_s
+    assert SHAPES[row.ntokens] == (len(chunks), PUBLISHED.last_pages(row.ntokens))
+    assert row.ttft_same_node_s == pytest.approx(PUBLISHED.compute_s(row.ntokens), rel=0.05)
+    assert row.ttft_s == pytest.approx(found.ttft_s(), rel=0.10)
+    assert row.ttft_s - row.ttft_same_node_s == pytest.approx(found.added_s(), rel=0.25)
 
 
-@pytest.mark.parametrize("row", PUBLISHED_ROWS, ids=lambda row: row.ntokens)
-def test_a_row_left_out_of_the_fit_is_predicted_within_five_percent(row: Measured) -> None:
-    """A model that only repeats its rows says nothing about other lengths."""
-    others = [other for other in PUBLISHED_ROWS if other is not row]
-    model = fit(QWEN3_235B, 16384, others)
+def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:
+    """Two answers to one question: nobody would know which of them to trust."""
+    load = Load(arrivals=(Arrival(0.1, 4096), Arrival(5.0, 4096)))
+    for plant in (replace(ALONE, prefillers=2), replace(ALONE, fabric="flow")):
+        found = simulate(plant, load)
+        assert found.ttft_s() == pytest.approx(first_token(4096).ttft_s(), rel=1e-3)
 
-    assert close(row.ttft_s) == model.predict(row.ntokens).ttft_s
-    assert close(row.ttft_s) == model.predict(row.ntokens, row.layer_compute_s).ttft_s
+
+def test_what_is_added_is_the_sum_of_its_parts_and_of_the_network() -> None:
+    """A part that is written down and not simulated is a number for show."""
+    added = {
+        name: first_token(8192, replace(ALONE, overhead=replace(Overhead(), **{name: value})))
+        for name, value in (("start_s", 1e-3), ("hand_over_s", 1e-4), ("pass_s", 0.02))
+    }
+    bare = first_token(8192, replace(ALONE, overhead=Overhead()))
+
+    assert 0 < bare.added_s() < 1e-3, "the wire alone: all but the last layer hides"
+    parts = {name: found.added_s() - bare.added_s() for name, found in added.items()}
+    expected = {"start_s": 94 * 1e-3, "hand_over_s": 512 * 1e-4, "pass_s": 0.02}
+    assert expected == pytest.approx(parts, rel=0.01)
+
+
+def test_a_prefiller_that_met_nobody_waits_for_its_first_contact_once() -> None:
+    """26 ms a peer are published; hidden in an average they would look like noise."""
+    load = Load(arrivals=(Arrival(0.0, 4096), Arrival(5.0, 4096)))
+    times = [done.ttft_s for done in simulate(replace(ALONE, cold=True), load).completions]
+
+    assert times[0] - times[1] == pytest.approx(OVERHEAD.first_contact_s, rel=0.01)
 
 
 def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
     """A calibration on one's own machine must keep nothing of the published machine."""
     layout = KvLayout("m", 16, (KvBuffer("kv", 8, 2, 64, planes=2),))
-    true = TtftModel(
-        layout=layout,
-        chunk_tokens=256,
-        layer_s=1e-4,
-        token_s=2e-6,
-        pair_s=3e-9,
-        start_s=2e-5,
-        page_s=5e-7,
-        step_s=4e-3,
-        hand_over_s=1e-5,
-    )
+    model = TtftModel(layout=layout, chunk_tokens=256, layer_s=1e-4, token_s=2e-6, pair_s=3e-9)
+    known = Overhead(pass_s=1e-3, pass_token_s=1e-8, hop_s=1e-4)
+    true = replace(known, start_s=2e-5, hand_over_s=1e-5)
     rows = []
-    for ntokens in (64, 128, 250, 512, 900):
-        made = true.predict(ntokens)
-        times = (made.layer_compute_s[-1], made.layer_transfer_s[0])
+    for ntokens in (64, 250, 900):
+        chunks, pages = model.chunks(ntokens), model.last_pages(ntokens)
+        added_s = true.hop_s + true.before_token_s(model, ntokens)
+        added_s += len(chunks) * layout.layers * true.start_s
         rows.append(
             Measured(
                 ntokens=ntokens,
-                ttft_same_node_s=made.ttft_same_node_s,
-                ttft_s=made.ttft_same_node_s + true.added_s(made.chunks) + times[1],
-                layer_compute_s=times[0],
-                layer_transfer_s=times[1],
+                ttft_same_node_s=model.compute_s(ntokens),
+                ttft_s=model.compute_s(ntokens) + added_s,
+                layer_compute_s=model.layer_compute_s(
+                    chunks[-1].start, chunks[-1].stop - chunks[-1].start
+                ),
+                layer_transfer_s=true.start_s + 5e-7 * pages,
             )
         )
-    found = fit(layout, 256, rows)
+    found, overhead = fit(layout, 256, rows, known)
 
-    for name in ("layer_s", "token_s", "pair_s", "start_s", "page_s", "step_s", "hand_over_s"):
-        assert getattr(true, name) == pytest.approx(getattr(found, name), rel=1e-6)
+    for name in ("layer_s", "token_s", "pair_s"):
+        assert getattr(model, name) == pytest.approx(getattr(found, name), rel=1e-6)
+    for name in ("start_s", "hand_over_s", "pass_s"):
+        assert getattr(true, name) == pytest.approx(getattr(overhead, name), rel=1e-6)
 
 
 def test_rows_that_do_not_determine_the_constants_are_refused() -> None:
@@ -89,35 +114,21 @@ def test_rows_that_do_not_determine_the_constants_are_refused() -> None:
         fit(QWEN3_235B, 16384, [])
 
 
-def test_longer_prompts_never_come_sooner() -> None:
-    """A dip at a chunk's edge would make a planner cut prompts for nothing."""
-    times = [PUBLISHED.predict(n).ttft_s for n in range(128, 70_000, 997)]
+def test_a_known_layer_time_replaces_the_models() -> None:
+    """A user who knows the time of one layer must not have to fit a model of a machine."""
+    slow = PUBLISHED.with_last_layer(10_000, 0.1)
 
-    assert times == sorted(times)
-
-
-def test_the_last_chunks_time_says_the_others() -> None:
-    """A user who knows one layer's time must get what the model says for that time."""
-    own = PUBLISHED.predict(40_000)
-    last = PUBLISHED.predict(40_000, own.layer_compute_s[-1])
-
-    assert own.ttft_s == pytest.approx(last.ttft_s, rel=1e-9)
+    assert 9.4 == pytest.approx(slow.compute_s(10_000), rel=1e-9)
+    own_s = PUBLISHED.layer_compute_s(32768, 40_000 - 32768)
+    assert PUBLISHED.compute_s(40_000) == pytest.approx(
+        PUBLISHED.with_last_layer(40_000, own_s).compute_s(40_000)
+    )
 
 
-def test_a_wire_slower_than_compute_is_what_counts() -> None:
-    """When transfer is the bottleneck its layers queue: the first token waits for all of them."""
-    found = PUBLISHED.predict(16384, 1e-6)
-    wire_s = 94 * 1024 * PUBLISHED.page_s
-
-    assert found.exposed_s > 0.4 * wire_s
-    assert found.ttft_s > PUBLISHED.added_s(found.chunks) + wire_s
-
-
-@pytest.mark.parametrize(
-    ("tokens", "times", "why"),
-    [(0, None, "ntokens=0"), (100, -1.0, "positive number each")],
-)
-def test_impossible_questions_are_refused(tokens: int, times: object, why: str) -> None:
+def test_impossible_questions_are_refused() -> None:
     """An answer to them would be a number that means nothing."""
-    with pytest.raises(UsageError, match=why):
-        PUBLISHED.predict(tokens, times)  # type: ignore[arg-type]  # parametrised
+    with pytest.raises(UsageError, match="ntokens=0"):
+        first_token(0)
+    for ntokens, layer_s in ((100, -1.0), (131_072, 1e-3)):
+        with pytest.raises(UsageError, match="the others would take no time"):
+            PUBLISHED.with_last_layer(ntokens, layer_s)
