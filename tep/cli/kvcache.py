@@ -46,7 +46,8 @@ class Fabric(StrEnum):
 
 
 _SHOWN = 20
-_LOAD, _SIZES = ("rate", "seconds", "tokens", "profile"), ("prefillers", "decoders", "tp")
+_DRAWN = ("rate", "seconds", "tokens")
+_LOAD, _SIZES = (*_DRAWN, "trace", "prefix_tokens", "profile"), ("prefillers", "decoders", "tp")
 _UNUSED = {
     Fabric.chaos: ("ray", "prompts", *_LOAD, *_SIZES),
     Fabric.flow: ("ray", "prompts", "scenarios"),
@@ -86,6 +87,13 @@ def kvcache(
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Length of a prompt; flow, timing.")
     ] = 32768,
+    trace: Annotated[
+        str,
+        typer.Option("--trace", help="Requests of a .jsonl or .csv, or synthetic; flow, timing."),
+    ] = "",
+    prefix_tokens: Annotated[
+        int, typer.Option("--prefix-tokens", min=0, help="That a prefiller keeps; with --trace.")
+    ] = 1 << 20,
     scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="To draw; chaos.")] = 20,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="To answer; tcp, local.")] = 20,
     profile: Annotated[
@@ -109,7 +117,13 @@ def kvcache(
         _check(seed, scenarios, json=json)
     elif fabric in {Fabric.flow, Fabric.timing}:
         from tep.apps.kvcache.simulate import Load, Plant, simulate
+        from tep.apps.kvcache.traces import read_trace
 
+        if trace:
+            refuse_unused(context, "--trace", (*_DRAWN, "seed"))
+        else:
+            alone = "requests that share nothing; name a --trace"
+            refuse_unused(context, alone, ("prefix_tokens",))
         plant = Plant(
             prefillers=prefillers,
             decoders=decoders,
@@ -117,9 +131,12 @@ def kvcache(
             decode_tp=tp or 4,
             profile=profile,
             fabric="flow" if fabric is Fabric.flow else "timing",
+            prefix_tokens=prefix_tokens,
         )
-        _check_length(tokens, plant)
-        load = Load(rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
+        arrivals = read_trace(trace) if trace else []
+        longest = max([one.ntokens + one.max_tokens for one in arrivals], default=tokens)
+        _check_length(longest, plant, "--trace" if trace else "--tokens")
+        load = Load(arrivals=arrivals, rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
         with busy("simulating requests", quiet=json):
             report = simulate(plant, load)
         if not report.completions:
@@ -202,7 +219,7 @@ def _check(seed: int, runs: int, *, json: bool) -> None:
     _fail_on(violations)
 
 
-def _check_length(tokens: int, plant: Plant) -> None:
+def _check_length(tokens: int, plant: Plant, option: str) -> None:
     """Refuse a prompt that no decoder has room for."""
     page_tokens = plant.model.layout.page_tokens
     most = plant.npages * page_tokens
@@ -210,7 +227,7 @@ def _check_length(tokens: int, plant: Plant) -> None:
         raise typer.BadParameter(
             f"{tokens:,} tokens do not fit into a decoder's {plant.npages:,} pages of "
             f"{page_tokens} tokens; at most {most:,}",
-            param_hint="--tokens",
+            param_hint=option,
         )
 
 
@@ -222,6 +239,7 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
         "TTFT p50 ms": round(report.ttft_s(0.5) * 1e3, 1),
         "TTFT p99 ms": round(report.ttft_s(0.99) * 1e3, 1),
         "beyond compute p50 ms": round(report.added_s() * 1e3, 3),
+        "prefix hits %": round(100 * report.tokens_found / max(1, report.tokens), 1),
         "paged writes": report.writes,
         "pages": report.rows,
         "GB": round(report.nbytes / 1e9, 1),

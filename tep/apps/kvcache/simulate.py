@@ -13,11 +13,11 @@ import random
 import resource
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from tep.apps.kvcache.memory import KvMemory, SideOptions, host_memory, no_memor
 from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.traces import BLOCK_TOKENS, Arrival
 from tep.apps.kvcache.transformer import TinyTransformer
 from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED, Overhead, TtftModel
 from tep.apps.kvcache.world import World
@@ -35,7 +36,7 @@ from tep.base.units import PS_PER_S
 from tep.sim import Chaos, ChaosFabric, FabricEnv, FlowFabric, Network, Profile, TimingFabric
 
 __all__ = [
-    "EVENTS", "Arrival", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_day",
+    "EVENTS", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_day",
     "draw_scenario", "first_token", "simulate", "strike",
 ]  # fmt: skip
 
@@ -58,6 +59,8 @@ class Plant:
         model: gives the layout, the chunk and compute times; but on chaos.
         overhead: what disaggregation takes beside compute and transfer; but on chaos.
         cold: prefillers and decoders never met before the first request.
+        prefix_tokens: of past prompts that each prefiller keeps, for prompts that begin alike; what
+            it finds is not computed again, and travels as all else.
         token_s: between two generated tokens; the decoder's time.
         layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
@@ -79,6 +82,7 @@ class Plant:
     model: TtftModel = PUBLISHED
     overhead: Overhead = OVERHEAD
     cold: bool = False
+    prefix_tokens: int = 0
     token_s: float = 0.02
     layer_s: float = 5e-6
     npages: int = 4096
@@ -92,14 +96,6 @@ class Plant:
     def engines(self) -> int:
         """Engines at the start."""
         return self.prefillers * self.prefill_tp + self.decoders * self.decode_tp
-
-
-class Arrival(NamedTuple):
-    """One request of a load: when it comes, its prompt, and the tokens wanted."""
-
-    at_s: float
-    ntokens: int
-    max_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +126,15 @@ class Report:
     Attributes:
         completions: of every request, in the order of their ends. `ttft_s` is from the arrival to
             the first token; on chaos to the complete cache, from where the decoder had the request.
-        compute_s: for each of them, its prefill's compute alone, as the model says.
+        compute_s: for each of them, its prefill's compute alone, as the model says; what a prefix
+            saved is not in it.
         wrong: completions with other tokens than those of one place; they are compared on chaos.
         engines: at the start.
         writes, rows, nbytes: paged writes and tails; rows they made; their bytes.
         simulated_s: from the first arrival to the last end.
         cpu_s: what the run cost.
         rss_bytes: most memory this process has ever held.
+        tokens, tokens_found: of all prompts that were computed; those that a prefiller had.
     """
 
     completions: list[Completion]
@@ -149,6 +147,8 @@ class Report:
     simulated_s: float
     cpu_s: float
     rss_bytes: int
+    tokens: int = 0
+    tokens_found: int = 0
 
     @property
     def failed(self) -> list[Completion]:
@@ -172,25 +172,50 @@ class TimedModel:
 
     Args:
         plant: gives the times.
+        blocks: request -> ids of the blocks that its prompt is made of.
 
     Attributes:
         first_s: the time of the first token of each request that is not over.
+        compute_s: the compute of each request's prefill.
+        tokens, tokens_found: of all prompts; those that a prefiller had.
     """
 
-    def __init__(self, plant: Plant) -> None:
+    def __init__(self, plant: Plant, blocks: Mapping[str, tuple[int, ...]]) -> None:
         self._plant = plant
-        self._met: set[KvMemory] = set()
+        self._blocks = blocks
+        self._known: defaultdict[KvMemory, OrderedDict[int, None]] = defaultdict(OrderedDict)
         self.first_s: dict[str, float] = {}
+        self.compute_s: dict[str, float] = {}
+        self.tokens = self.tokens_found = 0
+
+    def _find(self, work: PrefillWork) -> int:
+        """Return how many tokens a prefiller has of a prompt, not its last; keep those it gets."""
+        request, known = work.request, self._known[work.memory]
+        blocks = self._blocks.get(request.name, ())
+        held = next((k for k, one in enumerate(blocks) if one not in known), len(blocks))
+        for one in reversed(blocks):  # the beginning is what others may share: it stays longest
+            known[one] = None
+            known.move_to_end(one)
+        while len(known) > self._plant.prefix_tokens // BLOCK_TOKENS:
+            known.popitem(last=False)
+        found = min(held * BLOCK_TOKENS, request.ntokens - 1)
+        self.tokens += request.ntokens
+        self.tokens_found += found
+        return found
 
     async def prefill(self, work: PrefillWork) -> None:
         """Let the layers pass, each with the start of its transfer."""
         model, overhead = self._plant.model, self._plant.overhead
-        if self._plant.cold and work.memory not in self._met:
-            self._met.add(work.memory)
+        if self._plant.cold and work.memory not in self._known:
             await asyncio.sleep(overhead.first_contact_s)
+        found, spent_s = self._find(work), 0.0
         for chunk in work.chunks:
-            layer_s = model.layer_compute_s(chunk.start, chunk.stop - chunk.start)
+            start = max(chunk.start, min(found, chunk.stop))
+            new = chunk.stop - start
+            layer_s = model.layer_compute_s(start, new) if new else 0.0
+            spent_s += work.layers * layer_s
             await _repeat(work.layers, layer_s + overhead.start_s, work.layer_done)
+        self.compute_s[work.request.name] = spent_s
 
     async def decode(self, work: DecodeWork) -> Sequence[int]:
         """Let the decoder's own pass for the last token pass, and the further tokens."""
@@ -222,7 +247,8 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     """
     started_s = time.process_time()
     env = FabricEnv()
-    world, tiny = _world(plant, load, env)
+    timed = TimedModel(plant, {f"r{k}": one.blocks for k, one in enumerate(load.arrivals)})
+    world, tiny = _world(plant, load, env, timed)
     arrivals = _arrivals(load, ids=tiny is not None)
     completions: list[Completion] = []
     with world:
@@ -234,7 +260,10 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     alone_s = {n: _compute_s(plant, n, tiny) for n in lengths}
     return Report(
         completions,
-        [alone_s[asked[done.request].ntokens] for done in completions],
+        [
+            timed.compute_s.get(done.request, alone_s[asked[done.request].ntokens])
+            for done in completions
+        ],
         [done for done in completions if tiny and not _is_right(tiny, asked[done.request], done)],
         plant.engines,
         writes,
@@ -243,10 +272,14 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
         simulated_s=env.now / PS_PER_S,
         cpu_s=time.process_time() - started_s,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        tokens=timed.tokens,
+        tokens_found=timed.tokens_found,
     )
 
 
-def _world(plant: Plant, load: Load, env: FabricEnv) -> tuple[World, TinyTransformer | None]:
+def _world(
+    plant: Plant, load: Load, env: FabricEnv, timed: TimedModel
+) -> tuple[World, TinyTransformer | None]:
     """The cluster; and the model that computes for real, on chaos."""
     machines = [plant.profile, plant.decode_profile or plant.profile]
     fabric: FlowFabric | TimingFabric | ChaosFabric
@@ -270,7 +303,7 @@ def _world(plant: Plant, load: Load, env: FabricEnv) -> tuple[World, TinyTransfo
     world = World(
         fabric,
         plant.model.layout if tiny is None else tiny.config.layout,
-        tiny or TimedModel(plant),
+        tiny or timed,
         prefiller=side,
         decoder=side,
         chunk_tokens=plant.model.chunk_tokens if tiny is None else tiny.config.chunk_tokens,
@@ -313,8 +346,8 @@ def _arrivals(load: Load, *, ids: bool) -> list[tuple[float, Request]]:
     """(second, request) pairs, in order."""
     dice = random.Random(f"kvcache load {load.seed}")
     found: list[tuple[float, Request]] = []
-    for at_s, ntokens, max_tokens in load.arrivals:
-        found.append((at_s, Request(f"r{len(found)}", ntokens, None, max_tokens)))
+    for k, one in enumerate(load.arrivals):
+        found.append((one.at_s, Request(f"r{k}", one.ntokens, None, one.max_tokens)))
     if found:
         return found
     if load.rate <= 0 or load.duration_s <= 0 or not load.ntokens:

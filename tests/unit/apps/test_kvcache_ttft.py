@@ -8,7 +8,8 @@ import pytest
 
 from tep import UsageError
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
-from tep.apps.kvcache.simulate import Arrival, Load, Plant, first_token, simulate
+from tep.apps.kvcache.simulate import Load, Plant, first_token, simulate
+from tep.apps.kvcache.traces import Arrival
 from tep.apps.kvcache.ttft import (
     FITTED_ROWS,
     OVERHEAD,
