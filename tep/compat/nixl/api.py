@@ -7,15 +7,19 @@ delivered when the immediates of its transfer are counted, in the order in which
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import logging
+import math
 import os
+import queue
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +30,7 @@ from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
-from tep.compat.nixl.transfers import Asked, Numbers, Request, Side, cut_rows
+from tep.compat.nixl.transfers import Asked, Bell, Numbers, Request, Side, cut_rows
 from tep.compat.nixl.wire import (
     Ask,
     Cancel,
@@ -47,6 +51,7 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("tep.compat.nixl")
+_T = TypeVar("_T")
 nixl_backend_handle = int
 
 _BLOCK = 1 << 16
@@ -219,6 +224,7 @@ class nixl_agent(Registry):
         self._own = Numbers(1, _BLOCK)
         self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, notification]
         self._new: dict[str, list[bytes]] = {}
+        self._heard = Bell()
         port = agent.config.listenPort if agent.config.useListenThread else None
         try:
             self._listener = Listener(port, self._called)
@@ -366,6 +372,49 @@ class nixl_agent(Registry):
             os.sched_yield()  # a polling caller must let the engine's thread run
         return state
 
+    def wait(self, handle: nixl_xfer_handle, timeout: float = math.inf) -> str:
+        """Sleep until a transfer is over; return what check_xfer_state says. Not NIXL's."""
+        request = self._found(handle)
+        return self._sleep(request.bell, lambda: self._result(handle), timeout) or "PROC"
+
+    async def wait_async(self, handle: nixl_xfer_handle) -> str:
+        """Do the same in a coroutine; `asyncio.timeout` limits it. Not NIXL's."""
+        bell, over = self._found(handle).bell, asyncio.Event()
+        call = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
+        try:
+            while True:
+                over.clear()
+                with self._lock:
+                    bell.calls.add(call)
+                if state := self._result(handle):
+                    return state
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), _ASK_AGAIN_S)
+        finally:
+            with self._lock:
+                bell.calls.discard(call)
+
+    def wait_notifs(self, timeout: float = math.inf) -> dict[str, list[bytes]]:
+        """Sleep until there are notifications; return get_new_notifs(). Not NIXL's."""
+        return self._sleep(self._heard, self.get_new_notifs, timeout) or {}
+
+    def _result(self, handle: nixl_xfer_handle) -> str:
+        state = self.check_xfer_state(handle)
+        return state if state != "PROC" else ""
+
+    def _sleep(self, bell: Bell, look: Callable[[], _T], timeout: float) -> _T:
+        """Sleep until there is something to see, or the time is over."""
+        told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        call, end_s = partial(told.put, None), time.monotonic() + timeout
+        while True:
+            with self._lock:
+                bell.calls.add(call)
+            found, left_s = look(), end_s - time.monotonic()
+            if found or left_s <= 0:
+                return found
+            with contextlib.suppress(queue.Empty):
+                told.get(timeout=min(left_s, _ASK_AGAIN_S))
+
     @staticmethod
     def _state(request: Request) -> str:
         if request.state == "NEW":
@@ -509,6 +558,7 @@ class nixl_agent(Registry):
                 found = line.popleft()[1]
                 if found is not None:
                     self._new.setdefault(channel.name, []).append(found)
+                    self._heard.ring()
 
         if ready:
             hand_out()

@@ -14,7 +14,7 @@ from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
 from tep.compat.nixl.wire import Ask, Part, Region, Remote
 
-__all__ = ["Asked", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
+__all__ = ["Asked", "Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
 
 _PIECE = 8 << 20
 """Longest row, bytes: long descriptors are cut, so that all NICs carry a part."""
@@ -108,6 +108,19 @@ class Numbers:
         self._burnt.add(number)
 
 
+class Bell:
+    """Calls those who wait for a change, once each; all under the agent's lock."""
+
+    def __init__(self) -> None:
+        self.calls: set[Callable[[], object]] = set()
+
+    def ring(self) -> None:
+        """Say that there was a change."""
+        calls, self.calls = self.calls, set()
+        for call in calls:
+            call()
+
+
 class Request:
     """One transfer of this agent.
 
@@ -120,6 +133,7 @@ class Request:
         under_way: True while its memory may be touched.
         asked_s: time of the last message to its agent.
         transfers, expectation: the handles of this posting.
+        bell: rings when a posting is over.
     """
 
     def __init__(
@@ -134,6 +148,7 @@ class Request:
         self.under_way = False
         self.transfers: list[Transfer] = []
         self.expectation: Expectation | None = None
+        self.bell = Bell()
         self._left = 0
         self._begun_s = self._ended_s = self.posted_s = self.asked_s = 0.0
 
@@ -208,11 +223,13 @@ class Request:
         self.under_way = False
         if self.error is None and self.state == "PROC" and number in {None, self.number}:
             self.state, self._ended_s = "DONE", time.monotonic()
+            self.bell.ring()
 
     def fail(self, error: Exception) -> None:
         """Fail the request, unless it has ended already."""
         if self.state == "PROC":
             self.state, self.error = "ERR", error
+            self.bell.ring()
 
     def telemetry(self) -> nixlXferTelemetry:
         """Return times and size of the last posting."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import runpy
 import socket
@@ -240,3 +241,65 @@ def test_strangers_do_not_stop_the_listener(opened, monkeypatch):
     b.fetch_remote_metadata("C", HERE, 1)  # nobody is there: logged, like NIXL
     with pytest.raises(bindings.nixlBackendError, match="listen_port"):
         opened("C", enable_listen_thread=True, listen_port=a.listen_port)
+
+
+@pytest.fixture
+def pair(opened):
+    """Two agents with memory that know each other, and the list of it for a transfer."""
+    agents, rows, kept = [opened(name) for name in "AB"], [], []
+    for agent in agents:
+        memory = np.zeros(64, np.uint8)
+        kept.append(memory)
+        agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM")
+        rows.append(agent.get_xfer_descs([(memory.ctypes.data, 64, 0)], "DRAM"))
+    agents[0].add_remote_agent(agents[1].get_agent_metadata())
+    yield (*agents, rows)
+    del kept
+
+
+def test_whoever_waits_sleeps(pair):
+    """A loop of check_xfer_state takes most of a core, as long as it waits."""
+    a, b, rows = pair
+    started_s, used_s = time.monotonic(), time.thread_time()
+    assert {} == b.wait_notifs(0.5)
+    assert time.monotonic() - started_s >= 0.5
+    assert time.thread_time() - used_s < 0.1
+
+    handle = a.initialize_xfer("WRITE", *rows, "B", b"told")
+    with pytest.raises(bindings.nixlNotPostedError):
+        a.wait(handle)
+    a.transfer(handle)
+    assert "DONE" == a.wait(handle, WAIT_S)
+    assert {"A": [b"told"]} == b.wait_notifs(WAIT_S)
+
+
+def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
+    """A timeout is no error: the transfer is under way still."""
+    a, b, rows = pair
+    handle = a.initialize_xfer("WRITE", *rows, "B")
+    with monkeypatch.context() as patch:
+        patch.setattr(a, "_want_grant", lambda channel: None)  # its first question is lost
+        assert "PROC" == a.transfer(handle)
+        assert "PROC" == a.wait(handle, 0.01)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(a.wait_async(handle), 0.01))
+    assert "DONE" == asyncio.run(a.wait_async(handle))
+    b.close()
+    a.transfer(handle)
+    with pytest.raises((bindings.nixlRemoteDisconnectError, bindings.nixlBackendError)):
+        a.wait(handle, WAIT_S)
+
+
+def test_many_coroutines_wait_at_once(pair):
+    """A server has a transfer for each of its requests."""
+    a, _, rows = pair
+
+    async def move():
+        handle = a.initialize_xfer("READ", *rows, "B")
+        a.transfer(handle)
+        return await a.wait_async(handle)
+
+    async def main():
+        return await asyncio.gather(*(move() for _ in range(50)))
+
+    assert ["DONE"] * 50 == asyncio.run(main())
