@@ -15,7 +15,7 @@ import msgspec
 from tep import TransferEngine, UsageError
 from tep.backends.auto import choose
 
-__all__ = ["PATIENCE_S", "engine_of", "open_engine"]
+__all__ = ["PATIENCE_S", "engine_of", "open_engine", "options_of"]
 
 PATIENCE_S: Final = 30.0
 
@@ -28,14 +28,19 @@ def open_engine(backend: str, **options: Any) -> TransferEngine:
 
 
 def engine_of(program: str, **options: Any) -> TransferEngine:
-    """Open the backend that PROGRAM_BACKEND names (or "auto"), with PROGRAM_OPTIONS, in JSON.
+    """Open the backend that PROGRAM_BACKEND names (or "auto"), with `options_of` and these."""
+    backend = os.environ.get(f"{program}_BACKEND", "auto")
+    return open_engine(backend, **(options_of(program) | options))
+
+
+def options_of(program: str) -> dict[str, Any]:
+    """Read PROGRAM_OPTIONS, an object in JSON.
 
     Raises:
         UsageError: PROGRAM_OPTIONS is something else.
     """
     text = os.environ.get(f"{program}_OPTIONS", "{}")
     try:
-        found = msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"{program}_OPTIONS={text!r} is no object in JSON: {error}") from error
-    return open_engine(os.environ.get(f"{program}_BACKEND", "auto"), **(found | options))

@@ -8,6 +8,8 @@ Installed with the package; loads nothing of tep until a test asks for it.
     @pytest.mark.tep(nodes=3, nics=(1, 4), faults="order nics", runs=50)
     def test_another(tep_cluster): ...
 
+    def test_my_connector(tep_nixl): ...                # agents of NIXL's interface on one
+
 Each test that asks for `tep_cluster` runs once a seed, and is judged as `tep.testing.run` judges:
 it may end in an error that a fault has caused, unless its mark says may_fail=False; it must end
 after healing; and afterwards the cluster comes to rest, and everything posted must have ended.
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "pytest_addoption", "pytest_configure", "pytest_generate_tests", "pytest_pyfunc_call",
-    "pytest_runtest_makereport", "tep_case", "tep_cluster",
+    "pytest_runtest_makereport", "tep_case", "tep_cluster", "tep_nixl",
 ]  # fmt: skip
 
 _RUNS: Final = 20
@@ -112,6 +114,17 @@ def tep_cluster(request: pytest.FixtureRequest, tep_case: Case) -> Iterator[Tria
     with Trial(tep_case, may_fail=shape.get("may_fail", True)) as trial:
         yield trial
         verify(trial)
+
+
+@pytest.fixture
+def tep_nixl(tep_case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    """A cluster under NIXL's interface: the n-th agent that is opened is its n-th node."""
+    from tep.compat.nixl.chaos import using
+    from tep.testing.hunting import Trial
+
+    monkeypatch.setenv("TEP_NIXL_BACKEND", "chaos")
+    with Trial(tep_case) as trial, using(trial):
+        yield trial
 
 
 @pytest.hookimpl(wrapper=True)

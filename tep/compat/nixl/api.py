@@ -26,6 +26,7 @@ import numpy as np
 from tep import BadDescriptor, Expectation, TepError
 from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
+from tep.compat.nixl import chaos
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
@@ -207,7 +208,14 @@ class nixl_agent(Registry):
         self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
         asked = os.environ.get("NIXL_TELEMETRY_ENABLE", "").lower()
         self._telemetry = asked in _YES if asked else agent.config.captureTelemetry
-        engine = engine_of("TEP_NIXL")
+        self._turn: Callable[[], object] = os.sched_yield  # lets the engine's thread run
+        self._nap_s = _ASK_AGAIN_S
+        if os.environ.get("TEP_NIXL_BACKEND") == "chaos":
+            nodes = chaos.nodes()
+            engine, self._turn, self._nap_s = nodes.take(), nodes.turn, 0.0
+        else:
+            engine = engine_of("TEP_NIXL")
+        self._now_s = engine.driver.now_s
         channels = Channels(engine, agent.name, self._on_message, self._on_lost)
         self._lost: dict[str, tuple[int, str]] = {}  # notifications to an agent, and why
         super().__init__(agent.name, engine, channels)
@@ -366,10 +374,10 @@ class nixl_agent(Registry):
         with self._lock:
             request = self._found(handle)
             state = self._state(request)
-            if state == "PROC" and time.monotonic() - request.asked_s > _ASK_AGAIN_S:
+            if state == "PROC" and self._now_s() - request.asked_s > _ASK_AGAIN_S:
                 self._ask_again(request)
         if state == "PROC":
-            os.sched_yield()  # a polling caller must let the engine's thread run
+            self._turn()
         return state
 
     def wait(self, handle: nixl_xfer_handle, timeout: float = math.inf) -> str:
@@ -389,7 +397,7 @@ class nixl_agent(Registry):
                 if state := self._result(handle):
                     return state
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(over.wait(), _ASK_AGAIN_S)
+                    await asyncio.wait_for(over.wait(), self._nap_s)
         finally:
             with self._lock:
                 bell.calls.discard(call)
@@ -405,15 +413,15 @@ class nixl_agent(Registry):
     def _sleep(self, bell: Bell, look: Callable[[], _T], timeout: float) -> _T:
         """Sleep until there is something to see, or the time is over."""
         told: queue.SimpleQueue[None] = queue.SimpleQueue()
-        call, end_s = partial(told.put, None), time.monotonic() + timeout
+        call, end_s = partial(told.put, None), self._now_s() + timeout
         while True:
             with self._lock:
                 bell.calls.add(call)
-            found, left_s = look(), end_s - time.monotonic()
+            found, left_s = look(), end_s - self._now_s()
             if found or left_s <= 0:
                 return found
             with contextlib.suppress(queue.Empty):
-                told.get(timeout=min(left_s, _ASK_AGAIN_S))
+                told.get(timeout=min(left_s, self._nap_s))
 
     @staticmethod
     def _state(request: Request) -> str:
@@ -461,10 +469,10 @@ class nixl_agent(Registry):
             if request is None:
                 return
             waits = self._cancel(request) if request.under_way else []
-        end_s = time.monotonic() + _CANCEL_S
+        end_s = self._now_s() + _CANCEL_S
         for one in waits:
             try:
-                one.wait(max(0.0, end_s - time.monotonic()))
+                one.wait(max(0.0, end_s - self._now_s()))
             except TepError:
                 continue  # its result does not matter
         with self._lock:
@@ -523,7 +531,7 @@ class nixl_agent(Registry):
         with self._lock:
             found, self._new = self._new, {}
         if not found:
-            os.sched_yield()  # same as in check_xfer_state
+            self._turn()
         return found
 
     def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
@@ -583,7 +591,7 @@ class nixl_agent(Registry):
     def _post(self, request: Request) -> None:
         """Submit a request: by writes, by reads, or by asking the owner to write."""
         channel = self._channel(request.remote)
-        request.asked_s = time.monotonic()
+        request.asked_s = self._now_s()
         if request.op == nixlBind.NIXL_WRITE:
             granted = self._granted.get(channel)
             if granted is None:
@@ -606,7 +614,7 @@ class nixl_agent(Registry):
 
     def _ask_again(self, request: Request) -> None:
         """Ask again for the answer that a request waits for, since it may have been lost."""
-        request.asked_s = time.monotonic()
+        request.asked_s = self._now_s()
         channel = self._channel(request.remote)
         if request in self._ungranted.get(channel, ()):
             self._want_grant(channel)
