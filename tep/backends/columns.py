@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -17,7 +16,10 @@ import numpy.typing as npt
 from tep.backends.base import Column, Row, WriteBatch
 from tep.memory.source import Memory
 
-__all__ = ["HostRegion", "Offsets", "at", "copy_rows", "most", "part", "row_of", "spread"]
+__all__ = [
+    "HostRegion", "Offsets", "at", "bounds", "copy_rows", "most", "offsets", "part", "row_of",
+    "spread",
+]  # fmt: skip
 
 
 def part(column: Column, start: int, stop: int) -> Column:
@@ -92,17 +94,27 @@ class HostRegion:
         """Whether offset .. offset + nbytes lies inside."""
         return 0 <= offset <= self.nbytes - nbytes
 
+    def covers(self, column: Column, nbytes: Column, base: int) -> bool:
+        """Whether all rows lie inside, whose first byte is called `base`."""
+        first, end = bounds(column, nbytes)
+        return base <= first and end <= base + self.nbytes
+
 
 def copy_rows(
-    source: HostRegion, src: Offsets, target: HostRegion, dst: Offsets, nbytes: int, nrows: int
+    source: HostRegion, src: Offsets, target: HostRegion, dst: Offsets, nbytes: Column, nrows: int
 ) -> None:
-    """Copy `nrows` rows of `nbytes` each, between offsets that were checked."""
-    if nbytes == 0:
-        return
-    if nbytes > _GATHER_BYTES_MAX or isinstance(src, int) or isinstance(dst, int):
+    """Copy `nrows` rows between offsets that were checked."""
+    if (
+        isinstance(src, int)
+        or isinstance(dst, int)
+        or not isinstance(nbytes, int)
+        or nbytes > _GATHER_BYTES_MAX
+    ):
         sources = _addresses(src, source.origin, nrows)
         targets = _addresses(dst, target.origin, nrows)
-        deque(map(ctypes.memmove, targets, sources, repeat(nbytes)), 0)
+        deque(map(ctypes.memmove, targets, sources, spread(nbytes, nrows)), 0)
+        return
+    if nbytes == 0:
         return
     # Row k of such a window is the bytes from offset k on: rows may start anywhere.
     reads = np.ndarray((source.nbytes - nbytes + 1, nbytes), np.uint8, source.view, 0, (1, 1))
@@ -110,6 +122,24 @@ def copy_rows(
     step = max(1, _CHUNK_BYTES // nbytes)
     for start in range(0, nrows, step):
         writes[dst[start : start + step]] = reads[src[start : start + step]]
+
+
+def offsets(column: Column, origin: int) -> Offsets:
+    """Turn addresses into offsets behind `origin`."""
+    if isinstance(column, int):
+        return column - origin
+    return (column - np.uint64(origin)).astype(np.intp)
+
+
+def bounds(column: Column, nbytes: Column) -> tuple[int, int]:
+    """First byte and end of rows; as Python ints, which do not wrap."""
+    if isinstance(column, int):
+        return column, column + most(nbytes)
+    if isinstance(nbytes, int):
+        return int(column.min()), int(column.max()) + nbytes
+    ends = column.astype(np.uint64) + nbytes.astype(np.uint64)
+    wrapped = bool((ends < column).any())
+    return int(column.min()), 2**64 if wrapped else int(ends.max())
 
 
 def _addresses(offsets: Offsets, origin: int, nrows: int) -> list[int]:

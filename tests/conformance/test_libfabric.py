@@ -8,6 +8,7 @@ import os
 import select
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
 from tep.backends.ffi.libfabric import FI_EAVAIL
-from tep.backends.libfabric.address import parse
+from tep.backends.libfabric.rules import RULES, parse
 from tep.base.errors import FabricError
 from tep.base.units import MiB
 from tep.testing.contract import Ability, DomainContract, World
@@ -91,9 +92,11 @@ class TestTcpNarrow(DomainContract):
     """The same with a window of three rows: nearly every post is refused in part."""
 
     @pytest.fixture
-    def world(self):
+    def world(self, monkeypatch):
         require("tcp")
-        with FabricWorld("tcp", window_rows=3, window_bytes=65536) as world:
+        narrow = replace(RULES["tcp"], window_rows=3, window_bytes=65536)
+        monkeypatch.setattr(libfabric, "RULES", {"tcp": narrow})
+        with FabricWorld("tcp") as world:
             yield world
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tep
-from tep.backends.libfabric.address import parse
+from tep.backends.libfabric.rules import parse
 from tep.base.errors import Cancelled, FabricError, TepError, WaitTimeout
 
 

@@ -63,7 +63,7 @@ elif kind == "local":
     engine = tep.TransferEngine.open("local")
     ready(Address.from_bytes(engine.main_address.domains[0]).socket.decode().replace("\\0", "@"))
 elif kind == "tcp":
-    from tep.backends.libfabric.address import parse
+    from tep.backends.libfabric.rules import parse
     engine = tep.TransferEngine.open("libfabric", provider="tcp", nics=["127.0.0.1"])
     ready(int.from_bytes(parse(engine.main_address.domains[0], "tcp").raw[2:4], "big"))
 else:

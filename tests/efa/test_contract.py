@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.backends.libfabric.address import efa_place, parse
+from tep.backends.libfabric.rules import efa_place, parse
 from tep.testing.contract import Ability, DomainContract
 from tep.testing.contract_engine import EngineContract
 from tests.conformance.test_libfabric import FabricWorld, fabric_engines

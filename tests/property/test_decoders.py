@@ -175,7 +175,7 @@ CASES: dict[str, list[Case]] = {
     "tep/apps/rl/routes.py::Schedule.from_bytes": [
         Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
     ],
-    "tep/backends/libfabric/address.py::parse": [
+    "tep/backends/libfabric/rules.py::parse": [
         Case(functools.partial(libfabric_address.parse, provider=provider), [TCP, EFA])
         for provider in ("tcp", "efa")
     ],

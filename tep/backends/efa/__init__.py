@@ -16,7 +16,7 @@ from tep.backends.efa.domain import EfaDomain
 from tep.backends.efa.ways import Columns
 from tep.backends.ffi.efa import Efa, load
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
-from tep.backends.libfabric.frames import CONTROL_BYTES_MAX
+from tep.backends.libfabric.peers import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport

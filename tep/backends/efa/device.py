@@ -163,10 +163,10 @@ class Endpoint:
 
     Attributes:
         address, ready: the queue pair, a pointer.
-        writemsg, writemsg_long, readmsg: not called: rows go by the NIC's way.
+        writemsg, readmsg: not called: rows go by the NIC's way.
     """
 
-    writemsg = writemsg_long = readmsg = None
+    writemsg = readmsg = None
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic

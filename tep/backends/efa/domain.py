@@ -93,9 +93,9 @@ class EfaDomain(FabricDomain):
         super().__init__(face, rules, caps, epoch=epoch, dmabuf=dmabuf, about=about)
 
     def _parts(
-        self, nic: Any, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
+        self, nic: Any, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, regions.Regions, completions.Mailbox, completions.Queue]:
-        del nic, delivery_complete  # libfabric's
+        del nic  # libfabric's
         rows = self._flight = Slots(rules.window_rows, self._way, self._device)
         frame_bytes = rules.msg_bytes_max + HEAD_BYTES_MAX
         box = Mailbox(

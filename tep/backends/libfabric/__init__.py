@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
@@ -27,17 +26,10 @@ from tep.backends.libfabric.discover import (
     list_providers,
 )
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.frames import CONTROL_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.reads import READS_MAX
-from tep.backends.libfabric.rules import (
-    RULES,
-    Rules,
-    check_version,
-    endpoint_options,
-    same_host_way,
-)
-from tep.backends.libfabric.tcp import TcpDomain
+from tep.backends.libfabric.peers import CONTROL_BYTES_MAX
+from tep.backends.libfabric.rules import RULES, Rules, check_version, endpoint_options
+from tep.backends.libfabric.tcp import READS_MAX, TcpDomain
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 
@@ -59,10 +51,8 @@ class _How(NamedTuple):
 
     rules: Rules
     peer_timeout_s: float
-    delivery_complete: bool
     cuda: bool
     dmabuf: DmabufExport | None
-    same_host_shm: bool
     sleeps: bool
 
 
@@ -73,12 +63,8 @@ def open_domains(
     name: str | None = None,
     epoch: int | None = None,
     peer_timeout_s: float = 5.0,
-    delivery_complete: bool | None = None,
-    window_rows: int | None = None,
-    window_bytes: int | None = None,
     cuda: bool = False,
     dmabuf: DmabufExport | None = None,
-    same_host_shm: bool = False,
     sleeps: bool = True,
 ) -> Opened:
     """Open the NICs of one engine.
@@ -91,15 +77,9 @@ def open_domains(
         name: for reports, and the identity of a restart; None = host, pid and a number.
         epoch: this incarnation's number; None = the time in nanoseconds.
         peer_timeout_s: how long a peer may be silent before rows to it fail.
-        delivery_complete: whether a row is done only when it is at the target; None = as the
-            provider needs it. False loses rows in silence on tcp: for benchmarks.
-        window_rows: rows in flight; None = the provider's usual.
-        window_bytes: bytes in flight; None = the provider's usual.
         cuda: whether CUDA memory will be registered; on EFA only.
         dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = libfabric,
             built with CUDA, finds the pages itself.
-        same_host_shm: on EFA, let the provider reach peers of this host by shared memory and not by
-            the NIC.
         sleeps: let an idle engine sleep on a descriptor, where libfabric has one. False: it looks
             again and again, see ThreadDriver(watch_s=...). For EFA, where the provider was built
             with an rdma-core whose efadv_cq_attr has no doorbell: there a queue with a descriptor
@@ -114,11 +94,9 @@ def open_domains(
         use = '; between processes of one host use the backend "local"' if provider == "shm" else ""
         raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}{use}")
     check_timeout("libfabric", peer_timeout_s)
-    if (cuda or same_host_shm) and rules.software:
-        raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
-    rules = _adjusted(rules, window_rows, window_bytes)
-    wants = rules.delivery_complete if delivery_complete is None else delivery_complete
-    how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
+    if cuda and rules.software:
+        raise UsageError(f"libfabric: cuda is for EFA, not for {provider!r}")
+    how = _How(rules, peer_timeout_s, cuda, dmabuf, sleeps)
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
     nics, about = _environment(rules, nics)
@@ -147,23 +125,9 @@ def _open_next(lib: Libfabric, offers: list[Offer], epoch: int, how: _How) -> Fa
         ) from error
 
 
-def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -> Rules:
-    rows = rules.window_rows if window_rows is None else window_rows
-    nbytes = rules.window_bytes if window_bytes is None else window_bytes
-    if not 1 <= rows <= 1 << 16 or nbytes < 1:
-        raise UsageError(
-            f"libfabric: window_rows={rows} window_bytes={nbytes}; rows are 1 to 65536, "
-            "bytes 1 or more"
-        )
-    rules = replace(rules, window_rows=rows, window_bytes=nbytes)
-    if rules.more:  # its send queue holds the window, see Rules
-        rules = replace(rules, tx_entries=rows + rules.frames_out)
-    return rules
-
-
 def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     rules, info = how.rules, offer.info.contents
-    if how.delivery_complete:
+    if rules.software:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
     imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
     try:
@@ -182,6 +146,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
         cq_entries=8192 if rules.software else queues,
         wait_fd=how.sleeps,
         event_queue=not rules.software,
+        long_posts=rules.software,
     )
     try:
         caps = DomainCaps(
@@ -201,14 +166,12 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             deregister_fences=False,
             reads=READS_MAX if rules.software else rules.window_rows,
         )
-        options = endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
         return (TcpDomain if rules.software else FabricDomain)(
             nic,
             rules,
             caps,
             epoch=epoch,
-            options=() if rules.software else options,
-            delivery_complete=how.delivery_complete,
+            options=() if rules.software else endpoint_options(cuda=how.cuda),
             dmabuf=how.dmabuf,
             about=_about(lib, how, wakes=nic.wait_fd is not None),
         )
@@ -235,17 +198,13 @@ def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
     """Say for `explain` by what a NIC is driven, and which way rows go."""
     rules = how.rules
     parts = [f"provider {rules.provider} of {lib.describe()}"]
-    if not rules.software:
-        parts.append(same_host_way(same_host_shm=how.same_host_shm))
-    else:
-        parts.append(
-            "a row is done once it is at the target"
-            if how.delivery_complete
-            else "a row is done once it has left (delivery_complete=False): it may still be lost"
-        )
+    if rules.software:
+        parts.append("a row is done once it is at the target")
         parts.append(
             f"at most {rules.window_rows} rows or {rules.window_bytes >> 10} KiB in flight"
         )
+    else:
+        parts.append("all peers by the NIC, those of this host too")
     if not wakes:
         why = "there is no descriptor to sleep on" if how.sleeps else "sleeps=False"
         parts.append(f"an idle engine looks again and again: {why}")
@@ -297,8 +256,7 @@ def probe() -> str:
 def _keep_signals() -> Iterator[None]:
     """Put the process's signal handlers back after a call that may have replaced some.
 
-    Debian's libfabric takes six signals over as soon as it is loaded (PSM). The shm provider takes
-    four; EFA opens it where it may reach peers of this host by shared memory.
+    Debian's libfabric takes six signals over as soon as it is loaded (PSM).
 
     By sigaction() and not by the signal module: that works in the main thread only, and does not
     see handlers that C code installed, such as faulthandler's.

@@ -63,14 +63,11 @@ _SLOT_BYTES: Final = 64
 # address of one is that of the other and a constant.
 _RECORD: Final = np.dtype(
     [
-        ("base", "<u8"),  # iovec.iov_base
-        ("len", "<u8"),  # iovec.iov_len
-        ("p_iov", "<u8"),  # fi_msg from here on: msg_iov
-        ("p_desc", "<u8"),
-        ("iov_count", "<u8"),
-        ("addr", "<u8"),
-        ("context", "<u8"),
-        ("data", "<u8"),
+        (name, "<u8")
+        for name in (
+            *("base", "len"),  # struct iovec
+            *("p_iov", "p_desc", "iov_count", "addr", "context", "data"),  # struct fi_msg
+        )
     ]
 )
 _MSG_AT: Final = 16

@@ -65,11 +65,9 @@ def find_offers(
         UsageError: impossible names or numbers.
         BackendUnavailable: nothing fits; says what was tried.
     """
-    check_nics(nics)
     if not rules.software:
         return _devices(lib, rules, nics, cuda=cuda)
-    if nics is None or isinstance(nics, int):
-        nics = default_addresses(nics).names
+    assert isinstance(nics, Sequence)
     return [_one(lib, rules, name) for name in addresses(nics)]
 
 

@@ -29,15 +29,13 @@ from tep.backends.common import check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
 from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import NicAddress, engine_of
 from tep.backends.libfabric.completions import Mailbox, Queue, Sleeper
-from tep.backends.libfabric.frames import Inbox, Outgoing
-from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
+from tep.backends.libfabric.objects import CqError, Nic, Option
 from tep.backends.libfabric.peer import Peer, State
-from tep.backends.libfabric.peers import Peers
+from tep.backends.libfabric.peers import Inbox, Outgoing, Peers
 from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
-from tep.backends.libfabric.rules import STATUSES, Rules, check_device
+from tep.backends.libfabric.rules import STATUSES, NicAddress, Rules, check_device, engine_of
 from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
 from tep.memory.source import DmabufExport, Memory
 
@@ -74,7 +72,6 @@ class FabricDomain:
         caps: for the seam.
         epoch: of the engine's incarnation.
         options: of every endpoint.
-        delivery_complete: whether local completions wait for the target.
         dmabuf: exports device memory, see Regions.
         about: what `explain` says of this NIC.
     """
@@ -93,7 +90,6 @@ class FabricDomain:
         *,
         epoch: int,
         options: tuple[Option, ...] = (),
-        delivery_complete: bool = False,
         dmabuf: DmabufExport | None = None,
         about: str = "",
     ) -> None:
@@ -101,22 +97,24 @@ class FabricDomain:
         self._about = about
         self._nic = nic
         self._rules = rules
-        self._main = self._open_main(options)
+        self._main = nic.open_endpoint(options)
+        if rules.software:
+            nic.release_port()
+        else:
+            check_device(self._main, nic.name)
         me = NicAddress(rules.provider, epoch, caps.nic, self._main.name())
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
         self._timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
-        self._slots, self._regions, self._mailbox, self._queue = self._parts(
-            nic, rules, dmabuf, delivery_complete=delivery_complete
-        )
+        self._slots, self._regions, self._mailbox, self._queue = self._parts(nic, rules, dmabuf)
         self._mailbox.start(self._main)
         self._peers = Peers(
             nic, self._mailbox, rules, me, self._main, self._timeout_s, self._peer_over
         )
         self._dying, self._departed = self._regions.dying, self._peers.departed
-        self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
-        self._inbox = Inbox(self.address, self._done)
+        self._outgoing = Outgoing(self._peers, self._done, self._timeout_s)
+        self._inbox = Inbox(self._peers, self._done)
         self._unread = Unread(self._done.append)
         self._rows = self._rows_kind(
             caps,
@@ -135,10 +133,10 @@ class FabricDomain:
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
     def _parts(
-        self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
+        self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, Regions, Mailbox, Queue]:
         """Make what touches the NIC; a backend that drives it without libfabric has its own."""
-        flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
+        flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if rules.software else 0)
         slots = Slots(rules.window_rows, flags, more=rules.more)
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         queue = Queue(nic, slots, mailbox, rules)
@@ -147,12 +145,6 @@ class FabricDomain:
         return slots, Regions(nic, software=rules.software, dmabuf=dmabuf), mailbox, queue
 
     # --- what tcp.py does in another way
-
-    def _open_main(self, options: tuple[Option, ...]) -> Endpoint:
-        """Open the endpoint that peers write to."""
-        main = self._nic.open_endpoint(options)
-        check_device(main, self._nic.name)
-        return main
 
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
         """End a row that came back failed, or find out why first."""
@@ -179,7 +171,6 @@ class FabricDomain:
         self._rows.end(peer, status, gone=gone, spare=spare)
         self._outgoing.drop(peer, status)
         self._inbox.drop(peer)
-        self._rows.recheck()
         self._restless.discard(peer)
 
     def _shut(self) -> None:
@@ -209,7 +200,6 @@ class FabricDomain:
         if self._closed or self._nic.closed:
             return
         self._cut(key)
-        self._rows.recheck()
         self._regions.remove(key)
 
     def connect(self, peer: bytes) -> int:
@@ -275,7 +265,7 @@ class FabricDomain:
         to = self._peers.all[peer]
         now_s = time.monotonic()
         self._peers.greet_again(to, now_s)
-        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s, is_control=is_control)
+        taken = self._outgoing.send(to, payload, ctx, now_s, is_control=is_control)
         self._stir(to)
         return taken
 
@@ -286,7 +276,7 @@ class FabricDomain:
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
-        self._inbox.add(self._peers, nbytes, count)
+        self._inbox.add(nbytes, count)
         self._stir_all()
 
     def recv_view(self, slot: int) -> memoryview:
@@ -296,7 +286,7 @@ class FabricDomain:
         return self._inbox.source(slot)
 
     def recv_done(self, slot: int) -> None:
-        self._inbox.give_back(self._peers, slot)
+        self._inbox.give_back(slot)
         if not self._closed:
             self._stir_all()
 
@@ -324,8 +314,7 @@ class FabricDomain:
         if self._nic.closed:
             return filled
         rows, queue = self._rows, self._queue
-        if rows.budget != self._rules.turn_rows:  # some of it was used
-            rows.new_turn()
+        rows.budget_bytes = self._rules.turn_bytes
         filled = queue.read(out, filled)
         if queue.full:
             filled = self._read_on(out, filled)
@@ -393,48 +382,38 @@ class FabricDomain:
         return filled
 
     def _take_frame(self, data: bytes) -> None:
-        frame = frames.decode(memoryview(data))
-        if frame is None:
+        frame, peers = frames.decode(memoryview(data)), self._peers
+        # Whoever has another's address now is met as the later incarnation, which ends the earlier.
+        peer = peers.known(frame.sender) if frame is not None else None
+        if frame is None or peer is None:
             return
         now_s = time.monotonic()
-        peers = self._peers
         match frame:
             case frames.Hello():
-                peer = peers.take_hello(frame, now_s)
+                peers.take_hello(peer, frame, now_s)
             case frames.Welcome():
-                peer = peers.take_welcome(frame, now_s)
-            case frames.Stale():
-                peers.take_stale(frame)
-                return
+                peers.is_ready(peer, now_s)
             case frames.Bye():
-                leaving = peers.take_bye(frame, now_s)
-                if leaving is not None and leaving.unsettled:
-                    self._restless.add(leaving)
-                return
+                peers.take_bye(peer, now_s)
             case _:
-                peer = peers.known(frame.sender)
-                if peer is not None:
-                    if peer.state is State.SILENT:
-                        peers.greet(peer, now_s)
-                    self._take_talk(peer, frame, now_s)
-        if peer is not None:
-            self._stir(peer)
+                if peer.state is State.SILENT and not isinstance(frame, frames.Stale):
+                    peers.greet(peer, now_s)
+                self._take_talk(peer, frame, now_s)
+        self._stir(peer)
 
     def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
         """Handle what is said between greeting and goodbye."""
         peers = self._peers
         match frame:
             case frames.Data():
-                self._inbox.take_data(peers, peer, frame)
+                self._inbox.take_data(peer, frame)
             case frames.Control():
                 self._unread.add(frame.payload, frame.sender)
                 peers.say(peer, frames.Ack(self.address, frame.number, Status.OK))
             case frames.Ack():
                 self._outgoing.take_ack(frame)
             case frames.Wait() | frames.Go():
-                self._outgoing.balance(peers, frame, now_s)
-            case _:
-                pass
+                self._outgoing.balance(frame, now_s)
 
     def _take_error(self, error: CqError) -> None:
         """One operation failed: a row, a frame, or a receive."""
@@ -452,7 +431,6 @@ class FabricDomain:
                 self._texts[Status.UNREACHABLE] = error.text
                 self._outgoing.interrupt(to)
                 self._peers.frame_failed(to, now_s)
-                self._rows.recheck()
                 to.pause_until_s = now_s + _RETRY_S
                 self._restless.add(to)
 
@@ -505,7 +483,7 @@ class FabricDomain:
             self._peers.look(peer, due.get(peer), now_s)
             if peer.unsettled:
                 self._restless.add(peer)
-        self._outgoing.look(self._peers, now_s)
+        self._outgoing.look(now_s)
 
     def _peer_over(self, peer: Peer) -> None:
         """End all that was to go to a peer that is SILENT or GONE."""
@@ -561,12 +539,9 @@ class FabricDomain:
             return
         self._say_bye()
         self._peers.close()
-        self._retire()
-        self._end_all(Status.FLUSHED)
-
-    def _retire(self) -> None:
         self._drain()
         self._shut()
+        self._end_all(Status.FLUSHED)
 
     def _say_bye(self) -> None:
         """Tell the peers, and let what we owe them leave: answers still in this process."""

@@ -102,9 +102,7 @@ class Endpoint:
     Attributes:
         address: of the object, the first argument of `send`; 0 = it is closed.
         ready: the same for the other calls, whose arguments are all made by fi.ready().
-        writemsg: holds the interpreter's lock; for writes that take about a microsecond.
-        writemsg_long: drops it; for writes that make a system call, or are copied inside the call.
-        readmsg, readmsg_long: the same for reads.
+        writemsg, readmsg: hold the interpreter's lock unless the NIC's posts take long.
         send, recvmsg: messages. send drops it, recvmsg holds it.
     """
 
@@ -116,10 +114,9 @@ class Endpoint:
         ep = handle.contents()
         # Bound after fi_enable, which may swap the tables.
         rma, msg = ep.rma.contents, ep.msg.contents
-        self.writemsg = fi.op(rma, "writemsg", hold_gil=True, readied=True)
-        self.writemsg_long = fi.op(rma, "writemsg", readied=True)
-        self.readmsg = fi.op(rma, "readmsg", hold_gil=True, readied=True)
-        self.readmsg_long = fi.op(rma, "readmsg", readied=True)
+        hold = not nic.long_posts
+        self.writemsg = fi.op(rma, "writemsg", hold_gil=hold, readied=True)
+        self.readmsg = fi.op(rma, "readmsg", hold_gil=hold, readied=True)
         self.send = fi.op(msg, "send")
         self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True, readied=True)
 
@@ -154,6 +151,8 @@ class Nic:
         cq_entries: size of the queue.
         wait_fd: whether to ask for a descriptor to sleep on.
         event_queue: whether endpoints need a queue for errors that belong to no operation.
+        long_posts: a write or read is a system call, or is copied inside the call: whoever posts
+            drops the interpreter's lock meanwhile, so that the user's own thread can have it.
 
     Attributes:
         cq: address of the queue, the first argument of cq_read.
@@ -173,7 +172,9 @@ class Nic:
         cq_entries: int,
         wait_fd: bool,
         event_queue: bool = False,
+        long_posts: bool = False,
     ) -> None:
+        self.long_posts = long_posts
         self.lib = lib
         self.strerror = lib.strerror
         self.info = info

@@ -1,23 +1,23 @@
 """One peer's NIC as a record: its state, what goes to it, what waits, what is read from it.
 
-Rule: only peers.py changes a peer's `state` and `status`, and only reads.py its `reading`.
+Rule: only peers.py changes a peer's `state` and `status`, and only tcp.py its `reading`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final
 
 from tep.backends.base import ReadRow, Status, WriteBatch
 from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
-from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.objects import Endpoint
 from tep.backends.libfabric.regions import Region
+from tep.backends.libfabric.rules import NicAddress
 
 __all__ = ["Peer", "PeersReads", "Piece", "Row", "State"]
 
-_NEVER_FULL: Final = 1 << 62
 _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 
 
@@ -34,6 +34,7 @@ class State(Enum):
 _ALIVE: Final = frozenset({State.CONNECTING, State.READY})
 
 
+@dataclass(slots=True, eq=False)
 class Peer:
     """One NIC of a peer, in one incarnation.
 
@@ -46,9 +47,6 @@ class Peer:
         status: how rows to it end while it is SILENT or GONE.
         open: rows in flight to it.
         adrift: rows to it that were given up, and that libfabric still has.
-        full_at: rows in flight with which libfabric took no more; none is offered until one is
-            back.
-        appetite: rows that it took last time.
         heard: something completed since the last look at deadlines.
         since_s: when it entered its state, or was last heard.
         held: (batch, row, due_s) accepted and not posted, oldest first.
@@ -62,51 +60,26 @@ class Peer:
         reading: its reads; None = none was posted.
     """
 
-    __slots__ = (
-        "address",
-        "adrift",
-        "appetite",
-        "data",
-        "endpoint",
-        "forget_s",
-        "full_at",
-        "heard",
-        "held",
-        "index",
-        "leases",
-        "lost",
-        "number",
-        "open",
-        "outbox",
-        "pause_until_s",
-        "reading",
-        "sends",
-        "since_s",
-        "state",
-        "status",
-        "stuck_s",
-    )
-
-    def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
-        self.index = index
-        self.data = data
-        self.address = address
-        self.number = FI_ADDR_UNSPEC
-        self.endpoint: Endpoint | None = None
-        self.state = State.SILENT
-        self.status = Status.UNREACHABLE
-        self.open = self.adrift = 0
-        self.full_at = _NEVER_FULL
-        self.appetite = 1
-        self.heard = False
-        self.since_s = 0.0
-        self.held: deque[tuple[WriteBatch, int, float]] = deque()
-        self.outbox: deque[bytes] = deque()
-        self.sends = 0
-        self.stuck_s = self.pause_until_s = self.forget_s = 0.0
-        self.leases: dict[int, tuple[int, int] | None] = {}
-        self.lost: list[tuple[int, int, int]] = []
-        self.reading: PeersReads | None = None
+    index: int
+    data: bytes
+    address: NicAddress
+    number: int = FI_ADDR_UNSPEC
+    endpoint: Endpoint | None = None
+    state: State = State.SILENT
+    status: Status = Status.UNREACHABLE
+    open: int = 0
+    adrift: int = 0
+    heard: bool = False
+    since_s: float = 0.0
+    held: deque[tuple[WriteBatch, int, float]] = field(default_factory=deque)
+    outbox: deque[bytes] = field(default_factory=deque)
+    sends: int = 0
+    stuck_s: float = 0.0
+    pause_until_s: float = 0.0
+    forget_s: float = 0.0
+    leases: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    lost: list[tuple[int, int, int]] = field(default_factory=list)
+    reading: PeersReads | None = None
 
     @property
     def out(self) -> int:
@@ -142,6 +115,7 @@ class Peer:
         self.lost, self.leases = [], {}
 
 
+@dataclass(slots=True, eq=False)
 class Row:
     """A row that has been accepted.
 
@@ -151,32 +125,28 @@ class Row:
         ended: its completion is made.
     """
 
-    __slots__ = ("ctx", "ended", "index", "left", "posted", "region", "row")
-
-    def __init__(self, ctx: int, index: int, row: ReadRow, region: Region | None) -> None:
-        self.ctx = ctx
-        self.index = index
-        self.row = row
-        self.region = region
-        self.posted = 0
-        self.left = row.nbytes
-        self.ended = False
+    ctx: int
+    index: int
+    row: ReadRow
+    region: Region | None
+    left: int
+    posted: int = 0
+    ended: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Piece:
     """A part of a row, in the buffer of a slot; `reads` are those that the row is one of."""
 
-    __slots__ = ("at", "failed", "nbytes", "reads", "row", "slot")
-
-    def __init__(self, slot: int, reads: PeersReads, row: Row, at: int, nbytes: int) -> None:
-        self.slot = slot
-        self.reads = reads
-        self.row = row
-        self.at = at
-        self.nbytes = nbytes
-        self.failed = False
+    slot: int
+    reads: PeersReads
+    row: Row
+    at: int
+    nbytes: int
+    failed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class PeersReads:
     """The reads from one peer; false when none is open.
 
@@ -189,13 +159,12 @@ class PeersReads:
         moved_s: when something of it came last.
     """
 
-    def __init__(self) -> None:
-        self.waiting: deque[Row] = deque()
-        self.open: dict[Row, None] = {}
-        self.ranges: dict[int, tuple[int, int] | None] = {}
-        self.landed: dict[int, list[Piece]] = {}
-        self.asked: dict[int, tuple[int, list[Piece]]] = {}
-        self.moved_s = 0.0
+    waiting: deque[Row] = field(default_factory=deque)
+    open: dict[Row, None] = field(default_factory=dict)
+    ranges: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+    landed: dict[int, list[Piece]] = field(default_factory=dict)
+    asked: dict[int, tuple[int, list[Piece]]] = field(default_factory=dict)
+    moved_s: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.open)

@@ -11,23 +11,30 @@ the epoch that its address names, and that it knows us (EFA needs that). Rows wa
     READY --a row or frame failed--> CONNECTING     SILENT --asked again later--> CONNECTING
 
 Rule: this file decides a peer's state, and nobody else.
+
+Messages go in frames, too. One is sent once and acknowledged. One that finds no buffer at the peer
+is not kept there: its sender is told to wait, and to send again once there is one. So a slow reader
+costs its senders' memory and nobody else's. A control message is the engine's: it is always taken,
+and handed out with its sender's address.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.base import Status
+from tep.backends.base import Entry, Kind, Status
+from tep.backends.handing import ReceivePool
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import NicAddress, efa_place, parse
 from tep.backends.libfabric.completions import Mailbox
 from tep.backends.libfabric.objects import Endpoint, Nic
 from tep.backends.libfabric.peer import Peer, State
-from tep.backends.libfabric.rules import Rules
+from tep.backends.libfabric.rules import NicAddress, Rules, efa_place, parse
 from tep.base.errors import BadDescriptor, FabricError
 
-__all__ = ["Peers"]
+__all__ = ["CONTROL_BYTES_MAX", "Inbox", "Outgoing", "Peers"]
 
 _SILENCE_S: Final = 1.0
 """For how long a peer that did not answer is not asked again for the sake of messages, which
@@ -197,48 +204,31 @@ class Peers:
             peer.outbox.popleft()
         peer.outbox.append(frames.encode(frame))
 
-    def take_hello(self, frame: frames.Hello, now_s: float) -> Peer | None:
-        """A peer greets: it lives, and knows our address; answer."""
-        peer = self.known(frame.sender)
-        if peer is None or peer.state is State.GONE:
-            return None
-        self._is_ready(peer, now_s)  # it lives there, whomever it meant to greet
-        if frame.epoch != self._epoch:
-            self.say(peer, frames.Stale(self.me, self._epoch))
-            return None
-        self.say(peer, frames.Welcome(self.me))
-        return peer
+    def take_hello(self, peer: Peer, frame: frames.Hello, now_s: float) -> None:
+        """A peer greets: it lives, whomever it meant to greet, and knows our address; answer."""
+        self.is_ready(peer, now_s)
+        if frame.epoch == self._epoch:
+            self.say(peer, frames.Welcome(self.me))
+        else:
+            self.say(peer, frames.Stale(self.me))
 
-    def take_welcome(self, frame: frames.Welcome, now_s: float) -> Peer | None:
-        """A peer answers our greeting."""
-        peer = self.known(frame.sender)
-        if peer is not None and peer.state is not State.GONE:
-            self._is_ready(peer, now_s)
-        return peer
+    def is_ready(self, peer: Peer, now_s: float) -> None:
+        """A peer has answered our greeting."""
+        if peer.state is not State.GONE:
+            peer.state, peer.since_s, self.answered = State.READY, now_s, True
 
-    def take_stale(self, frame: frames.Stale) -> None:
-        """End a peer that we greeted if another process has its address now."""
-        self.known(frame.sender)  # as the later incarnation, which ends the earlier
-
-    def take_bye(self, frame: frames.Bye, now_s: float) -> Peer | None:
+    def take_bye(self, peer: Peer, now_s: float) -> None:
         """A peer closes."""
-        peer = self.known(frame.sender)
-        if peer is not None and peer.state is State.READY and peer.open:
+        if peer.state is State.READY and peer.open:
             # What it answered before it said goodbye came by another connection.
             peer.state, peer.status, peer.since_s = State.LEAVING, Status.UNREACHABLE, now_s
-        elif peer is not None:
+        else:
             self._end(peer, State.GONE, Status.UNREACHABLE)
-        return peer
 
     def see_off(self, peer: Peer, now_s: float) -> None:
         """End a peer that is LEAVING, once its last answers are here or never will be."""
         if not peer.open or now_s - peer.since_s > _GRACE_S:
             self._end(peer, State.GONE, Status.UNREACHABLE)
-
-    def _is_ready(self, peer: Peer, now_s: float) -> None:
-        peer.state = State.READY
-        self.answered = True
-        peer.since_s = now_s
 
     # --- looking after
 
@@ -336,3 +326,199 @@ class Peers:
         for peer in listening:
             peer.outbox.append(frames.encode(frames.Bye(self.me)))
         return listening
+
+
+# ------------------------------------------------------------------ messages
+
+CONTROL_BYTES_MAX: Final = 4096
+"""No provider's messages are shorter."""
+
+_OPEN_MAX: Final = 64
+_STARVED_MAX: Final = 4096
+
+_SENT: Final = int(Kind.SENT)
+_RECV: Final = int(Kind.RECV)
+_OK: Final = int(Status.OK)
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """One message or control message of ours that has not been acknowledged."""
+
+    peer: Peer
+    payload: bytes
+    ctx: int
+    since_s: float
+    is_control: bool
+    waiting: int = 0  # Waits less Gos since it was sent; frames may overtake each other
+
+
+class Outgoing:
+    """Messages and control messages that this NIC sends. One kind that is full does not hold up
+    the other.
+
+    Args:
+        peers: of this NIC.
+        done: where completions go.
+        timeout_s: how long a message may go unanswered.
+
+    Attributes:
+        open: what has not been acknowledged, by number.
+    """
+
+    def __init__(self, peers: Peers, done: deque[Entry], timeout_s: float) -> None:
+        self._peers = peers
+        self._done = done
+        self._timeout_s = timeout_s
+        self.open: dict[int, _Message] = {}
+        self._number = 0
+        self._controls = 0  # of those that are open
+
+    def send(
+        self,
+        peer: Peer,
+        payload: bytes,
+        ctx: int,
+        now_s: float,
+        *,
+        is_control: bool,
+    ) -> bool:
+        """Take one message or control message; False = too many of its kind are open."""
+        if (self._controls if is_control else len(self.open) - self._controls) >= _OPEN_MAX:
+            return False
+        self._number += 1
+        self._controls += is_control
+        self.open[self._number] = _Message(peer, payload, ctx, now_s, is_control)
+        if peer.over:
+            self._end(self._number, peer.status)
+        elif is_control and len(payload) > CONTROL_BYTES_MAX:
+            self._end(self._number, Status.LENGTH)
+        else:
+            frame = frames.Control if is_control else frames.Data
+            self._peers.say(peer, frame(self._peers.me, self._number, payload))
+        return True
+
+    def take_ack(self, frame: frames.Ack) -> None:
+        """The peer says how a message or control message ended."""
+        message = self.open.get(frame.number)
+        if message is not None and message.peer.data == frame.sender:
+            known = frame.status in Status._value2member_map_
+            self._end(frame.number, Status(frame.status) if known else Status.PROVIDER)
+
+    def balance(self, frame: frames.Wait | frames.Go, now_s: float) -> None:
+        """Send a message again once the peer had no buffer for it (Wait), and has one (Go).
+
+        The two come in any order.
+        """
+        message = self.open.get(frame.number)
+        if message is not None and message.peer.data == frame.sender:
+            step = 1 if isinstance(frame, frames.Wait) else -1
+            message.waiting = max(-1, min(message.waiting + step, 1))
+            if message.waiting == 0:
+                self._again(frame.number, message, now_s)
+
+    def _again(self, number: int, message: _Message, now_s: float) -> None:
+        """Send a message again that the peer reported as dropped."""
+        message.waiting = 0
+        message.since_s = now_s
+        self._peers.say(message.peer, frames.Data(self._peers.me, number, message.payload))
+
+    def drop(self, peer: Peer, status: Status) -> None:
+        """A peer is over: its messages end with it."""
+        for number in [n for n, message in self.open.items() if message.peer is peer]:
+            self._end(number, status)
+
+    def interrupt(self, peer: Peer) -> None:
+        """The connection broke: whether what was sent arrived is unknown."""
+        for number, message in list(self.open.items()):
+            if message.peer is peer and message.waiting <= 0:
+                self._end(number, Status.PROVIDER)
+
+    def look(self, now_s: float) -> None:
+        """Messages without an answer make us doubt their peer; and fail when they stay so."""
+        for number, message in list(self.open.items()):
+            if now_s - message.since_s < self._timeout_s:
+                continue
+            if message.waiting > 0:
+                # It waits for a buffer, for as long as that takes. But does the peer live, and was
+                # its Go lost? It is offered anew.
+                self._peers.doubt(message.peer, now_s)
+                self._again(number, message, now_s)
+            else:
+                self._end(number, Status.UNREACHABLE)
+
+    def close(self, status: Status) -> None:
+        """End what is open."""
+        for number in list(self.open):
+            self._end(number, status)
+
+    def _end(self, number: int, status: Status) -> None:
+        message = self.open.pop(number)
+        self._controls -= message.is_control
+        self._done.append((_SENT, int(status), 1, 0, 0, message.ctx, 0))
+
+
+class Inbox:
+    """Messages that this NIC receives: the user's rotating pool.
+
+    Args:
+        peers: of this NIC.
+        done: where completions go.
+    """
+
+    def __init__(self, peers: Peers, done: deque[Entry]) -> None:
+        self._peers = peers
+        self._done = done
+        self._pool = ReceivePool()
+        self._starved: deque[tuple[Peer, int]] = deque()
+
+    def add(self, nbytes: int, count: int) -> None:
+        """Add buffers to the pool."""
+        self._pool.add(nbytes, count)
+        for _ in range(count):
+            self._feed()
+
+    def take_data(self, peer: Peer, frame: frames.Data) -> None:
+        """A message comes in: keep it and acknowledge, or say what hinders."""
+        nbytes = len(frame.payload)
+        if self._pool.never_fits(nbytes):
+            self._peers.say(peer, frames.Ack(self._peers.me, frame.number, Status.LENGTH))
+            return
+        found = self._pool.take(nbytes, frame.sender)
+        if found is None:
+            known = (peer, frame.number) in self._starved
+            if known or len(self._starved) < _STARVED_MAX:
+                if not known:
+                    self._starved.append((peer, frame.number))
+                self._peers.say(peer, frames.Wait(self._peers.me, frame.number))
+            else:
+                self._peers.say(peer, frames.Ack(self._peers.me, frame.number, Status.RNR))
+            return
+        slot, buffer = found
+        buffer[:nbytes] = frame.payload
+        self._done.append((_RECV, _OK, 1, 0, 0, slot, nbytes))
+        self._peers.say(peer, frames.Ack(self._peers.me, frame.number, Status.OK))
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a received message."""
+        return self._pool.view(slot)
+
+    def source(self, slot: int) -> bytes:
+        """The address of the NIC that sent a message."""
+        return self._pool.sender(slot)
+
+    def give_back(self, slot: int) -> None:
+        """A buffer is free again."""
+        self._pool.give_back(slot)
+        self._feed()
+
+    def drop(self, peer: Peer) -> None:
+        """A peer is over: nobody waits there any more."""
+        if self._starved:
+            self._starved = deque(item for item in self._starved if item[0] is not peer)
+
+    def _feed(self) -> None:
+        """Tell one of those who wait that there is a buffer."""
+        if self._starved:
+            peer, number = self._starved.popleft()
+            self._peers.say(peer, frames.Go(self._peers.me, number))

@@ -16,24 +16,24 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-
 from tep.backends.base import Access, Column, DomainKey, Status
-from tep.backends.columns import most
+from tep.backends.columns import bounds
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import libc
 from tep.backends.libfabric.objects import Nic
 from tep.base.errors import FabricError
 from tep.memory.source import DmabufExport, Memory, exported
 
-__all__ = ["Region", "Regions", "bounds", "mr_attr"]
+__all__ = ["Region", "Regions", "mr_attr"]
 
 _COUNTER_BITS: Final = 24
 _LOCAL: Final = 1 << 62  # tells a region's local key from its remote one, so that a mix-up fails
 
 
+@dataclass(slots=True, eq=False)
 class Region:
     """One registered region.
 
@@ -47,20 +47,19 @@ class Region:
         start, end: addresses of its first byte, and behind its last.
     """
 
-    __slots__ = ("desc", "end", "handles", "key", "memory", "open", "sink", "start", "target")
+    handles: Sequence[Any]
+    memory: Memory
+    key: DomainKey
+    desc: int
+    target: bool
+    sink: bool = False
+    open: int = 0
+    start: int = field(init=False)
+    end: int = field(init=False)
 
-    def __init__(
-        self, handles: Sequence[Any], memory: Memory, key: DomainKey, desc: int, target: bool
-    ) -> None:
-        self.handles = handles
-        self.memory = memory
-        self.start = memory.ptr
-        self.end = memory.ptr + memory.nbytes
-        self.key = key
-        self.desc = desc
-        self.target = target
-        self.sink = False
-        self.open = 0
+    def __post_init__(self) -> None:
+        self.start = self.memory.ptr
+        self.end = self.start + self.memory.nbytes
 
     def holds(self, src: Column, nbytes: Column) -> bool:
         """Tell whether all rows lie inside."""
@@ -241,17 +240,6 @@ def mr_attr(
     where = fi.C.iovec(memory.ptr, memory.nbytes)
     attr.mr_iov = addressof(where)
     return attr, 0, where
-
-
-def bounds(column: Column, nbytes: Column) -> tuple[int, int]:
-    """First byte and end of rows; as Python ints, which do not wrap."""
-    if isinstance(column, int):
-        return column, column + most(nbytes)
-    if isinstance(nbytes, int):
-        return int(column.min()), int(column.max()) + nbytes
-    ends = column.astype(np.uint64) + nbytes.astype(np.uint64)
-    wrapped = bool((ends < column).any())
-    return int(column.min()), 2**64 if wrapped else int(ends.max())
 
 
 def _check_mapped(memory: Memory, nic: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
-from tep.backends.columns import at, most, row_of
+from tep.backends.columns import at, most, part, row_of
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions
@@ -33,9 +33,7 @@ __all__ = ["Rows"]
 _WRITE: Final = int(Kind.WRITE)
 _READ: Final = int(Kind.READ)
 _READY: Final = State.READY  # looking it up in its class takes 0.1 us
-_CHECKED_MAX: Final = 64
 _EACH_MAX: Final = 256  # rows posted one by one in a call
-_FEW: Final = 3  # rows up to which one by one is cheaper than columns
 
 _SLOWEST_BYTES_PER_S: Final = 64 * MiB
 """A row may take this much longer than peer_timeout_s, since nothing is heard before its end. A
@@ -55,7 +53,7 @@ class Rows:
 
     Attributes:
         waiting: how many accepted rows are neither in flight nor have ended.
-        budget, budget_bytes: what may still be posted before the next poll.
+        budget_bytes: what may still be posted before the next poll.
         refusal: what libfabric last said when it refused a row.
     """
 
@@ -73,15 +71,11 @@ class Rows:
     ) -> None:
         self.waiting = 0
         self.refusal = 0
-        self._turn_rows = rules.turn_rows
-        self._turn_bytes = rules.turn_bytes
-        self.new_turn()
+        self.budget_bytes = rules.turn_bytes
         self._depth = caps.sq_depth
         self._longest = caps.max_write_bytes
         self._window_bytes = rules.window_bytes
         self._window_rows = rules.window_rows
-        self._copies_from = rules.copies_from
-        self._releases_from = rules.releases_from
         self._slots = slots
         self._regions = regions
         self._peers = peers
@@ -89,7 +83,6 @@ class Rows:
         self._done = done
         self._timeout_s = timeout_s
         self._stir = stir
-        self._checked: dict[int, WriteBatch] = {}  # batches whose rows are all in range, by id
         self._fresh: set[Peer] = set()  # whose rows have ended, which poll() has not said yet
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
@@ -103,44 +96,27 @@ class Rows:
             peer = self._peers.all[batch.peer]
             if peer.state is _READY and not peer.held:
                 region = self._regions.by_lkey.get(batch.lkey)
-                if region is not None and batch.n == 1:
-                    if self._post_lone(batch, peer, region):
-                        return 1
-                elif region is not None and (
-                    id(batch) in self._checked or self._check(batch, peer, region)
-                ):
-                    taken = self._post_same(batch, start, stop, peer, region)
+                if region is not None:
+                    if batch.n == 1:
+                        taken = 1 if self._post_lone(batch, peer, region) else None
+                    else:
+                        taken = self._post_same(batch, start, stop, peer, region)
                     if taken is not None:
                         return taken
         return self.post_each(batch, start, min(stop, start + _EACH_MAX))
 
-    def new_turn(self) -> None:
-        """The queue is being polled: rows may be posted again."""
-        self.budget = self._turn_rows
-        self.budget_bytes = self._turn_bytes
-
-    def recheck(self) -> None:
-        """Something that rows are checked against has changed."""
-        self._checked.clear()
-
     # --- the fast paths: one peer, one key, all in range
 
-    def _check(
+    def _may_go(
         self,
         batch: WriteBatch,
+        start: int,
+        stop: int,
         peer: Peer,  # noqa: ARG002  # for tcp
         region: Region,
     ) -> bool:
-        """Tell whether every row of a batch may be posted as it is; remembered."""
-        nbytes = batch.nbytes
-        if not region.holds(batch.src, nbytes):
-            return False
-        if most(nbytes) > self._longest:
-            return False
-        if len(self._checked) >= _CHECKED_MAX:
-            self._checked.clear()
-        self._checked[id(batch)] = batch  # held, so that its id stays its own
-        return True
+        """Tell whether rows of a batch may be posted as they are."""
+        return region.holds(part(batch.src, start, stop), part(batch.nbytes, start, stop))
 
     def _post_lone(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
         """Post the only row of a batch, under one int as its key; False = nothing was done."""
@@ -157,12 +133,11 @@ class Rows:
         if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
             return False
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         try:
             taken = slots.post_row(
-                call,
+                endpoint.writemsg,
                 endpoint.ready,
                 ticket,
                 src,
@@ -179,16 +154,11 @@ class Rows:
     def _post_same(
         self, batch: WriteBatch, start: int, stop: int, peer: Peer, region: Region
     ) -> int | None:
-        """Post as many rows as the window holds; None = the peer takes nothing, hold them."""
+        """Post as many rows as the window holds; None = not so simple, nothing was done."""
         slots, nbytes = self._slots, batch.nbytes
         wanted = min(stop - start, slots.chunk_rows)
-        if isinstance(nbytes, int):
-            longest = nbytes
-        else:
-            longest = int(nbytes[start : start + wanted].max())
+        longest = most(part(nbytes, start, start + wanted))
         window = min(self._window_rows, self._window_bytes // longest if longest else wanted)
-        if peer.open >= peer.full_at:
-            return 0
         n = min(wanted, slots.room)
         if longest:
             n = min(n, (self._window_bytes - slots.nbytes) // longest)
@@ -197,42 +167,22 @@ class Rows:
         # Half a window at a time: a row by itself costs ten times what it costs among others.
         if slots.open and n < max(1, min(wanted, window // 2)):
             return 0
-        n = min(max(n, 1), peer.appetite, self.budget)
-        if n <= 0 or self.budget_bytes <= 0:
+        if self.budget_bytes <= 0:
             return 0
-        copies = longest >= self._copies_from
-        if copies and n * longest > self.budget_bytes:
+        n = max(n, 1)
+        if n * longest > self.budget_bytes:
             n = self.budget_bytes // longest or 1
+        if longest > self._longest or not self._may_go(batch, start, start + n, peer, region):
+            return None
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = self._call(endpoint, batch, longest)
-        taken = 0
+        ticket = Ticket(batch, start, peer, region, due_s)
         try:
-            if n > _FEW:
-                ticket = Ticket(batch, start, peer, region, due_s)
-                taken = slots.post(call, endpoint.ready, ticket, n)
-            else:
-                while taken < n:
-                    ticket = Ticket(batch, start + taken, peer, region, due_s)
-                    row = start + taken
-                    if not slots.post_row(
-                        call,
-                        endpoint.ready,
-                        ticket,
-                        at(batch.src, row),
-                        at(batch.dst, row),
-                        batch.rkey,  # type: ignore[arg-type]  # an int: see post()
-                        at(nbytes, row),
-                        None if batch.imm is None else at(batch.imm, row),
-                    ):
-                        break
-                    taken += 1
+            taken = slots.post(_call(endpoint, batch), endpoint.ready, ticket, n)
         except OSError as error:
             self.refusal = error.errno or 0
-            return taken or None
-        self.budget -= taken
-        self.budget_bytes -= taken * longest if copies else 0
-        _control_appetite(peer, n, taken)
+            return None
+        self.budget_bytes -= taken * longest
         if taken or peer.open:
             return taken
         return None  # nothing of it is in flight, so nothing would tell when to offer it again
@@ -296,7 +246,7 @@ class Rows:
             row = row._replace(src=region.memory.ptr)
         due_s = time.monotonic() + self._timeout_s + row.nbytes / _SLOWEST_BYTES_PER_S
         endpoint = self._peers.endpoint(peer)
-        call = self._call(endpoint, batch, row.nbytes)
+        call = _call(endpoint, batch)
         ticket = Ticket(batch, index, peer, region, due_s)
         try:
             if slots.post_row(
@@ -312,12 +262,6 @@ class Rows:
         # Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
         self._peers.doubt(peer, time.monotonic())
         return None
-
-    def _call(self, endpoint: Endpoint, batch: WriteBatch, nbytes: int) -> Callable[..., int]:
-        """Return what posts rows of a batch; `nbytes` of the longest."""
-        if batch.ctx & READ:
-            return endpoint.readmsg
-        return endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""
@@ -379,17 +323,10 @@ class Rows:
             batch, row, _ = peer.held.popleft()
             self.waiting -= 1
             self.fail(batch.ctx, row, status)
-        self._checked.clear()
         if spare and self._done:
             self._fresh.add(peer)
 
 
-def _control_appetite(peer: Peer, offered: int, taken: int) -> None:
-    """Remember how much a peer's queue took of what it was offered."""
-    if taken == offered:
-        peer.appetite = max(peer.appetite, 2 * offered)
-        peer.full_at = 1 << 62
-    else:
-        # Some providers take one long row at a time: do not spell out 64 for it.
-        peer.appetite = max(1, 2 * taken)
-        peer.full_at = max(1, peer.open)
+def _call(endpoint: Endpoint, batch: WriteBatch) -> Callable[..., int]:
+    """Return the call that posts rows of a batch."""
+    return endpoint.readmsg if batch.ctx & READ else endpoint.writemsg

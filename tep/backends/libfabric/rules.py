@@ -1,26 +1,45 @@
-"""The needs of each provider: a table of data, asked once at opening; and what EFA alone needs.
+"""The needs of each provider, as data; what EFA alone needs; and a NIC's address as bytes.
 
 Every line was learnt by experiment on libfabric 1.17 to 2.5, except EFA's, which is read from the
 provider's source and manual (1.22 to 2.6) and not yet run on hardware; scripts/verify_efa runs it.
 Nothing here opens, posts or polls.
+
+An address is provider, incarnation, and the provider's own name of the endpoint.
+The layout (integers little-endian); tests/unit/backends/test_libfabric_parts.py checks it:
+
+    offset  size  field     content
+    0       4     magic     b"OFI1"
+    4       8     epoch     of this incarnation
+    12      1     length p  of the provider's name
+    13      1     length n  of the NIC's name
+    14      1     length r  of the raw address
+    15      p     provider  UTF-8, e.g. "tcp"
+    15+p    n     nic       UTF-8, e.g. "127.0.0.1"
+    15+p+n  r     raw       what fi_getname gave
+
+Rule: raw bytes reach fi_av_insert only through `parse`. On tcp one address of a wrong family would
+be taken in silence and make every later insert fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 from tep.backends.base import Status
 from tep.backends.ffi import libfabric as fi
-from tep.backends.libfabric.objects import Option
-from tep.base.errors import BackendUnavailable
+from tep.backends.libfabric.objects import Endpoint, Option
+from tep.base.errors import BackendUnavailable, BadDescriptor
 from tep.base.units import KiB, MiB
 
 __all__ = [
-    "ROW_BYTES_MAX", "RULES", "STATUSES", "Rules", "check_device", "check_version",
-    "endpoint_options", "same_host_way",
+    "ROW_BYTES_MAX", "RULES", "STATUSES", "NicAddress", "Rules", "check_device", "check_version",
+    "efa_place", "endpoint_options", "engine_of", "is_loopback", "parse",
 ]  # fmt: skip
 
 _NEVER: Final = 1 << 63
@@ -36,16 +55,11 @@ class Rules:
         fabric: which of its fabrics, where it has several; "" = any.
         software: it is no device, its NICs are named by IP addresses, and it says nothing useful of
             a bad key: the target is asked for a region's bounds before the first row to it, see
-            tcp.py.
+            tcp.py. A local completion must wait for the target (FI_DELIVERY_COMPLETE): without it
+            tcp completes writes that never arrive.
         caps, mr_mode: of the hints, besides FI_MSG | FI_RMA.
-        delivery_complete: a local completion must wait for the target. Without it tcp completes
-            writes that never arrive.
-        copies_from: rows of this many bytes are copied inside the post.
-        releases_from: rows of this many bytes take long enough to post to drop the interpreter's
-            lock meanwhile, so that the user's own thread can have it. It costs 0.03 us a row.
-        turn_rows: rows posted between two polls.
-        turn_bytes: the same in bytes, for rows that are copied inside the post: what was copied
-            should be taken while it is in the cache.
+        turn_bytes: posted between two polls: what was copied inside the post should be taken while
+            it is in the cache.
         window_rows, window_bytes: rows and bytes in flight; small, to keep them in the cache.
         tx_entries, rx_entries: of each endpoint's queues; 0 = the provider's own choice.
         frames_in, frames_out: buffers for messages that come in, and that go out.
@@ -64,10 +78,6 @@ class Rules:
     software: bool = False
     caps: int = 0
     mr_mode: int = fi.FI_MR_LOCAL | fi.FI_MR_VIRT_ADDR | fi.FI_MR_ALLOCATED | fi.FI_MR_PROV_KEY
-    delivery_complete: bool = False
-    copies_from: int = _NEVER
-    releases_from: int = _NEVER
-    turn_rows: int = 1 << 30
     turn_bytes: int = 1 << 62
     window_rows: int = 1024
     window_bytes: int = _NEVER
@@ -87,11 +97,7 @@ _TCP: Final = Rules(
     # "net" is what 1.17 calls today's tcp; asked for "tcp" it would give "tcp;ofi_rxm".
     names=("net", "tcp"),
     software=True,
-    delivery_complete=True,
-    copies_from=32 * KiB,
-    releases_from=0,  # each is a system call of 5 us: 512 held it for 2.5 ms
-    turn_rows=512,  # with 128 a write of 4 KiB costs a tenth more
-    turn_bytes=MiB,  # 64 KiB rows cost a tenth less CPU than with a window at a time
+    turn_bytes=2 * MiB,  # 64 KiB rows cost a tenth less CPU than with a window at a time
     window_bytes=4 * MiB,
     endpoint_per_peer=True,
 )
@@ -180,44 +186,26 @@ STATUSES: Final[Mapping[int, Status]] = MappingProxyType(
 )
 
 
-class HasOptions(Protocol):
-    """An endpoint, as far as its options go."""
-
-    def option(self, option: int) -> bool | None:
-        """A boolean option; None where the provider does not know it."""
-
-
-def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[Option, ...]:
+def endpoint_options(*, cuda: bool) -> tuple[Option, ...]:
     """Options to set before an endpoint is enabled.
 
     Args:
         cuda: whether CUDA memory will be registered. Only then the provider may be told to leave
             CUDA's API alone: without CUDA that is refused (-22).
-        same_host_shm: let the provider send to peers of this host by shared memory. By default all
-            goes by the NIC, so that no row takes a way that nobody asked for.
 
+    No row to a peer of this host goes by shared memory, a way that nobody asked for.
     Immediates take a receive each: a target that is slow is then met with "receiver not ready", and
     the sender's device tries again. Those that take none are acknowledged even when the target's
     completion queue is full, and are lost. Before 2.3.1 the environment alone says so, see
     tep.backends.ffi.libfabric.load().
     """
     options = [
-        Option(fi.FI_OPT_SHARED_MEMORY_PERMITTED, same_host_shm),
+        Option(fi.FI_OPT_SHARED_MEMORY_PERMITTED, False),
         Option(fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, needed=False),
     ]
     if cuda:
         options.append(Option(fi.FI_OPT_CUDA_API_PERMITTED, False))
     return tuple(options)
-
-
-def same_host_way(*, same_host_shm: bool) -> str:
-    """Say which way rows to peers of this host go, for `explain`."""
-    if same_host_shm:
-        return (
-            "peers of this host by shared memory, past the NIC (same_host_shm=True); "
-            "all others by the NIC"
-        )
-    return "all peers by the NIC, those of this host too (same_host_shm=False)"
 
 
 def check_version(nic: str, version: tuple[int, int]) -> None:
@@ -234,7 +222,7 @@ def check_version(nic: str, version: tuple[int, int]) -> None:
         )
 
 
-def check_device(endpoint: HasOptions, nic: str) -> None:
+def check_device(endpoint: Endpoint, nic: str) -> None:
     """Refuse a device that cannot write and read remotely by itself, such as p4d's.
 
     There the provider would imitate that by messages, at a fraction of the speed, with the peer's
@@ -257,3 +245,129 @@ def check_device(endpoint: HasOptions, nic: str) -> None:
             f"and trn2 have both), so that libfabric would imitate {' and '.join(imitated)} by "
             "messages; use provider='tcp' if that is what you want"
         )
+
+
+# ------------------------------------------------------------------ addresses
+
+_HEAD: Final = struct.Struct("<4sQBBB")
+_MAGIC: Final = b"OFI1"
+_BYTES_MAX: Final = 256  # of the field that carries an address in NetAddr
+
+
+@dataclass(frozen=True, slots=True)
+class NicAddress:
+    """One NIC in one incarnation.
+
+    Attributes:
+        provider: as the user names it; peers must agree.
+        epoch: of its engine.
+        nic: for people to read.
+        raw: the endpoint's name in the provider's format.
+    """
+
+    provider: str
+    epoch: int
+    nic: str
+    raw: bytes
+
+    def to_bytes(self) -> bytes:
+        """Write the address down; `parse` is the inverse."""
+        provider, nic = self.provider.encode(), self.nic.encode()
+        # The NIC's name is for people only, and gives way where the rest is long.
+        nic = nic[: _BYTES_MAX - _HEAD.size - len(provider) - len(self.raw)]
+        head = _HEAD.pack(_MAGIC, self.epoch, len(provider), len(nic), len(self.raw))
+        return head + provider + nic + self.raw
+
+    def __str__(self) -> str:
+        return f"{self.provider} {self.nic} ({_spell(self.raw)}, epoch {self.epoch})"
+
+
+def parse(data: bytes, provider: str) -> NicAddress:
+    """Read an address of this provider.
+
+    Raises:
+        BadDescriptor: not such an address, or one that the provider would choke on.
+    """
+    if len(data) < _HEAD.size or data[:4] != _MAGIC:
+        raise BadDescriptor(
+            f"{data[:16]!r}... ({len(data)} bytes) is not a libfabric NIC's address; is the peer's "
+            "engine on another backend?"
+        )
+    _, epoch, p, n, r = _HEAD.unpack_from(data)
+    if len(data) != _HEAD.size + p + n + r:
+        raise BadDescriptor(
+            f"libfabric address: {len(data)} bytes, its head says {_HEAD.size + p + n + r}; "
+            "truncated or padded"
+        )
+    body = data[_HEAD.size :]
+    try:
+        theirs, nic = body[:p].decode(), body[p : p + n].decode(errors="replace")
+    except UnicodeDecodeError as error:
+        raise BadDescriptor(f"libfabric address: its provider is not UTF-8: {error}") from error
+    if theirs != provider:
+        raise BadDescriptor(
+            f"the peer's NIC {nic!r} is driven by provider {theirs!r}, this one by {provider!r}; "
+            "open both ends with the same provider"
+        )
+    raw = body[p + n :]
+    complaint = _CHECKS[provider](raw)
+    if complaint:
+        raise BadDescriptor(f"libfabric address of {nic!r}: {complaint}: {raw.hex() or 'empty'}")
+    # One copy of a NIC's name: peers that come and go a thousand times are all kept.
+    return NicAddress(provider, epoch, sys.intern(nic), raw)
+
+
+def engine_of(data: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
+    return data[4:12] if len(data) >= _HEAD.size else data
+
+
+def is_loopback(raw: bytes) -> bool:
+    """Tell whether only its own host reaches a socket address."""
+    if int.from_bytes(raw[:2], "little") == socket.AF_INET:
+        return raw[4:5] == b"\x7f"
+    return raw[8:24] == bytes(15) + b"\1"
+
+
+def efa_place(raw: bytes) -> bytes:
+    """The GID and the number of the queue pair in an EFA address: endpoints get numbers again."""
+    return raw[:18]
+
+
+def _check_socket(raw: bytes) -> str:
+    """Complain unless this is a sockaddr_in or sockaddr_in6 with a port."""
+    if len(raw) < 4:
+        return f"{len(raw)} bytes are too few for a socket address"
+    family = int.from_bytes(raw[:2], "little")
+    sizes = {int(socket.AF_INET): 16, int(socket.AF_INET6): 28}
+    if family not in sizes:
+        return f"socket family {family} is neither IPv4 nor IPv6"
+    if len(raw) != sizes[family]:
+        return f"{len(raw)} bytes, a socket address of family {family} has {sizes[family]}"
+    if raw[2:4] == b"\0\0":
+        return "port 0"
+    return ""
+
+
+def _check_efa(raw: bytes) -> str:
+    """Complain unless this is GID, queue pair number, connection id: 32 bytes."""
+    if len(raw) != 32:
+        return f"{len(raw)} bytes, an EFA address has 32"
+    return "" if any(raw[:16]) else "its GID is zero"
+
+
+_CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
+    {
+        "tcp": _check_socket,
+        "tcp;ofi_rxm": _check_socket,
+        "efa": _check_efa,
+        "efa-direct": _check_efa,
+        "srd": _check_efa,  # of the backend `efa`
+    }
+)
+
+
+def _spell(raw: bytes) -> str:
+    if len(raw) == 16 and raw[:2] == b"\x02\0":
+        return f"{socket.inet_ntoa(raw[4:8])}:{int.from_bytes(raw[2:4], 'big')}"
+    return raw.hex()

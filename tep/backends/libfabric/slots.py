@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Final
@@ -47,26 +48,18 @@ _FREE: Final = 0
 
 I64 = npt.NDArray[np.int64]
 
-# One record a descriptor: iovec, fi_rma_iov, the array of one memory descriptor, fi_msg_rma. All
-# words of 64 bits; the pointers among them are constant.
+# One record a descriptor, all words of 64 bits, the pointers among them constant.
 _RECORD: Final = np.dtype(
     [
-        ("src", "<u8"),  # iovec.iov_base
-        ("src_len", "<u8"),  # iovec.iov_len
-        ("dst", "<u8"),  # fi_rma_iov.addr
-        ("dst_len", "<u8"),  # fi_rma_iov.len
-        ("rkey", "<u8"),  # fi_rma_iov.key
-        ("desc", "<u8"),
-        ("p_iov", "<u8"),  # fi_msg_rma from here on
-        ("p_desc", "<u8"),
-        ("iov_count", "<u8"),
-        ("peer", "<u8"),
-        ("p_rma", "<u8"),
-        ("rma_count", "<u8"),
-        ("context", "<u8"),
-        ("data", "<u8"),
-        ("pad0", "<u8"),
-        ("pad1", "<u8"),
+        (name, "<u8")
+        for name in (
+            *("src", "src_len"),  # struct iovec
+            *("dst", "dst_len", "rkey"),  # struct fi_rma_iov
+            "desc",  # an array of one
+            # struct fi_msg_rma
+            *("p_iov", "p_desc", "iov_count", "peer", "p_rma", "rma_count", "context", "data"),
+            *("pad0", "pad1"),
+        )
     ]
 )
 _MSG_AT: Final = 48
@@ -75,6 +68,7 @@ _HEAD: Final = Struct("<6Q")
 _TAIL: Final = Struct("<5Q")  # from `peer` on
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """Rows of one batch posted in one go, to one peer, from one region.
 
@@ -88,32 +82,26 @@ class Ticket:
         due_s: when to ask whether the peer still lives.
     """
 
-    __slots__ = (
-        "batch",
-        "due_s",
-        "each",
-        "nbytes",
-        "number",
-        "open",
-        "peer",
-        "region",
-        "row",
-        "slots",
-    )
+    batch: WriteBatch
+    row: int
+    peer: Peer
+    region: Region
+    due_s: float
+    number: int = 0
+    open: int = 0
+    each: int = 0
+    nbytes: int = 0
+    slots: I64 | Sequence[int] = ()
 
-    def __init__(
-        self, batch: WriteBatch, row: int, peer: Peer, region: Region, due_s: float
-    ) -> None:
-        self.batch = batch
-        self.row = row
-        self.peer = peer
-        self.region = region
-        self.due_s = due_s
-        self.number = 0
-        self.open = 0
-        self.each = 0
-        self.nbytes = 0
-        self.slots: I64 | list[int] = []
+
+def descriptors(n: int) -> tuple[np.ndarray, list[fi.Ready]]:
+    """Make n descriptors with their constant columns, and the fi_msg_rma of each for a call."""
+    records = np.zeros(n, _RECORD)
+    at = records.ctypes.data + _RECORD.itemsize * np.arange(n, dtype=np.uint64)
+    records["p_iov"], records["iov_count"] = at, 1
+    records["p_rma"], records["rma_count"] = at + np.uint64(16), 1
+    records["p_desc"] = at + np.uint64(40)
+    return records, list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
 
 
 class Slots:
@@ -169,14 +157,8 @@ class Slots:
         self._build()
 
     def _build(self) -> None:
-        n = CHUNK_ROWS + 1  # the last one is for single rows
-        self._records = np.zeros(n, _RECORD)
-        at = self._records.ctypes.data + _RECORD.itemsize * np.arange(n, dtype=np.uint64)
-        records = self._records
-        records["p_iov"], records["iov_count"] = at, 1
-        records["p_rma"], records["rma_count"] = at + np.uint64(16), 1
-        records["p_desc"] = at + np.uint64(40)
-        self._pointers = list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
+        # The last one is for single rows.
+        self._records, self._pointers = records, _ = descriptors(CHUNK_ROWS + 1)
         lone = self._records[-1:].view(np.uint8)
         self._raw = memoryview(lone)  # type: ignore[arg-type]  # numpy has the buffer protocol
         self._p_msg = self._pointers[-1]

@@ -5,40 +5,65 @@
 - Lost rows. tcp does not say what was wrong with a row that failed: it is lost until its peer has
   answered, which says that it lives, and whether the key is void.
 - Endpoints. Each peer has its own, which is closed with it. On rxm all share one.
+- Reads, into buffers of ours, and on from there at the owner's word. The provider can neither take
+  a read back nor say whether its key still held. So each piece of a row lands in a buffer of this
+  NIC; then the owner is asked whether the key opens the range still. If it does, every byte was
+  read while it did, and is copied to where it belongs. A row that has ended is over: what comes
+  later of it stays in the buffer. An answer also says that the owner lives, and that it is of the
+  incarnation that was meant. Rule 2: a buffer is used again only when libfabric has given it back.
 - Strangers. libfabric accepts whoever connects to a NIC's port, and keeps the connection for as
   long as the other end does. Its sockets are found among the process's descriptors, by the NIC's
   port, and those whose other end has not said Hello are shut down where they are many, or old;
-  libfabric then closes them. A peer that is hung up on this way connects again. Rule 2: a thread of
+  libfabric then closes them. A peer that is hung up on this way connects again. Rule 3: a thread of
   libfabric's may close a socket at any time, and its number may then be another file's. So a socket
   is looked at, and shut down, through a descriptor of our own.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+import mmap
 import os
 import resource
 import socket
 import stat
 import struct
 import time
+from collections import deque
 from collections.abc import Iterable
+from ctypes import memmove
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tep.backends.base import Completions, DomainKey, Kind, ReadBatch, Row, Status, WriteBatch
-from tep.backends.columns import at
+import numpy as np
+
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Entry,
+    Kind,
+    ReadBatch,
+    ReadRow,
+    Row,
+    Status,
+    WriteBatch,
+)
+from tep.backends.columns import at, bounds, part
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import is_loopback, parse
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.objects import CqError, Endpoint, Option
-from tep.backends.libfabric.peer import Peer
-from tep.backends.libfabric.reads import TcpReads
-from tep.backends.libfabric.regions import Region, bounds
+from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.peer import Peer, PeersReads, Piece, State
+from tep.backends.libfabric.peer import Row as Accepted
+from tep.backends.libfabric.peers import Peers
+from tep.backends.libfabric.regions import Region, Regions, mr_attr
 from tep.backends.libfabric.rows import Rows
-from tep.backends.libfabric.slots import Ticket
+from tep.backends.libfabric.rules import Rules, is_loopback, parse
+from tep.backends.libfabric.slots import I64, Ticket, descriptors
+from tep.memory.source import adapt
 
-__all__ = ["STRANGERS_MAX", "STRANGER_S", "Strangers", "TcpDomain"]
+__all__ = ["READS_MAX", "STRANGERS_MAX", "STRANGER_S", "Strangers", "TcpDomain"]
 
 _LOOPBACK: Final = (
     "a loopback address is reached on its own host only; for peers on other hosts open both ends "
@@ -65,21 +90,28 @@ _DESCRIPTORS: Final = Path("/proc/self/fd")
 _DESCRIPTORS_MAX: Final = 1 << 16  # looked through one by one where they cannot be listed
 
 
+READS_MAX: Final = 256
+"""Rows of reads outstanding on one NIC."""
+
+_PIECES: Final = 64
+_PIECE_BYTES: Final = 64 * 1024
+_SLOT_BYTES: Final = 64  # a fi_context2, which some providers write into
+_READ: Final = int(Kind.READ)
+_BOUNCE_KEY: Final = (1 << 62) - 2  # no region's, nor the mailbox's
+
+
 class TcpRows(Rows):
     """The rows of one NIC that have been accepted and have not ended."""
 
     # --- leases
 
-    def _check(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
+    def _may_go(self, batch: WriteBatch, start: int, stop: int, peer: Peer, region: Region) -> bool:
         assert isinstance(batch.rkey, int)
-        lease = peer.leases.get(batch.rkey)
-        if not lease:
-            return False
-        base, nbytes = lease
-        first, end = bounds(batch.dst, batch.nbytes)
+        base, nbytes = peer.leases.get(batch.rkey) or (0, 0)
+        first, end = bounds(part(batch.dst, start, stop), part(batch.nbytes, start, stop))
         if not (nbytes and base <= first and end <= base + nbytes):
             return False
-        return super()._check(batch, peer, region)
+        return super()._may_go(batch, start, stop, peer, region)
 
     def _post_lone(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
         lease = peer.leases.get(batch.rkey)  # type: ignore[arg-type]  # an int: see post()
@@ -118,7 +150,6 @@ class TcpRows(Rows):
             return
         peer.lost.append((ctx, row, at(rkey, row)))
         self.waiting += 1
-        self._checked.clear()
 
     def go_on(self, peer: Peer) -> None:
         """A peer is READY: settle its lost rows, then post its held ones as far as they go."""
@@ -147,13 +178,13 @@ class TcpDomain(FabricDomain):
     _rows_kind = TcpRows
     _chore_s = _STRANGERS_S
 
-    def _open_main(self, options: tuple[Option, ...]) -> Endpoint:
+    def __init__(self, nic: Nic, rules: Rules, caps: DomainCaps, **how: Any) -> None:
+        super().__init__(nic, rules, caps, **how)
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
-        main = self._nic.open_endpoint(options)
-        self._nic.release_port()
         # sockaddr_in and sockaddr_in6 have the port there
-        self._strangers = Strangers(int.from_bytes(main.name()[2:4], "big"))
-        return main
+        self._strangers = Strangers(int.from_bytes(self._main.name()[2:4], "big"))
+        self._reads = TcpReads(caps, nic, self._regions, self._peers, self._done, self._timeout_s)
+        self._queue.landed, self._queue.landed_many = self._reads.landed, self._reads.landed_many
 
     def _why_nobody(self) -> str:
         met = [peer.address for peer in self._peers.all]
@@ -173,38 +204,24 @@ class TcpDomain(FabricDomain):
 
     def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
         match frame:
-            case frames.Ask(rkey=rkey):
-                base, nbytes = self._regions.range_of(rkey)
-                if nbytes:
+            case frames.Ask(rkey=rkey, number=number):
+                regions = self._regions
+                found = regions.readable_range(rkey) if number else regions.range_of(rkey)
+                if found[1]:
                     self._askers.setdefault(rkey, set()).add(peer.index)
-                self._peers.say(peer, frames.Lease(self.address, rkey, base, nbytes))
-            case frames.AskRead(rkey=rkey, number=number):
-                base, nbytes = self._regions.readable_range(rkey)
-                if nbytes:
-                    self._askers.setdefault(rkey, set()).add(peer.index)
-                self._peers.say(peer, frames.Readable(self.address, rkey, base, nbytes, number))
-            case frames.Readable():
+                self._peers.say(peer, frames.Lease(self.address, rkey, *found, number))
+            case frames.Lease(number=0):
+                peer.leases[frame.rkey] = frame.base, frame.nbytes
+            case frames.Lease():
                 self._reads.answered(peer, frame)
-            case frames.Lease(rkey=rkey, base=base, nbytes=nbytes):
-                peer.leases[rkey] = (base, nbytes)
             case frames.Revoke(rkey=rkey):
                 peer.leases[rkey] = (0, 0)
-                self._rows.recheck()
                 if peer.reading is not None:
                     peer.reading.ranges[rkey] = (0, 0)
             case _:
                 super()._take_talk(peer, frame, now_s)
 
     # --- reads
-
-    @functools.cached_property
-    def _reads(self) -> TcpReads:
-        """Made with the first read: its buffers are some MiB."""
-        reads = TcpReads(
-            self.caps, self._nic, self._regions, self._peers, self._done, self._timeout_s
-        )
-        self._queue.landed, self._queue.landed_many = reads.landed, reads.landed_many
-        return reads
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         self._check_open()
@@ -215,20 +232,20 @@ class TcpDomain(FabricDomain):
 
     def _hand_out(self, out: Completions) -> int:
         filled = super()._hand_out(out)
-        if "_reads" in vars(self) and self._reads.open:
+        if self._reads.open:
             ended = out[:filled]
             self._reads.open -= int(ended["count"][ended["kind"] == Kind.READ].sum())
         return filled
 
     def _take_error(self, error: CqError) -> None:
-        if "_reads" in vars(self) and self._reads.owns(error.context):
+        if self._reads.owns(error.context):
             self._texts[Status.PROVIDER] = error.text
             self._reads.landed(error.context, failed=True)
         else:
             super()._take_error(error)
 
     def arm(self) -> bool:
-        if "_reads" in vars(self) and any(map(self._reads.is_postable, self._restless)):
+        if any(map(self._reads.is_postable, self._restless)):
             return False
         return super().arm()
 
@@ -288,11 +305,250 @@ class TcpDomain(FabricDomain):
         super()._end_all(status, gone=gone)
 
     def _shut(self) -> None:
-        if "_reads" in vars(self):
-            self._main.close()
-            self._reads.close()
         self._strangers.close()
         super()._shut()
+
+
+class TcpReads:
+    """The reads of one NIC.
+
+    Attributes:
+        open: rows accepted and not handed out; the owner subtracts.
+    """
+
+    def __init__(
+        self,
+        caps: DomainCaps,
+        nic: Nic,
+        regions: Regions,
+        peers: Peers,
+        done: deque[Entry],
+        timeout_s: float,
+    ) -> None:
+        self.open = 0
+        self._caps = caps
+        self._regions = regions
+        self._peers = peers
+        self._done = done
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._stirred: dict[Peer, None] = {}
+        self._bytes = mmap.mmap(-1, _PIECES * (_PIECE_BYTES + _SLOT_BYTES))
+        memory = adapt(self._bytes)
+        attr, flags, kept = mr_attr(memory, fi.FI_READ)
+        attr.requested_key = _BOUNCE_KEY
+        self._handle = nic.register(attr, flags)  # closed with the NIC
+        del kept
+        self._buffers = memory.ptr
+        self._contexts = memory.ptr + _PIECES * _PIECE_BYTES
+        self._pieces: list[Piece | None] = [None] * _PIECES
+        self._free = list(range(_PIECES))
+        self._flags = fi.ready(fi.FI_COMPLETION)
+        self._records, self._messages = records, _ = descriptors(_PIECES)
+        slots = np.arange(_PIECES, dtype=np.uint64)
+        records["src"] = np.uint64(self._buffers) + np.uint64(_PIECE_BYTES) * slots
+        records["context"] = np.uint64(self._contexts) + np.uint64(_SLOT_BYTES) * slots
+        records["desc"] = int(self._handle.contents().mem_desc or 0)
+
+    # --- posting
+
+    def post(self, batch: ReadBatch, start: int, stop: int) -> int:
+        """Accept rows start.. of a batch; return how many."""
+        stop = min(stop, start + self._caps.reads - self.open)
+        if stop <= start:
+            return 0
+        self.open += stop - start
+        now_s = time.monotonic()
+        for index, row in enumerate(batch.rows(start, stop), start):
+            region = self._regions.by_lkey.get(row.lkey)
+            peer = self._peers.all[row.peer]
+            if peer.state is State.SILENT:
+                self._peers.greet(peer, now_s)
+            status = self._verdict(peer, row, region)
+            accepted = Accepted(batch.ctx, index, row, region, row.nbytes)
+            if status is not Status.OK:
+                self._finish(accepted, status)
+                continue
+            if peer.reading is None:
+                peer.reading = PeersReads()
+            if not peer.reading.open:
+                peer.reading.moved_s = now_s
+            peer.reading.open[accepted] = None
+            peer.reading.waiting.append(accepted)
+            self._stirred[peer] = None
+        for peer in self._stirred:
+            self.advance(peer)
+        return stop - start
+
+    def stirred(self) -> list[Peer]:
+        """Peers that have something to be sent, or looked after, since the last call."""
+        found = list(self._stirred)
+        self._stirred.clear()
+        return found
+
+    def _verdict(self, peer: Peer, row: ReadRow, region: Region | None) -> Status:
+        if row.nbytes and (
+            region is None or not region.sink or not region.holds(row.local, row.nbytes)
+        ):
+            return Status.LOCAL_KEY
+        if row.nbytes > self._caps.max_write_bytes:
+            return Status.LENGTH
+        return peer.status if peer.over else Status.OK
+
+    def advance(self, peer: Peer) -> None:
+        """Post what can be posted; ask what has to be asked."""
+        reads = peer.reading
+        if reads is None or peer.state is not State.READY:
+            return
+        for rkey in [rkey for rkey in reads.landed if rkey not in reads.asked]:
+            self._ask(peer, reads, rkey, reads.landed.pop(rkey))
+        while reads.waiting:
+            accepted = reads.waiting[0]
+            if not (accepted.ended or self._post_row(peer, reads, accepted)):
+                return
+            reads.waiting.popleft()
+
+    def is_postable(self, peer: Peer) -> bool:
+        """Tell whether advance() would get on, as far as is known."""
+        reads = peer.reading
+        if not reads or not reads.waiting or not self._free or peer.state is not State.READY:
+            return False
+        return reads.ranges.get(reads.waiting[0].row.rkey) is not None
+
+    def _ask(self, peer: Peer, reads: PeersReads, rkey: int, pieces: list[Piece]) -> None:
+        number = next(self._numbers)
+        reads.asked[rkey] = number, pieces
+        self._peers.say(peer, frames.Ask(self._peers.me, rkey, number))
+        self._stirred[peer] = None
+
+    def _post_row(self, peer: Peer, reads: PeersReads, accepted: Accepted) -> bool:
+        """Post the rest of a row, or end it; False = not all of it yet."""
+        row = accepted.row
+        if not row.nbytes:
+            self._end_row(reads, accepted, Status.OK)
+            return True
+        if row.rkey not in reads.ranges:
+            reads.ranges[row.rkey] = None
+            self._ask(peer, reads, row.rkey, [])
+        found = reads.ranges[row.rkey]
+        if found is None:
+            return False
+        base, nbytes = found
+        if not nbytes or not base <= row.remote <= base + nbytes - row.nbytes:
+            status = Status.REMOTE_RANGE if nbytes else Status.REMOTE_KEY
+            self._end_row(reads, accepted, status)
+            return True
+        while accepted.posted < row.nbytes:
+            if not self._free or not self._post_piece(peer, reads, accepted):
+                return accepted.ended
+        return True
+
+    def _post_piece(self, peer: Peer, reads: PeersReads, accepted: Accepted) -> bool:
+        row, at, slot = accepted.row, accepted.posted, self._free[-1]
+        nbytes = min(row.nbytes - at, _PIECE_BYTES)
+        record = self._records[slot]
+        record["src_len"] = record["dst_len"] = nbytes
+        record["dst"], record["rkey"], record["peer"] = row.remote + at, row.rkey, peer.number
+        endpoint = peer.endpoint or self._peers.endpoint(peer)
+        rc = endpoint.readmsg(endpoint.ready, self._messages[slot], self._flags)
+        if rc == -fi.FI_EAGAIN:
+            return False
+        if rc:
+            self._end_row(reads, accepted, Status.PROVIDER)
+            return False
+        self._free.pop()
+        self._pieces[slot] = Piece(slot, reads, accepted, at, nbytes)
+        accepted.posted += nbytes
+        return True
+
+    # --- coming back
+
+    def owns(self, context: int) -> bool:
+        """Tell whether a completion's context is one of ours."""
+        return 0 <= context - self._contexts < _PIECES * _SLOT_BYTES
+
+    def landed(self, context: int, *, failed: bool = False) -> None:
+        """A piece is in its buffer, or never will be; advance() asks about it."""
+        slot = (context - self._contexts) // _SLOT_BYTES
+        piece, self._pieces[slot] = self._pieces[slot], None
+        if piece is None:
+            return  # it was taken back with its endpoint
+        if piece.row.ended:
+            self._free.append(slot)
+            return
+        piece.failed = failed
+        reads = piece.reads
+        reads.landed.setdefault(piece.row.row.rkey, []).append(piece)
+        if not failed:
+            reads.moved_s = time.monotonic()
+
+    def landed_many(self, contexts: I64) -> None:
+        """Pieces are in their buffers; dozens."""
+        for context in contexts.tolist():
+            self.landed(context)
+
+    def answered(self, peer: Peer, frame: frames.Lease) -> None:
+        """The owner says what a key opens: what had landed before the question is good, or not."""
+        reads = peer.reading
+        if reads is None or reads.asked.get(frame.rkey, (0, []))[0] != frame.number:
+            return
+        reads.ranges[frame.rkey] = frame.base, frame.nbytes
+        reads.moved_s = time.monotonic()
+        for piece in reads.asked.pop(frame.rkey)[1]:
+            self._free.append(piece.slot)
+            accepted = piece.row
+            if not accepted.ended:
+                self._settle(reads, accepted, piece, holds=frame.nbytes > 0)
+        self.advance(peer)
+
+    def _settle(self, reads: PeersReads, accepted: Accepted, piece: Piece, *, holds: bool) -> None:
+        row = accepted.row
+        if not holds:
+            self._end_row(reads, accepted, Status.REMOTE_KEY)
+        elif piece.failed:
+            self._end_row(reads, accepted, Status.PROVIDER)
+        elif self._regions.by_lkey.get(row.lkey) is not accepted.region:
+            self._end_row(reads, accepted, Status.LOCAL_KEY)
+        else:
+            at = self._buffers + piece.slot * _PIECE_BYTES
+            memmove(row.local + piece.at, at, piece.nbytes)
+            accepted.left -= piece.nbytes
+            if not accepted.left:
+                self._end_row(reads, accepted, Status.OK)
+
+    def _end_row(self, reads: PeersReads, accepted: Accepted, status: Status) -> None:
+        del reads.open[accepted]
+        self._finish(accepted, status)
+
+    def _finish(self, accepted: Accepted, status: Status) -> None:
+        accepted.ended = True
+        self._done.append((_READ, int(status), 1, 0, accepted.index, accepted.ctx, 0))
+
+    # --- ends
+
+    def expire(self, peer: Peer, now_s: float) -> bool:
+        """End the reads of a peer that has been silent for too long; return whether it was."""
+        reads = peer.reading
+        if not reads or now_s - reads.moved_s < self._timeout_s:
+            return False
+        self.end(peer, Status.UNREACHABLE, gone=False)
+        return True
+
+    def end(self, peer: Peer, status: Status, *, gone: bool) -> None:
+        """End all reads of a peer; `gone` = libfabric has let go of what was in flight."""
+        reads = peer.reading
+        assert reads is not None
+        for accepted in list(reads.open):
+            self._end_row(reads, accepted, status)
+        back = [*itertools.chain(*reads.landed.values())]
+        back += itertools.chain(*(pieces for _, pieces in reads.asked.values()))
+        self._free += [piece.slot for piece in back]
+        if gone:
+            for slot, piece in enumerate(self._pieces):
+                if piece is not None and piece.reads is reads:
+                    self._pieces[slot] = None
+                    self._free.append(slot)
+        peer.reading = None
 
 
 class Strangers:

@@ -322,7 +322,7 @@ def _counted(
         yield warn(
             f"backend {what}",
             f"no counter of sent bytes moved: the NICs may not have been used ({len(after)} read)",
-            "EFA: same_host_shm=False; others: is the driver's hw_counters supported?",
+            "are the driver's hw_counters supported?",
         )
 
 

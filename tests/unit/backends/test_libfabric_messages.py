@@ -9,42 +9,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.frames import Inbox, Outgoing
+from tep.backends.libfabric.peers import Inbox, Outgoing
 
 
 class Wire:
-    """The messages between two ends, delivered in any order; takes the place of Peers."""
+    """The messages that one end says; takes the place of Peers."""
 
-    def __init__(self):
-        self.out = []
+    def __init__(self, me, out):
+        self.me = me
+        self.out = out
 
     def say(self, peer, frame):
         self.out.append((peer, frame))
+
+    def doubt(self, peer, now_s):
+        """Ask nobody."""
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 12))
 def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, count):
     """EFA delivers a Go before the Wait that it answers: the message waited for ever."""
-    wire, sent, received, texts = Wire(), deque(), deque(), []
+    out, sent, received, texts = [], deque(), deque(), []
     a, b = (SimpleNamespace(data=name, over=False) for name in (b"a", b"b"))
-    outgoing, inbox = Outgoing(b"a", sent, 1.0), Inbox(b"b", received)
+    outgoing, inbox = Outgoing(Wire(b"a", out), sent, 1.0), Inbox(Wire(b"b", out), received)
     for k in range(count):
-        assert outgoing.send(wire, b, b"%d" % k, k, 0.0, is_control=False)
-    inbox.add(wire, 16, buffers)
-    while wire.out or received:
-        if received and (not wire.out or data.draw(st.booleans())):
+        assert outgoing.send(b, b"%d" % k, k, 0.0, is_control=False)
+    inbox.add(16, buffers)
+    while out or received:
+        if received and (not out or data.draw(st.booleans())):
             slot = received.popleft()[5]
             texts.append(bytes(inbox.view(slot)))
-            inbox.give_back(wire, slot)
+            inbox.give_back(slot)
             continue
-        _, frame = wire.out.pop(data.draw(st.integers(0, len(wire.out) - 1)))
+        _, frame = out.pop(data.draw(st.integers(0, len(out) - 1)))
         match frame:
             case frames.Data():
-                inbox.take_data(wire, a, frame)
+                inbox.take_data(a, frame)
             case frames.Ack():
                 outgoing.take_ack(frame)
             case frames.Wait() | frames.Go():
-                outgoing.balance(wire, frame, 0.0)
+                outgoing.balance(frame, 0.0)
 
     assert sorted(b"%d" % k for k in range(count)) == sorted(texts)
     assert {} == outgoing.open
@@ -52,16 +56,15 @@ def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, coun
 
 def test_a_message_whose_go_was_lost_is_offered_anew():
     """A connection that broke took the Go along: its sender waited for a buffer for ever."""
-    wire, sent, received = Wire(), deque(), deque()
-    wire.doubt = lambda peer, now_s: None
+    out, sent, received = [], deque(), deque()
     b = SimpleNamespace(data=b"b", over=False)
-    outgoing, inbox = Outgoing(b"a", sent, 1.0), Inbox(b"b", received)
-    outgoing.send(wire, b, b"text", 1, 0.0, is_control=False)
-    inbox.take_data(wire, b, wire.out.pop()[1])
-    outgoing.balance(wire, wire.out.pop()[1], 0.0)
-    inbox.add(wire, 16, 1)
-    wire.out.clear()  # the Go
-    outgoing.look(wire, 2.0)
-    inbox.take_data(wire, b, wire.out.pop()[1])
+    outgoing, inbox = Outgoing(Wire(b"a", out), sent, 1.0), Inbox(Wire(b"b", out), received)
+    outgoing.send(b, b"text", 1, 0.0, is_control=False)
+    inbox.take_data(b, out.pop()[1])
+    outgoing.balance(out.pop()[1], 0.0)
+    inbox.add(16, 1)
+    out.clear()  # the Go
+    outgoing.look(2.0)
+    inbox.take_data(b, out.pop()[1])
 
     assert 1 == len(received)

@@ -16,9 +16,8 @@ from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import discover, frames, rules
-from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.regions import bounds, mr_attr
-from tep.backends.libfabric.rules import RULES, Rules
+from tep.backends.libfabric.rules import RULES, NicAddress, Rules, parse
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.base.errors import BackendUnavailable, BadDescriptor
 from tep.memory.source import adapt
@@ -300,10 +299,10 @@ def test_a_device_without_rdma_write_is_refused():
 def test_efa_options_are_set_only_where_they_exist():
     """FI_OPT_CUDA_API_PERMITTED without CUDA is refused (-22), and the endpoint with it."""
     unsolicited = fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, False
-    plain = rules.endpoint_options(cuda=False, same_host_shm=False)
+    plain = rules.endpoint_options(cuda=False)
     assert ((11, False, True), unsolicited) == plain
-    full = rules.endpoint_options(cuda=True, same_host_shm=True)
-    assert ((11, True, True), unsolicited, (10, False, True)) == full
+    full = rules.endpoint_options(cuda=True)
+    assert ((11, False, True), unsolicited, (10, False, True)) == full
 
 
 def test_efa_errors_have_our_names():
@@ -325,23 +324,16 @@ def test_binding_a_call_makes_no_new_class(hold_gil):
     assert type(bound[0]) is type(bound[1])
 
 
-@pytest.mark.parametrize(
-    ("same_host_shm", "way"),
-    [(True, "peers of this host by shared memory, past the NIC"), (False, "all peers by the NIC")],
-)
-def test_explain_shows_which_way_rows_of_one_host_go_on_efa(monkeypatch, same_host_shm, way):
+def test_explain_says_that_no_row_goes_past_an_efa_nic(monkeypatch):
     """Dry run, with tcp in EFA's place: a bypass nobody sees makes the NIC's figures a riddle."""
     need_libfabric()
     asked = []
     dry = Rules(provider="tcp", names=RULES["tcp"].names)
     monkeypatch.setattr(libfabric, "RULES", {"efa": dry})
     monkeypatch.setattr(libfabric, "endpoint_options", lambda **how: asked.append(how) or ())
-    with tep.TransferEngine.open(
-        "libfabric", provider="efa", nics=1, same_host_shm=same_host_shm
-    ) as engine:
-        assert way in engine.explain()
-        assert f"same_host_shm={same_host_shm}" in engine.explain()
-    assert [{"cuda": False, "same_host_shm": same_host_shm}] == asked
+    with tep.TransferEngine.open("libfabric", provider="efa", nics=1) as engine:
+        assert "all peers by the NIC" in engine.explain()
+    assert [{"cuda": False}] == asked
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
@@ -364,15 +356,11 @@ def test_an_idle_engine_sleeps_unless_told_not_to(sleeps):
 
 
 def test_explain_says_what_done_means():
-    """Without delivery_complete tcp calls rows done that never arrive: that must be in sight."""
+    """Rows that are called done and never arrive would be a surprise: it must be in sight."""
     need_libfabric()
-    for options, words in (
-        ({}, "a row is done once it is at the target"),
-        ({"delivery_complete": False}, "it may still be lost"),
-    ):
-        with tep.TransferEngine.open("libfabric", nics=1, **options) as engine:
-            assert words in engine.explain()
-            assert "provider tcp of libfabric" in engine.explain()
+    with tep.TransferEngine.open("libfabric", nics=1) as engine:
+        assert "a row is done once it is at the target" in engine.explain()
+        assert "provider tcp of libfabric" in engine.explain()
 
 
 def test_info_names_the_providers_that_tep_drives_and_no_others():
@@ -405,7 +393,7 @@ def test_efa_hints_ask_for_what_efa_needs(cuda):
 def test_a_nic_that_carries_too_short_immediates_is_refused():
     """Half an immediate counts for another one."""
     lib = need_libfabric()
-    info = discover.find_offers(lib, RULES["tcp"], None)[0].info
+    info = discover.find_offers(lib, RULES["tcp"], ["127.0.0.1"])[0].info
     try:
         discover.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 2

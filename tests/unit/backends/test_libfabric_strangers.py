@@ -13,7 +13,7 @@ import pytest
 
 import tep
 from tep.backends.libfabric import tcp as room
-from tep.backends.libfabric.address import parse
+from tep.backends.libfabric.rules import parse
 from tep.backends.libfabric.tcp import Strangers
 from tests.support.here import require
 from tests.support.ranks import outcomes, start_rank
