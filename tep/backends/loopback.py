@@ -4,24 +4,26 @@ Engines may be turned by one thread, or by one each. No clock here, and no ill w
 on purpose is `tep.sim`'s.
 
 Rule 1: a sender's thread moves the bytes, holding the target's lock, so that nothing lands after
-revoke(), fence() or shut() has returned. Rule 2: all else that crosses threads is one append to a
-deque, and a call of the target's waker.
+deregister(), fence() or close() has returned. Rule 2: all else that crosses threads is one append
+to a deque, and a call of the target's waker.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from tep.backends.base import (
     Access,
+    Batch,
+    Column,
     Completions,
     DomainCaps,
     DomainKey,
@@ -29,12 +31,10 @@ from tep.backends.base import (
     Kind,
     Opened,
     ReadBatch,
-    ReadRow,
-    Row,
     Status,
     WriteBatch,
 )
-from tep.backends.columns import HostRegion
+from tep.backends.columns import HostRegion, at, copy_rows, most, offsets, part
 from tep.backends.common import check_memory, closed, meaning, orphan_at_fork
 from tep.backends.handing import ReceivePool, Unread, hand_out
 from tep.base.errors import BadDescriptor, UsageError
@@ -42,7 +42,7 @@ from tep.base.units import MiB
 from tep.memory.source import Memory
 
 __all__ = [
-    "HUB", "Hub", "LoopbackDomain", "Message", "Port", "Way", "check_address", "engine_of",
+    "HUB", "Hub", "LoopbackDomain", "Message", "Way", "check_address", "engine_of",
     "open_domains", "probe",
 ]  # fmt: skip
 
@@ -76,6 +76,7 @@ class Message(NamedTuple):
     ctx: int
 
 
+@dataclass(slots=True, eq=False)
 class Way:
     """The rows of one NIC that write, or those that read: what differs between the two.
 
@@ -86,13 +87,10 @@ class Way:
         open: rows that are out.
     """
 
-    __slots__ = ("depth", "kind", "open", "regions")
-
-    def __init__(self, kind: int, depth: int) -> None:
-        self.kind = kind
-        self.depth = depth
-        self.regions: dict[int, HostRegion] = {}
-        self.open = 0
+    kind: int
+    depth: int
+    regions: dict[int, HostRegion] = field(default_factory=dict)
+    open: int = 0
 
 
 class LoopbackDomain:
@@ -106,22 +104,40 @@ class LoopbackDomain:
         nic: index in its engine.
         epoch: of its engine's incarnation.
         caps: its limits, enforced.
+
+    Attributes:
+        alive: False once it is shut; written under the lock.
+        waker: what to call when something has arrived.
+        arrived: completions for its owner; peers append, the owner takes.
+        targets, readable: memory that peers may write, or read, by rkey.
     """
 
     def __init__(self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps) -> None:
         self.caps = caps
-        self.port = Port(hub, name, nic, epoch)
-        self.address = self.port.address
+        self.name, self.nic, self.epoch = name, nic, epoch
+        self.address = hub.address(name, nic, epoch)
+        self.alive = True
+        self.waker: Callable[[], None] = _wake_nobody
+        self.arrived: deque[Entry] = deque()
+        self.targets: dict[int, HostRegion] = {}
+        self.readable: dict[int, HostRegion] = {}
         self._hub = hub
+        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._writes = Way(_WRITE, caps.sq_depth)
         self._reads = Way(_READ, caps.reads)
         self._peer_ids: dict[bytes, int] = {}
         self._peer_addresses: list[bytes] = []
-        self._peers: list[Port | Status] = []
+        self._peers: list[LoopbackDomain | Status] = []
         self._open_messages = 0
         self._refused = False
         self._stalled: deque[Message] = deque()  # the peer has no receive posted
+        self._pool = ReceivePool()
+        self._starved: dict[LoopbackDomain, None] = {}  # senders that found no free buffer
+        self._sources: dict[bytes, int] = {}
+        self._fenced: set[bytes] = set()
+        self._unread = Unread(self.arrived.append)
+        hub.attach(self)
 
     # --- memory and peers
 
@@ -130,18 +146,24 @@ class LoopbackDomain:
         check_memory(self.caps, memory, access)
         region = HostRegion(memory, memory.ptr, writable=access.target)
         # Keys differ between NICs and incarnations, and no lkey is an rkey: a mix-up never works.
-        number = (self.port.epoch << 24) + (next(self._numbers) << 8) + self.port.nic
+        number = (self.epoch << 24) + (next(self._numbers) << 8) + self.nic
         key = DomainKey(lkey=2 * number + 1, rkey=2 * number, base=region.base)
         self._writes.regions[key.lkey] = region
         if access.sink:
             self._reads.regions[key.lkey] = region
-        self.port.grant(key.rkey, region, readable=access.readable)
+        with self._lock:
+            if access.target:
+                self.targets[key.rkey] = region
+            if access.readable:
+                self.readable[key.rkey] = region
         return key
 
     def deregister(self, key: DomainKey) -> None:
         self._writes.regions.pop(key.lkey, None)
         self._reads.regions.pop(key.lkey, None)
-        self.port.revoke(key.rkey)
+        with self._lock:  # what is being copied is finished first
+            self.targets.pop(key.rkey, None)
+            self.readable.pop(key.rkey, None)
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
@@ -156,7 +178,7 @@ class LoopbackDomain:
     def forget(self, peer: int) -> None:
         """Nothing is kept of a peer that could be given back."""
 
-    def _reach(self, peer: int) -> Port | Status:
+    def _reach(self, peer: int) -> LoopbackDomain | Status:
         """Return who is at the other end now."""
         assert 0 <= peer < len(self._peers), (peer, len(self._peers))
         found = self._peers[peer]
@@ -172,7 +194,7 @@ class LoopbackDomain:
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         return self._post(self._reads, batch, start, stop)
 
-    def _post(self, way: Way, batch: WriteBatch | ReadBatch, start: int, stop: int) -> int:
+    def _post(self, way: Way, batch: Batch, start: int, stop: int) -> int:
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
         take = min(stop - start, way.depth - way.open)
@@ -181,38 +203,87 @@ class LoopbackDomain:
             self._carry_out(way, batch, start, start + take)
         else:
             self._refused = True
-        self.port.waker()  # polling is what makes room here
+        self.waker()  # polling is what makes room here
         return max(take, 0)
 
-    def _carry_out(self, way: Way, batch: WriteBatch | ReadBatch, start: int, stop: int) -> None:
-        rows: Iterator[Row | ReadRow] = batch.rows(start, stop)
-        moved = nbytes = 0
-        for index, row in enumerate(rows, start):
-            status = self._carry_row(row)
-            if status is Status.OK:
-                moved += 1
-                nbytes += row.nbytes
-            else:
-                self._finish(way, status, batch.ctx, row=index)
-        if moved:
-            self._finish(way, Status.OK, batch.ctx, count=moved, nbytes=nbytes)
+    def _carry_out(self, way: Way, batch: Batch, start: int, stop: int) -> None:
+        """Carry rows out at once; or one by one, if they are of several peers, or not all good."""
+        status = self._carry(way, batch, start, stop)
+        n, nbytes = stop - start, part(batch.nbytes, start, stop)
+        if status is Status.OK:
+            total = nbytes * n if isinstance(nbytes, int) else int(nbytes.sum())
+            self._finish(way, status, batch.ctx, count=n, nbytes=total)
+        elif n == 1:
+            self._finish(way, status, batch.ctx, row=start)
+        else:
+            for row in range(start, stop):
+                self._carry_out(way, batch, row, row + 1)
 
-    def _carry_row(self, row: Row | ReadRow) -> Status:
-        peer, here, lkey, _, _, nbytes = row[:6]
-        if nbytes:  # an empty row has no memory here
-            way = self._reads if isinstance(row, ReadRow) else self._writes
-            mine = way.regions.get(lkey)
-            if mine is None or not mine.holds(here - mine.origin, nbytes):
-                return Status.LOCAL_KEY
-        if nbytes > self.caps.max_write_bytes:
+    def _carry(self, way: Way, batch: Batch, start: int, stop: int) -> Status:
+        """Carry out rows of one peer and one key, all or none."""
+        peer, rkey = batch.peer, batch.rkey
+        if stop - start == 1:
+            peer, rkey = at(peer, start), at(rkey, start)
+        elif not (isinstance(peer, int) and isinstance(rkey, int)):
+            return Status.PROVIDER
+        here, nbytes = part(batch.src, start, stop), part(batch.nbytes, start, stop)
+        mine = way.regions.get(batch.lkey)
+        longest = most(nbytes)
+        # An empty row has no memory here.
+        if longest and (mine is None or not mine.covers(here, nbytes, mine.origin)):
+            return Status.LOCAL_KEY
+        if longest > self.caps.max_write_bytes:
             return Status.LENGTH
-        port = self._reach(peer)
-        return port if isinstance(port, Status) else port.carry_row(row, self.address)
+        target = self._reach(peer)
+        if isinstance(target, Status):
+            return target
+        return target.carry_here(batch, start, stop, mine, rkey, self.address)
+
+    def carry_here(
+        self, batch: Batch, start: int, stop: int, theirs: HostRegion | None, rkey: int, peer: bytes
+    ) -> Status:
+        """Write rows here, then hand over their immediates; or copy what rows read.
+
+        The memory at the peer's end, `theirs`, has been checked. On the peer's thread.
+        """
+        columns = batch.src, batch.dst, batch.nbytes
+        src, dst, nbytes = (part(column, start, stop) for column in columns)
+        reads = isinstance(batch, ReadBatch)
+        with self._lock:
+            if not self.alive or peer in self._fenced:
+                return Status.UNREACHABLE
+            region = (self.readable if reads else self.targets).get(rkey)
+            if region is None and most(nbytes) == 0:  # the immediate after a read (C9)
+                region = self.readable.get(rkey)
+            if region is None:
+                return Status.REMOTE_KEY
+            if not region.covers(dst, nbytes, region.base):
+                return Status.REMOTE_RANGE
+            if theirs is not None:
+                here, there = (
+                    (region, offsets(dst, region.base)),
+                    (theirs, offsets(src, theirs.origin)),
+                )
+                copy_rows(*(here + there if reads else there + here), nbytes, stop - start)
+            if batch.imm is None:
+                return Status.OK
+            # Within the lock: what is fenced out afterwards has been counted before.
+            self.hand_over(part(batch.imm, start, stop), peer, stop - start)
+        self.waker()
+        return Status.OK
+
+    def hand_over(self, imm: Column, sender: bytes, count: int = 1) -> None:
+        """Let immediates arrive here: one for each row."""
+        number = self._sources.setdefault(sender, len(self._sources))
+        if isinstance(imm, int):
+            self.arrived.append((_IMM, _OK, count, imm, 0, number, 0))
+        else:
+            self.arrived.extend((_IMM, _OK, 1, one, 0, number, 0) for one in imm.tolist())
 
     def _finish(
         self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
-        self.port.arrived.append((way.kind, int(status), count, 0, row, ctx, nbytes))
+        self.arrived.append((way.kind, int(status), count, 0, row, ctx, nbytes))
 
     # --- messages
 
@@ -220,7 +291,7 @@ class LoopbackDomain:
         if not self._has_room():
             return False
         self._send(Message(peer, bytes(payload), ctx))
-        self.port.waker()
+        self.waker()
         return True
 
     def _has_room(self) -> bool:
@@ -246,10 +317,10 @@ class LoopbackDomain:
         target = self._reach(message.peer)
         if isinstance(target, Status):
             return target
-        return target.take_message(message.payload, self.port)
+        return target.take_message(message.payload, self)
 
     def _sent(self, status: Status, ctx: int) -> None:
-        self.port.arrived.append((_SENT, int(status), 1, 0, 0, ctx, 0))
+        self.arrived.append((_SENT, int(status), 1, 0, 0, ctx, 0))
 
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         if not self._has_room():
@@ -258,160 +329,11 @@ class LoopbackDomain:
         if not isinstance(target, Status):
             target = target.take_control_in(bytes(payload), self.address)
         self._sent(target, ctx)
-        self.port.waker()
+        self.waker()
         return True
 
-    def take_control(self, slot: int) -> tuple[bytes, bytes]:
-        return self.port.take_control(slot)
-
-    @staticmethod
-    def engine_of(address: bytes) -> bytes:
-        return engine_of(address)
-
-    def source(self, number: int) -> bytes:
-        return self.port.source(number)
-
-    def fence(self, source: bytes, ctx: int) -> None:
-        self._check_open()
-        self.port.fence(source)
-        self.port.arrived.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
-        self.port.waker()
-
-    def unfence(self, source: bytes) -> None:
-        self._check_open()
-        self.port.unfence(source)
-
-    def post_recvs(self, nbytes: int, count: int) -> None:
-        self._check_open()
-        self.port.add_buffers(nbytes, count)
-
-    def recv_view(self, slot: int) -> memoryview:
-        return self.port.view(slot)
-
-    def recv_source(self, slot: int) -> bytes:
-        return self.port.message_from(slot)
-
-    def recv_done(self, slot: int) -> None:
-        self.port.give_back(slot)
-
-    # --- completions
-
-    def poll(self, out: Completions) -> int:
-        for _ in range(len(self._stalled)):
-            self._send(self._stalled.popleft())
-        ready = self.port.arrived
-        filled, rows, reads = hand_out(ready, out, 0)
-        self._writes.open -= rows
-        self._reads.open -= reads
-        if self._open_messages:
-            self._open_messages -= int((out["kind"][:filled] == _SENT).sum())
-        if ready or (self._refused and filled):
-            self._refused = False
-            self.port.waker()
-        return filled
-
-    def status_text(self, status: int) -> str:
-        return _STATUS_TEXT.get(status, "")
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self.port.waker = waker
-
-    def wakeup_fd(self) -> int | None:
-        return None
-
-    def arm(self) -> bool:
-        return not self.port.arrived
-
-    # --- ends
-
-    def close(self) -> None:
-        if self.port.alive:
-            self._end(Status.FLUSHED)
-
-    def _end(self, status: Status) -> None:
-        """Be unreachable; what is open ends with this status."""
-        self.port.shut()
-        self._writes.regions.clear()
-        self._reads.regions.clear()
-        for message in self._stalled:
-            self._sent(status, message.ctx)
-        self._stalled.clear()
-        self.port.waker()
-
-    def _check_open(self) -> None:
-        if not self.port.alive:
-            raise closed(self.caps.nic)
-
-
-_STATUS_TEXT: Final = meaning(UNREACHABLE="no open engine of this process has that address")
-
-
-class Port:
-    """The receiving half of a NIC, which the threads of its peers touch.
-
-    Attributes:
-        address: in this incarnation.
-        alive: False once the NIC is shut; written under the lock.
-        waker: what to call when something has arrived.
-        arrived: completions for the NIC's owner; peers append, the owner takes.
-    """
-
-    def __init__(self, hub: Hub, name: str, nic: int, epoch: int) -> None:
-        self.name = name
-        self.nic = nic
-        self.epoch = epoch
-        self.address = hub.address(name, nic, epoch)
-        self.alive = True
-        self.waker: Callable[[], None] = _wake_nobody
-        self.arrived: deque[Entry] = deque()
-        self._hub = hub
-        self._lock = threading.Lock()
-        self._targets: dict[int, HostRegion] = {}
-        self._readable: dict[int, HostRegion] = {}
-        self._pool = ReceivePool()
-        self._starved: dict[Port, None] = {}  # senders that found no free buffer
-        self._sources: dict[bytes, int] = {}
-        self._fenced: set[bytes] = set()
-        self._unread = Unread(self.arrived.append)
-        hub.attach(self)
-
-    # --- on the senders' threads
-
-    def carry_row(self, row: Row | ReadRow, peer: bytes) -> Status:
-        """Write one row here, then hand over its immediate; or copy what a row reads.
-
-        The memory at the peer's end has been checked.
-        """
-        _, here, _, there, rkey, nbytes = row[:6]
-        reads = isinstance(row, ReadRow)
-        with self._lock:
-            if not self.alive or peer in self._fenced:
-                return Status.UNREACHABLE
-            region = (self._readable if reads else self._targets).get(rkey)
-            if region is None and nbytes == 0:  # the immediate after a read (C9)
-                region = self._readable.get(rkey)
-            if region is None:
-                return Status.REMOTE_KEY
-            offset = there - region.base
-            if not region.holds(offset, nbytes):
-                return Status.REMOTE_RANGE
-            if isinstance(row, ReadRow):
-                ctypes.memmove(here, region.origin + offset, nbytes)
-                return Status.OK
-            ctypes.memmove(region.origin + offset, here, nbytes)
-            if row.imm is None:
-                return Status.OK
-            # Within the lock: what is fenced out afterwards has been counted before.
-            self._hand_over(row.imm, peer)
-        self.waker()
-        return Status.OK
-
-    def _hand_over(self, imm: int, sender: bytes) -> None:
-        number = self._sources.setdefault(sender, len(self._sources))
-        self.arrived.append((_IMM, _OK, 1, imm, 0, number, 0))
-
     def take_control_in(self, payload: bytes, sender: bytes) -> Status:
-        """Keep a control message for this NIC's engine."""
+        """Keep a control message for this NIC's engine. On the sender's thread."""
         with self._lock:
             if not self.alive:
                 return Status.UNREACHABLE
@@ -419,8 +341,11 @@ class Port:
         self.waker()
         return Status.OK
 
-    def take_message(self, payload: bytes, sender: Port) -> Status | None:
-        """Put a message into a free buffer; None = there is none, the sender is woken then."""
+    def take_message(self, payload: bytes, sender: LoopbackDomain) -> Status | None:
+        """Put a message into a free buffer; None = there is none, the sender is woken then.
+
+        On the sender's thread.
+        """
         with self._lock:
             if not self.alive:
                 return Status.UNREACHABLE
@@ -436,85 +361,117 @@ class Port:
         self.waker()
         return Status.OK
 
-    # --- on the owner's thread
-
-    def grant(self, rkey: int, region: HostRegion, *, readable: bool) -> None:
-        """Let peers write to a region, where it is `writable`, and read it."""
-        with self._lock:
-            if region.writable:
-                self._targets[rkey] = region
-            if readable:
-                self._readable[rkey] = region
-
-    def revoke(self, rkey: int) -> None:
-        """Let nobody write there any more, or read; what is being copied is finished first."""
-        with self._lock:
-            self._targets.pop(rkey, None)
-            self._readable.pop(rkey, None)
-
-    def source(self, number: int) -> bytes:
-        """The address that a number in an immediate's entry stands for."""
-        with self._lock:
-            return list(self._sources)[number]
-
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
-        """A control message, and who sent it; once."""
         with self._lock:
             return self._unread.take(slot)
 
-    def fence(self, sender: bytes) -> None:
-        """Take no rows of one NIC any more; what it is writing now is finished first."""
-        with self._lock:
-            self._fenced.add(sender)
+    @staticmethod
+    def engine_of(address: bytes) -> bytes:
+        return engine_of(address)
 
-    def unfence(self, sender: bytes) -> None:
-        """Take rows of a NIC again."""
+    def source(self, number: int) -> bytes:
         with self._lock:
-            self._fenced.discard(sender)
+            return list(self._sources)[number]
 
-    def add_buffers(self, nbytes: int, count: int) -> None:
-        """Make the pool larger."""
+    def fence(self, source: bytes, ctx: int) -> None:
+        self._check_open()
+        with self._lock:  # what it is writing now is finished first
+            self._fenced.add(source)
+        self.arrived.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
+        self.waker()
+
+    def unfence(self, source: bytes) -> None:
+        self._check_open()
+        with self._lock:
+            self._fenced.discard(source)
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
         with self._lock:
             self._pool.add(nbytes, count)
         self._wake_starved()
 
-    def view(self, slot: int) -> memoryview:
-        """The message in a buffer."""
+    def recv_view(self, slot: int) -> memoryview:
         return self._pool.view(slot)
 
-    def message_from(self, slot: int) -> bytes:
-        """The address of the NIC that sent it."""
+    def recv_source(self, slot: int) -> bytes:
         return self._pool.sender(slot)
 
-    def give_back(self, slot: int) -> None:
-        """Use a buffer again."""
+    def recv_done(self, slot: int) -> None:
         with self._lock:
             self._pool.give_back(slot)
         self._wake_starved()
-
-    def shut(self) -> None:
-        """Be unreachable from now on."""
-        with self._lock:
-            self.alive = False
-            self._targets.clear()
-            self._readable.clear()
-        self._hub.detach(self)
-        self._wake_starved()  # they have to learn that we are gone
-
-    def orphan(self) -> None:
-        """Be shut in a forked child. A thread that is not here may hold the lock: a new one."""
-        self._lock = threading.Lock()
-        self.alive = False
-        self._targets.clear()
-        self._readable.clear()
-        self.arrived.clear()
-        self.waker = _wake_nobody
 
     def _wake_starved(self) -> None:
         with self._lock:
             starved, self._starved = self._starved, {}
         for sender in starved:
             sender.waker()
+
+    # --- completions
+
+    def poll(self, out: Completions) -> int:
+        for _ in range(len(self._stalled)):
+            self._send(self._stalled.popleft())
+        ready = self.arrived
+        filled, rows, reads = hand_out(ready, out, 0)
+        self._writes.open -= rows
+        self._reads.open -= reads
+        if self._open_messages:
+            self._open_messages -= int((out["kind"][:filled] == _SENT).sum())
+        if ready or (self._refused and filled):
+            self._refused = False
+            self.waker()
+        return filled
+
+    def status_text(self, status: int) -> str:
+        return _STATUS_TEXT.get(status, "")
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self.waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        return not self.arrived
+
+    # --- ends
+
+    def close(self) -> None:
+        if self.alive:
+            self._end(Status.FLUSHED)
+
+    def _end(self, status: Status) -> None:
+        """Be unreachable; what is open ends with this status."""
+        with self._lock:
+            self.alive = False
+            self.targets.clear()
+            self.readable.clear()
+        self._hub.detach(self)
+        self._wake_starved()  # they have to learn that we are gone
+        self._writes.regions.clear()
+        self._reads.regions.clear()
+        for message in self._stalled:
+            self._sent(status, message.ctx)
+        self._stalled.clear()
+        self.waker()
+
+    def orphan(self) -> None:
+        """Be shut in a forked child. A thread that is not here may hold the lock: a new one."""
+        self._lock = threading.Lock()
+        self.alive = False
+        self.targets.clear()
+        self.readable.clear()
+        self.arrived.clear()
+        self.waker = _wake_nobody
+
+    def _check_open(self) -> None:
+        if not self.alive:
+            raise closed(self.caps.nic)
+
+
+_STATUS_TEXT: Final = meaning(UNREACHABLE="no open engine of this process has that address")
 
 
 class Hub:
@@ -530,8 +487,10 @@ class Hub:
     def __init__(self, token: int | None = None) -> None:
         self._token = int.from_bytes(os.urandom(8), "little") if token is None else token
         self._epochs = itertools.count(1)
-        self._by_address: weakref.WeakValueDictionary[bytes, Port] = weakref.WeakValueDictionary()
-        self._latest: weakref.WeakValueDictionary[tuple[str, int], Port]
+        self._by_address: weakref.WeakValueDictionary[bytes, LoopbackDomain] = (
+            weakref.WeakValueDictionary()
+        )
+        self._latest: weakref.WeakValueDictionary[tuple[str, int], LoopbackDomain]
         self._latest = weakref.WeakValueDictionary()
         orphan_at_fork(self)
 
@@ -543,18 +502,18 @@ class Hub:
         """Write down where a port is."""
         return _ADDRESS.pack(_MAGIC, self._token, epoch, nic) + name.encode()
 
-    def attach(self, port: Port) -> None:
+    def attach(self, port: LoopbackDomain) -> None:
         """Make a port findable."""
         self._by_address[port.address] = port
         self._latest[port.name, port.nic] = port
 
-    def detach(self, port: Port) -> None:
+    def detach(self, port: LoopbackDomain) -> None:
         """Forget a port; rows to it end UNREACHABLE, or STALE_PEER once its name is back."""
         self._by_address.pop(port.address, None)
         if self._latest.get((port.name, port.nic)) is port:
             del self._latest[port.name, port.nic]
 
-    def find(self, address: bytes) -> Port | Status:
+    def find(self, address: bytes) -> LoopbackDomain | Status:
         """Return the port at an address, or why there is none."""
         found = self._by_address.get(address)
         if found is not None:

@@ -53,7 +53,6 @@ PING: Final = "8 B, half a round trip"
 _OURS: Final = (
     ("tep", "tep", ()),
     ("tep, shared memory", "tep", ("memory=shared",)),
-    ("tep, 2 copying threads", "tep", ("copies=2",)),
     ("tep, spinning", "tep spinning", ()),
     ("limit: memcpy", "memcpy", ()),
     ("limit: process_vm_writev", "writev", ()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 import tep
-from tep.backends.local import LocalDomain, copying, open_domains
+from tep.backends.local import LocalDomain, open_domains
 from tep.testing.contract import DomainContract
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.world import Ability, Node, OpenWorld
@@ -20,10 +20,9 @@ pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minu
 class LocalWorld(OpenWorld):
     """Nodes of one process, each with sockets and shared memory of its own."""
 
-    def __init__(self, sq_depth: int = 4096, copy_threads: int = 1) -> None:
+    def __init__(self, sq_depth: int = 4096) -> None:
         abilities = frozenset({Ability.KILL, Ability.RESTART, Ability.FORK})
-        options = {"sq_depth": sq_depth, "copy_threads": copy_threads}
-        super().__init__(lambda nics: open_domains(nics, **options), abilities)
+        super().__init__(lambda nics: open_domains(nics, sq_depth=sq_depth), abilities)
 
     def kill(self, node: Node) -> None:
         for domain in node.domains:
@@ -51,18 +50,6 @@ class TestShallowQueue(DomainContract):
     @pytest.fixture
     def world(self):
         with LocalWorld(sq_depth=3) as world:
-            yield world
-
-
-class TestSeveralCopiers(DomainContract):
-    """Three threads copy every row of 64 bytes and more together: nothing lands in order."""
-
-    @pytest.fixture
-    def world(self, monkeypatch):
-        monkeypatch.setattr(copying, "_SHARE_BYTES_MIN", 64)
-        monkeypatch.setattr(copying, "_MAPPED_ROW_MIN", 0)
-        monkeypatch.setattr(copying, "_PAGE", 16)
-        with LocalWorld(copy_threads=3) as world:
             yield world
 
 

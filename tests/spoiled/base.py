@@ -10,9 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.base import Completions, DomainCaps, ReadRow, Row, Status
-from tep.backends.loopback import Hub, LoopbackDomain, Port
-from tests.support.loopbacks import MortalLoopback
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    ReadBatch,
+    ReadRow,
+    Row,
+    Status,
+    WriteBatch,
+)
+from tep.backends.loopback import Hub, LoopbackDomain, Way
+from tests.support.loopbacks import AnyBatch, MortalLoopback
 from tests.support.worlds import LoopbackWorld
 
 AnyRow = Row | ReadRow
@@ -82,42 +90,49 @@ class ByRow(MortalLoopback):
         self.nrows = 0
         self._later: list[tuple[int, AnyRow]] = []
 
+    def _carry_out(self, way: Way, batch: AnyBatch, start: int, stop: int) -> None:
+        if self.down:
+            super()._carry_out(way, batch, start, stop)
+            return
+        for index, row in enumerate(batch.rows(start, stop), start):
+            status = self._carry_row(row)
+            self._finish(way, status, batch.ctx, row=index, nbytes=row.nbytes)
+
     def _carry_row(self, row: AnyRow) -> Status:
         return self.read_row(row) if isinstance(row, ReadRow) else self.write_row(row)
 
     def write_row(self, row: Row) -> Status:
         """Carry out one write."""
         self.nrows += 1
-        return super()._carry_row(row)
+        return self._carry(self._writes, WriteBatch(1, *row, 0), 0, 1)
 
     def read_row(self, row: ReadRow) -> Status:
         """Carry out one read."""
-        return super()._carry_row(row)
+        return self._carry(self._reads, ReadBatch(1, *row, None, 0), 0, 1)
 
     def poll(self, out: Completions) -> int:
         self.turns += 1
         due = [row for turn, row in self._later if turn <= self.turns]
         self._later = [(turn, row) for turn, row in self._later if turn > self.turns]
         for row in due:
-            super()._carry_row(row)
+            ByRow.read_row(self, row) if isinstance(row, ReadRow) else ByRow.write_row(self, row)
         return super().poll(out)
 
     def carry_later(self, row: AnyRow) -> None:
         """Move a row three polls from now."""
         self._later.append((self.turns + 3, row))
 
-    def end_of(self, row: AnyRow) -> Port | Status:
+    def end_of(self, row: AnyRow) -> LoopbackDomain | Status:
         """Return the other end of a row."""
         return self._reach(row.peer)
 
 
-def announce(port: Port, imm: int) -> None:
-    """Hand over an immediate at a port, without a row."""
-    with port._lock:
-        port._hand_over(imm, b"")
-    port.waker()
+def announce(nic: LoopbackDomain, imm: int) -> None:
+    """Hand over an immediate at a NIC, without a row."""
+    nic.hand_over(imm, b"")
+    nic.waker()
 
 
-def keys_of(port: Port) -> list[int]:
+def keys_of(port: LoopbackDomain) -> list[int]:
     """Keys that are valid at a port."""
-    return list(port._targets)
+    return list(port.targets)

@@ -63,7 +63,7 @@ class ConfirmsAFenceOnce(ByRow):
     """Has nothing to do for a fence that is there already, and says nothing."""
 
     def fence(self, source: bytes, ctx: int) -> None:
-        if source not in self.port._fenced:
+        if source not in self._fenced:
             super().fence(source, ctx)
 
 
@@ -73,7 +73,7 @@ class HastyFence(ByRow):
 
     def fence(self, source: bytes, ctx: int) -> None:
         super().fence(source, ctx)
-        self.port.arrived.appendleft(self.port.arrived.pop())
+        self.arrived.appendleft(self.arrived.pop())
 
 
 @breaks(27)
@@ -104,7 +104,7 @@ class OpensForAll(ByRow):
     """Lifts the fences against everybody."""
 
     def unfence(self, source: bytes) -> None:
-        self.port._fenced.clear()
+        self._fenced.clear()
 
 
 @breaks(27)
@@ -127,12 +127,12 @@ class UnfencingRevives(ByRow):
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         key = super().register(memory, access)
-        self._known = {**getattr(self, "_known", {}), **self.port._targets}
+        self._known = {**getattr(self, "_known", {}), **self.targets}
         return key
 
     def unfence(self, source: bytes) -> None:
         super().unfence(source)
-        if not self.port.alive:
-            self.port.alive = True
-            self.port._targets.update(self._known)
-            self._hub.attach(self.port)
+        if not self.alive:
+            self.alive = True
+            self.targets.update(self._known)
+            self._hub.attach(self)

@@ -25,7 +25,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.loopback import Hub, Message, Port, Way
+from tep.backends.loopback import Hub, LoopbackDomain, Message, Way
 from tep.base.errors import BadDescriptor
 from tep.base.units import KiB
 from tep.memory.source import Memory
@@ -47,7 +47,7 @@ class TakesAnyKey(ByRow):
     def write_row(self, row: Row) -> Status:
         status = super().write_row(row)
         target = self.end_of(row)
-        if status is Status.REMOTE_KEY and isinstance(target, Port):
+        if status is Status.REMOTE_KEY and isinstance(target, LoopbackDomain):
             for known in keys_of(target):
                 status = super().write_row(row._replace(rkey=known))
         return status
@@ -59,7 +59,7 @@ class SwapsAKey(ByRow):
 
     def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
-        if isinstance(target, Port):
+        if isinstance(target, LoopbackDomain):
             row = row._replace(rkey=[row.rkey, *keys_of(target)][-1])
         return super().write_row(row)
 
@@ -121,7 +121,7 @@ class OneIdForAllNicsOfAPeer(ByRow):
         return 0 if super().connect(peer) >= 0 else -1
 
 
-_CALLERS: Final[weakref.WeakKeyDictionary[Port, set[bytes]]] = weakref.WeakKeyDictionary()
+_CALLERS: Final[weakref.WeakKeyDictionary[LoopbackDomain, set[bytes]]] = weakref.WeakKeyDictionary()
 
 
 @breaks(12)
@@ -131,13 +131,13 @@ class OneConnectionAPair(ByRow):
     def connect(self, peer: bytes) -> int:
         found = super().connect(peer)
         target = self._reach(found)
-        if isinstance(target, Port):
+        if isinstance(target, LoopbackDomain):
             _CALLERS.setdefault(target, set()).add(self.address)
         return found
 
     def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
-        undone = isinstance(target, Port) and target.address in _CALLERS.get(self.port, ())
+        undone = isinstance(target, LoopbackDomain) and target.address in _CALLERS.get(self, ())
         return Status.UNREACHABLE if undone else super().write_row(row)
 
 
@@ -165,7 +165,7 @@ class TakesGarbageForAnAddress(ByRow):
 class WritesToTheNextIncarnation(ByRow):
     """Finds peers by name, as a NIC that knows an IP address would; the new keys equal the old."""
 
-    def _reach(self, peer: int) -> Port | Status:
+    def _reach(self, peer: int) -> LoopbackDomain | Status:
         found = super()._reach(peer)
         if found is Status.STALE_PEER:
             name = self._peer_addresses[peer][20:]
@@ -176,8 +176,8 @@ class WritesToTheNextIncarnation(ByRow):
     def write_row(self, row: Row) -> Status:
         status = super().write_row(row)
         target = self.end_of(row)
-        if status is Status.REMOTE_KEY and isinstance(target, Port):
-            key, region = next(iter(target._targets.items()))
+        if status is Status.REMOTE_KEY and isinstance(target, LoopbackDomain):
+            key, region = next(iter(target.targets.items()))
             return super().write_row(row._replace(rkey=key, dst=region.base))
         return status
 
@@ -258,14 +258,18 @@ class DeadOnceItWasDeaf(ByRow):
         self._silent = 0
 
     def poll(self, out: Completions) -> int:
-        deaf = [k for k, port in enumerate(self._peers) if isinstance(port, Port) and port.arrived]
+        deaf = [
+            k
+            for k, port in enumerate(self._peers)
+            if isinstance(port, LoopbackDomain) and port.arrived
+        ]
         self._silent = self._silent + 1 if deaf else 0
         if self._silent > _DEAF_POLLS:
             for peer in deaf:
                 self._peers[peer] = Status.UNREACHABLE
         return 0 if 0 < self._silent <= _DEAF_POLLS else super().poll(out)
 
-    def _reach(self, peer: int) -> Port | Status:
+    def _reach(self, peer: int) -> LoopbackDomain | Status:
         found = self._peers[peer]
         return found if isinstance(found, Status) else super()._reach(peer)
 
@@ -332,7 +336,7 @@ class CrashesInTheChild(ByRow):
     """Frees the parent's handles in the child."""
 
     def close(self) -> None:
-        if not self.port.alive and self.turns and os.getpid() != _PARENT:
+        if not self.alive and self.turns and os.getpid() != _PARENT:
             os._exit(3)
         super().close()
 
@@ -382,9 +386,9 @@ class SleepsWithNewsWaiting(ByRow):
     """Wakes only at what arrives, not at what its own rows come to."""
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        waker, self.port.waker = self.port.waker, lambda: None
+        waker, self.waker = self.waker, lambda: None
         taken = super().post(batch, start, stop)
-        self.port.waker = waker
+        self.waker = waker
         return taken
 
 
@@ -404,5 +408,5 @@ class DiesWithWhatHadCome(ByRow):
     """Does not look at its completion queue again once the device says that it is dead."""
 
     def fail(self) -> None:
-        self.port.arrived.clear()
+        self.arrived.clear()
         super().fail()

@@ -37,7 +37,7 @@ class NamesTheLastSenderForAll(ByRow):
 
     def recv_source(self, slot: int) -> bytes:
         del slot
-        return next(reversed(self.port._pool._senders.values()))
+        return next(reversed(self._pool._senders.values()))
 
 
 @breaks(34)
@@ -47,7 +47,7 @@ class NamesTheFirstNicOfAnEngine(ByRow):
     def recv_source(self, slot: int) -> bytes:
         found = super().recv_source(slot)
         (wanted,) = {self.engine_of(found)}
-        return next(at for at in self.port._hub._by_address if self.engine_of(at) == wanted)
+        return next(at for at in self._hub._by_address if self.engine_of(at) == wanted)
 
 
 @breaks(21)
@@ -56,7 +56,7 @@ class ReusesABufferInUse(ByRow):
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         super().post_recvs(nbytes, count)
-        self.port._pool._free.extend(range(count))
+        self._pool._free.extend(range(count))
 
 
 @breaks(21)
@@ -66,8 +66,8 @@ class ImmediatesEatMessageBuffers(ByRow):
     def poll(self, out: Completions) -> int:
         n = super().poll(out)
         for _ in range(int((out["kind"][:n] == Kind.IMM).sum())):
-            self.port.take_message(b"", self.port)
-        kept = [entry for entry in self.port.arrived if entry[0] != Kind.RECV]
-        self.port.arrived.clear()
-        self.port.arrived.extend(kept)
+            self.take_message(b"", self)
+        kept = [entry for entry in self.arrived if entry[0] != Kind.RECV]
+        self.arrived.clear()
+        self.arrived.extend(kept)
         return n

@@ -20,7 +20,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.loopback import Hub, LoopbackDomain, Port, Way
+from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.memory.source import Memory
 from tests.spoiled.base import ByRow, announce, breaks
 from tests.support.loopbacks import AnyBatch
@@ -81,7 +81,7 @@ class WaitsForNewsInPoll(ByRow):
         self._news = threading.Event()
 
     def poll(self, out: Completions) -> int:
-        if not self.port.arrived:
+        if not self.arrived:
             self._news.wait(60)
         return super().poll(out)
 
@@ -173,7 +173,7 @@ class ImmediateBeforeTheBytes(ByRow):
 
     def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
-        if row.imm is not None and isinstance(target, Port):
+        if row.imm is not None and isinstance(target, LoopbackDomain):
             announce(target, row.imm)
             self.carry_later(row._replace(imm=None))
             return Status.OK
@@ -206,7 +206,7 @@ class EchoesTheImmediate(ByRow):
 
     def write_row(self, row: Row) -> Status:
         if row.imm is not None:
-            announce(self.port, row.imm)
+            announce(self, row.imm)
         return super().write_row(row)
 
 
@@ -275,7 +275,7 @@ class DropsWhatTheReceiveQueueDoesNotHold(ByRow):
 
     def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
-        if isinstance(target, Port) and len(target.arrived) >= 512:
+        if isinstance(target, LoopbackDomain) and len(target.arrived) >= 512:
             row = row._replace(imm=None)
         return super().write_row(row)
 

@@ -47,11 +47,11 @@ class MortalLoopback(LoopbackDomain):
 
     def fail(self) -> None:
         """Let this NIC die: NIC_DOWN for all that is open, and Kind.DOWN."""
-        if self.port.alive:
+        if self.alive:
             self.down = True
             self._end(Status.NIC_DOWN)
-            self.port.arrived.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
-            self.port.waker()
+            self.arrived.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
+            self.waker()
 
     def close(self) -> None:
         self.down = False
@@ -112,7 +112,7 @@ class SlowLoopback(MortalLoopback):
             super()._carry_out(*held[1:])
         filled = super().poll(out)
         if self.held:
-            self.port.waker()
+            self.waker()
         return filled
 
     def leave(self) -> list[Held]:

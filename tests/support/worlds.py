@@ -66,7 +66,7 @@ class LoopbackWorld(World):
         for domain in node.domains:
             assert isinstance(domain, LoopbackDomain), domain
             domain.close()
-            domain.port.arrived.clear()  # a dead process hands nothing out
+            domain.arrived.clear()  # a dead process hands nothing out
 
     def restart(self, node: Node) -> Opened:
         assert isinstance(node, Opened), node

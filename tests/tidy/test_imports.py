@@ -80,8 +80,7 @@ def test_core_reads_no_clock_no_dice_no_environment() -> None:
 def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
-    `tep/host/sight.py` has one that only reads, so that it answers while the owner hangs. The
-    local backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
+    `tep/host/sight.py` has one that only reads, so that it answers while the owner hangs.
     The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
     A launch waits for its ranks in an event loop, also in a notebook, whose cells run inside one.
@@ -91,7 +90,6 @@ def test_only_the_drivers_have_threads() -> None:
     threads = {
         "tep/drivers/threads.py",
         "tep/host/sight.py",
-        "tep/backends/local/copying.py",
         "tep/backends/verbs/messages.py",
         "tep/compat/nixl/listener.py",
         "tep/integrations/weights/member.py",

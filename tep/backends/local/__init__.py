@@ -101,13 +101,15 @@ class LocalDomain:
     Args:
         address: of this incarnation.
         caps: its limits.
-        copy_threads: threads that copy long rows.
+
+    Attributes:
+        sender, port: its two halves.
 
     Raises:
         BackendUnavailable: no socket, no shared memory, no descriptor left.
     """
 
-    def __init__(self, address: Address, caps: DomainCaps, copy_threads: int = 1) -> None:
+    def __init__(self, address: Address, caps: DomainCaps) -> None:
         self.caps = caps
         self.address = address.to_bytes()
         self._open = True
@@ -116,22 +118,20 @@ class LocalDomain:
         self._sources: dict[int, HostRegion] = {}
         self._sinks: dict[int, HostRegion] = {}
         shared = self._watches, self._fence
-        self._sender = Sender(
-            self.address, caps, self._sources, self._sinks, *shared, copy_threads=copy_threads
-        )
+        self.sender = Sender(self.address, caps, self._sources, self._sinks, *shared)
         try:
-            self._port = Port(address, *shared, self._sender.unread.add)
+            self.port = Port(address, *shared, self.sender.unread.add)
         except BackendUnavailable:
             self._let_go()
             raise
-        self._words = self._port.words
+        self._words = self.port.words
         self._asleep = self._rung = False
         self._refused = False
         self._polls = 0
         self._lkey = 0
         self._waker: Callable[[], None] = _wake_nobody
         self._pool = ReceivePool()
-        halves = self._sender, self._port, self._watches
+        halves = self.sender, self.port, self._watches
         self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
         orphan_at_fork(self)
 
@@ -140,7 +140,7 @@ class LocalDomain:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        port, readable = self._port, access.readable
+        port, readable = self.port, access.readable
         region = HostRegion(memory, memory.ptr, writable=access.target)
         shown = region.writable or readable
         rkey = port.grant(region, readable=readable) if shown else port.new_key()
@@ -155,52 +155,46 @@ class LocalDomain:
         if self._open:
             self._sources.pop(key.lkey, None)
             self._sinks.pop(key.lkey, None)
-            self._port.withdraw(key.rkey, self.caps.peer_timeout_s)
+            self.port.withdraw(key.rkey, self.caps.peer_timeout_s)
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
-        return self._sender.connect(peer)
+        return self.sender.connect(peer)
 
     # --- posting
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        self._begin()
+        return self.sender.post(batch, start, stop) or self._refuse()
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._begin()
+        return self.sender.post_read(batch, start, stop) or self._refuse()
+
+    def _begin(self) -> None:
         if not self._open:
             self._check_open()
         if self._asleep:  # what is carried out now is news; and a quick answer need not ring
             self._awake()
             self._waker()
-        take = self._sender.post(batch, start, stop)
-        if take == 0:
-            self._refuse()
-        return take
-
-    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        self._check_open()
-        if self._asleep:
-            self._awake()
-            self._waker()
-        take = self._sender.post_read(batch, start, stop)
-        if take == 0:
-            self._refuse()
-        return take
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
-        return self._sender.post_send(peer, payload, ctx) or self._refuse()
+        return self.sender.post_send(peer, payload, ctx) or self._refuse()
 
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
-        return self._sender.post_control(peer, payload, ctx) or self._refuse()
+        return self.sender.post_control(peer, payload, ctx) or self._refuse()
 
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
-        return self._sender.unread.take(slot)
+        return self.sender.unread.take(slot)
 
     engine_of = staticmethod(engine_of)
 
     def _refuse(self) -> bool:
         """Nothing was taken: wake the owner once there may be room."""
         self._refused = True
-        if self._sender.done or self._sender.runnable():
+        if self.sender.done or self.sender.runnable():
             self._waker()  # polling is what makes room here
         return False
 
@@ -221,9 +215,9 @@ class LocalDomain:
 
     def _feed(self) -> None:
         """There is a receive buffer again: look at who waited for one."""
-        if self._open and self._port.starved:
-            self._port.ready.update(self._port.starved)
-            self._port.starved.clear()
+        if self._open and self.port.starved:
+            self.port.ready.update(self.port.starved)
+            self.port.starved.clear()
             self._waker()
 
     # --- completions
@@ -235,7 +229,7 @@ class LocalDomain:
             if woken:
                 self._awake()
             self._polls += 1
-            sender, port = self._sender, self._port
+            sender, port = self.sender, self.port
             if sender.active or sender.lost:  # of a peer to whom nothing waits
                 if sender.go_on() and not sender.done:
                     self._waker()  # part of a row has moved: no completion tells of the work
@@ -253,7 +247,7 @@ class LocalDomain:
                 self._watches.look()
                 if port.callers:
                     port.hang_up_on_silent()
-        elif self._sender.done:
+        elif self.sender.done:
             at = self._hand_out(out)
         if at and self._refused:
             self._refused = False
@@ -261,14 +255,14 @@ class LocalDomain:
         return at
 
     def _hand_out(self, out: Completions) -> int:
-        at, rows, reads = hand_out(self._sender.done, out, 0)
-        self._sender.open_rows -= rows
-        self._sender.open_reads -= reads
+        at, rows, reads = hand_out(self.sender.done, out, 0)
+        self.sender.writes.open -= rows
+        self.sender.reads.open -= reads
         return at
 
     def _collect(self, out: Completions, at: int) -> int:
         """Take what peers wrote: immediates, then messages."""
-        port, room = self._port, len(out)
+        port, room = self.port, len(out)
         for inbound in list(port.ready):
             if at == room:
                 break
@@ -320,7 +314,7 @@ class LocalDomain:
                     _ring(inbound.bell)
             else:
                 if not inbound.gone:
-                    self._port.starved[inbound] = None
+                    self.port.starved[inbound] = None
                 break
         return at
 
@@ -328,13 +322,13 @@ class LocalDomain:
         nbytes = lane.next_message()
         if nbytes == NONSENSE:
             lane.mhead = lane.mtail
-            self._port.part(inbound)
+            self.port.part(inbound)
             return None
         return nbytes
 
     def status_text(self, status: int) -> str:
         failed = status in {Status.PROVIDER, Status.UNREACHABLE}
-        return says(self._sender.why if failed else "", _STATUS_TEXT.get(status, ""))
+        return says(self.sender.why if failed else "", _STATUS_TEXT.get(status, ""))
 
     # --- sleeping
 
@@ -348,7 +342,7 @@ class LocalDomain:
         return self._watches.epoll.fileno() if self._open else None
 
     def arm(self) -> bool:
-        sender, port = self._sender, self._port
+        sender, port = self.sender, self.port
         if not self._open:
             return not sender.done
         if self._rung:  # a ring that nobody takes back would wake the next sleeper
@@ -380,8 +374,8 @@ class LocalDomain:
         self._open = False
         self._finalize.detach()
         try:
-            self._sender.close(Status.FLUSHED)
-            self._port.close(self.caps.peer_timeout_s)
+            self.sender.close(Status.FLUSHED)
+            self.port.close(self.caps.peer_timeout_s)
         finally:
             self._let_go()
             self._waker()
@@ -392,9 +386,9 @@ class LocalDomain:
             return
         self._open = False
         self._finalize.detach()
-        self._sender.abandon()
-        self._sender.done.clear()
-        self._port.abandon()
+        self.sender.abandon()
+        self.sender.done.clear()
+        self.port.abandon()
         self._let_go()
 
     orphan = die  # in a forked child the NIC is the parent's
@@ -460,7 +454,6 @@ def allow_any_tracer() -> bool:
 
 _NICS_MAX: Final = 64
 _SQ_DEPTH: Final = 4096
-_COPY_THREADS_MAX: Final = 16
 _PEER_TIMEOUT_S: Final = 2.0
 """The kernel tells of a death at once; this is room for a poll that comes late."""
 
@@ -482,7 +475,6 @@ def open_domains(
     sq_depth: int = _SQ_DEPTH,
     allow_tracer: bool = True,
     spin_s: float | None = None,
-    copy_threads: int = 1,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -496,9 +488,6 @@ def open_domains(
         spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
             spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
             while that pays; 0 = sleep at once. See `tep.drivers.turning`.
-        copy_threads: threads that move the bytes of rows of 1 MiB and more together, 1 to 16, with
-            the one that turns the engine. More than one takes cores, and pays where one core does
-            not use all of the memory's bandwidth. Rows then land in no order.
 
     Raises:
         UsageError: an impossible number or name.
@@ -507,10 +496,6 @@ def open_domains(
     name, epoch = identity("local", name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
-    if not 1 <= copy_threads <= _COPY_THREADS_MAX:
-        raise UsageError(
-            f"local: copy_threads={copy_threads}; 1 to {_COPY_THREADS_MAX} are possible"
-        )
     if sq_depth < 1:
         raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
     _check_system()
@@ -520,19 +505,17 @@ def open_domains(
     domains = all_or_none(
         LocalDomain(
             Address(nic, *host, os.urandom(16)),
-            _caps(f"{name}/{nic}", sq_depth, ordered=copy_threads == 1),
-            copy_threads,
+            _caps(f"{name}/{nic}", sq_depth),
         )
         for nic in range(nics)
     )
     restricted = restriction(allow_tracer=allow_tracer)
     if restricted and allow_tracer:
         _warn_once(restricted)
-    copiers = f"{copy_threads} threads copy for each NIC" if copy_threads > 1 else ""
-    return Opened(domains, epoch, name, CallersTurn(spin_s), about=says(copiers, restricted))
+    return Opened(domains, epoch, name, CallersTurn(spin_s), about=restricted)
 
 
-def _caps(nic: str, sq_depth: int, *, ordered: bool) -> DomainCaps:
+def _caps(nic: str, sq_depth: int) -> DomainCaps:
     return DomainCaps(
         backend="local",
         nic=nic,
@@ -540,7 +523,7 @@ def _caps(nic: str, sq_depth: int, *, ordered: bool) -> DomainCaps:
         sq_depth=sq_depth,
         max_write_bytes=1 << 40,
         max_msg_bytes=MESSAGE_BYTES_MAX,
-        ordered=ordered,
+        ordered=True,
         imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
         control_bytes=CONTROL_BYTES_MAX,

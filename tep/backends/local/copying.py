@@ -6,10 +6,6 @@ which need no permission and are faster for pages of some KiB: for writes, throu
 5.5 against 4.3 GB/s at 4 KiB, but 8.7 against 11.2 at 64 KiB and 9.6 against 14.8 for 256 MiB in
 one row (measured; huge pages back ordinary memory here and not memfds, into which the kernel's way
 is slower still: 7.8). Keys, ranges and order are checked by the caller.
-
-The kernel's copies and memmove run without the interpreter's lock, so that a second thread moves
-its share at the same time (`copy_threads`), where the memory's bandwidth is more than one core
-uses. What is handed out is cut into one share a thread; a call returns when all shares are done.
 """
 
 from __future__ import annotations
@@ -17,22 +13,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 from collections.abc import Callable
-from functools import partial
-from queue import SimpleQueue
-from typing import Final, TypeVar, cast
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.columns import HostRegion, Offsets, copy_rows, part, spread
+from tep.backends.columns import HostRegion, Offsets, copy_rows, offsets
 from tep.backends.ffi.libc import libc
 
 __all__ = [
-    "ROWS_MAX", "Crew", "Failures", "Mover", "ReadMover", "SharedMover", "Target", "can_reach",
-    "extent", "inside", "open_memory", "rows_within",
+    "ROWS_MAX", "Failures", "Mover", "ReadMover", "Target", "can_reach",
+    "extent", "open_memory", "rows_within",
 ]  # fmt: skip
 
 IOV_MAX: Final = 1024
@@ -91,6 +84,7 @@ _memmove: Final = ctypes.memmove
 _Rows = tuple[HostRegion, Offsets]
 
 
+@dataclass(slots=True, eq=False)
 class Target:
     """A peer's region as it is written to, or read, from here.
 
@@ -100,28 +94,21 @@ class Target:
         base: address of the first byte, in the peer.
         nbytes: length.
         mapped: the same bytes mapped here, or None.
-        shift: what makes an address of the peer's one of ours, if mapped.
         witness: address of our byte in the peer's witness, see `memory.Witness`.
     """
 
-    __slots__ = ("base", "key", "mapped", "nbytes", "shift", "witness", "word")
+    key: int
+    word: int
+    base: int
+    nbytes: int
+    mapped: HostRegion | None
+    witness: int
 
-    def __init__(
-        self,
-        key: int,
-        word: int,
-        base: int,
-        nbytes: int,
-        mapped: HostRegion | None,
-        witness: int,
-    ) -> None:
-        self.key = key
-        self.word = word
-        self.base = base
-        self.nbytes = nbytes
-        self.mapped = mapped
-        self.witness = witness
-        self.shift = 0 if mapped is None else mapped.origin - base
+    @property
+    def shift(self) -> int:
+        """The number that makes an address of the peer's one of ours, where it is mapped."""
+        assert self.mapped is not None
+        return self.mapped.origin - self.base
 
 
 class Mover:
@@ -169,15 +156,11 @@ class Mover:
         n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
         if target.mapped is None:
             return self._move(pid, target, src, dst, nbytes, n)
-        if isinstance(nbytes, int):
-            here, there = _offsets(src, source.origin), _offsets(dst, target.base)
-            self._copy_rows((source, here), (target.mapped, there), nbytes, n)
-        else:
-            for row in zip(spread(src, n), spread(dst, n), nbytes.tolist()):
-                self.move_row(pid, target, *row)
+        here, there = offsets(src, source.origin), offsets(dst, target.base)
+        self._copy_rows((source, here), (target.mapped, there), nbytes, n)
         return []
 
-    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: int, n: int) -> None:
+    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: Column, n: int) -> None:
         copy_rows(*here, *there, nbytes, n)
 
     def _move(
@@ -212,7 +195,7 @@ class ReadMover(Mover):
         _memmove(src, dst + target.shift, nbytes)
         return 0
 
-    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: int, n: int) -> None:
+    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: Column, n: int) -> None:
         copy_rows(*there, *here, nbytes, n)
 
 
@@ -222,30 +205,11 @@ def _errno_of_call() -> int:
     return errno.ESRCH if code == errno.EFAULT else code
 
 
-def _offsets(column: Column, origin: int) -> int | npt.NDArray[np.intp]:
-    if isinstance(column, int):
-        return column - origin
-    return (column - np.uint64(origin)).astype(np.intp)
-
-
 def extent(nbytes: Column, n: int) -> tuple[int, int]:
     """The longest row, and all of them together."""
     if isinstance(nbytes, int):
         return nbytes, nbytes * n
     return int(nbytes.max()), int(nbytes.sum())
-
-
-def inside(at: Column, nbytes: Column, origin: int, region_bytes: int) -> bool:
-    """Whether every row lies in a region. Compared as Python ints, which do not wrap."""
-    if isinstance(nbytes, int):
-        low = at if isinstance(at, int) else int(at.min())
-        high = at if isinstance(at, int) else int(at.max())
-        return origin <= low and high + nbytes <= origin + region_bytes
-    if isinstance(at, int):
-        return origin <= at and at + int(nbytes.max()) <= origin + region_bytes
-    if not (origin <= int(at.min()) and int(at.max()) <= origin + region_bytes):
-        return False
-    return int((at + nbytes).max()) <= origin + region_bytes
 
 
 def rows_within(nbytes: Column, at: int, n: int, budget: int) -> int:
@@ -287,115 +251,3 @@ def open_memory(pid: int, address: int, expected: bytes) -> int:
         pass
     os.close(found)
     return -1
-
-
-_SHARE_BYTES_MIN: Final = 512 * 1024
-"""Less than this is not worth handing to another thread, which takes some 40 us (measured)."""
-
-_PAGE: Final = 4096
-
-_MAPPED_ROW_MIN: Final = 256 * 1024
-"""Shorter rows into a mapping are a call each, and two threads would take turns at the lock."""
-
-R = TypeVar("R")
-
-
-class _Helper(threading.Thread):
-    """One thread of a crew; it ends with None in its inbox."""
-
-    def __init__(self) -> None:
-        super().__init__(name="tep-copier", daemon=True)
-        self.inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.outbox: SimpleQueue[object] = SimpleQueue()
-
-    def run(self) -> None:
-        while (share := self.inbox.get()) is not None:
-            try:
-                found = share()
-            except BaseException as error:  # noqa: BLE001  # raised where the share was asked for
-                found = error
-            self.outbox.put(found)
-            share = found = None  # hold nobody's memory while waiting
-
-
-class Crew:
-    """The threads that copy for one NIC.
-
-    Args:
-        threads: how many, with the thread that asks; the others start now.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._helpers = [_Helper() for _ in range(threads - 1)]
-        for helper in self._helpers:
-            helper.start()
-
-    def run(self, shares: list[Callable[[], R]]) -> list[R]:
-        """Carry out at most one share a thread; return what each returned, in order."""
-        assert 1 <= len(shares) <= self.threads, (len(shares), self.threads)
-        busy = self._helpers[: len(shares) - 1]
-        for helper, share in zip(busy, shares[1:], strict=True):
-            helper.inbox.put(share)
-        try:
-            mine = shares[0]()
-        finally:  # nobody may copy any more when this returns
-            others = [helper.outbox.get() for helper in busy]
-        for found in others:
-            if isinstance(found, BaseException):
-                raise found
-        return [mine, *cast("list[R]", others)]
-
-    def close(self) -> None:
-        """Let the threads end; none of them copies."""
-        for helper in self._helpers:
-            helper.inbox.put(None)
-
-
-class SharedMover:
-    """A Mover whose long calls are shared by a crew; one for each NIC and direction.
-
-    Args:
-        crew: who copies.
-        make: makes a mover; each thread has one of its own.
-    """
-
-    def __init__(self, crew: Crew, make: Callable[[], Mover]) -> None:
-        self._crew = crew
-        self._movers = [make() for _ in range(crew.threads)]
-        self.name = self._movers[0].name
-
-    def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
-        """Copy one row; return 0, or errno."""
-        n = min(self._crew.threads, nbytes // _SHARE_BYTES_MIN)
-        if n <= 1:
-            return self._movers[0].move_row(pid, target, src, dst, nbytes)
-        size = -(-nbytes // n // _PAGE) * _PAGE
-        shares: list[Callable[[], int]] = []
-        for mover, at in zip(self._movers, range(0, nbytes, size), strict=False):
-            size_here = min(size, nbytes - at)
-            shares.append(partial(mover.move_row, pid, target, src + at, dst + at, size_here))
-        codes = self._crew.run(shares)
-        return next((code for code in codes if code), 0)
-
-    def move_rows(
-        self, pid: int, target: Target, source: HostRegion, src: Column, dst: Column, nbytes: Column
-    ) -> Failures:
-        """Copy rows between two regions, as a Mover does."""
-        n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
-        longest, total = extent(nbytes, n)
-        parts = min(self._crew.threads, total // _SHARE_BYTES_MIN, n)
-        if parts <= 1 or (target.mapped is not None and longest < _MAPPED_ROW_MIN):
-            return self._movers[0].move_rows(pid, target, source, src, dst, nbytes)
-        shares: list[Callable[[], Failures]] = []
-        starts = [n * k // parts for k in range(parts + 1)]
-        for mover, start, stop in zip(self._movers, starts, starts[1:], strict=False):
-            columns = (part(column, start, stop) for column in (src, dst, nbytes))
-            shares.append(partial(mover.move_rows, pid, target, source, *columns))
-        failures: Failures = []
-        for start, found in zip(starts, self._crew.run(shares), strict=False):
-            failures += [(start + row, code) for row, code in found]
-        return failures

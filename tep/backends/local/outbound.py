@@ -15,11 +15,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from tep.backends.base import Batch, Status
-from tep.backends.columns import HostRegion, part
+from tep.backends.columns import HostRegion, bounds, part
 from tep.backends.fences import STRONG
 from tep.backends.local.channel import (
     SHORT,
@@ -37,7 +38,7 @@ from tep.backends.local.channel import (
     is_bell,
     why,
 )
-from tep.backends.local.copying import Target, can_reach, extent, inside, open_memory
+from tep.backends.local.copying import Target, can_reach, extent, open_memory
 from tep.backends.local.memory import COPYING, LaneWriter, SharedMap, Witness
 from tep.backends.local.port import (
     ASLEEP,
@@ -69,6 +70,7 @@ class Way(Enum):
     GONE = auto()  # for good: an address is never used again
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already.
 
@@ -76,14 +78,11 @@ class Segment:
         checked: the two regions in which all of its rows are known to lie.
     """
 
-    __slots__ = ("at", "batch", "checked", "moved", "stop")
-
-    def __init__(self, batch: Batch, at: int, stop: int) -> None:
-        self.batch = batch
-        self.at = at
-        self.stop = stop
-        self.moved = 0
-        self.checked: tuple[HostRegion, Target] | None = None
+    batch: Batch
+    at: int
+    stop: int
+    moved: int = 0
+    checked: tuple[HostRegion, Target] | None = None
 
     def inside(self, region: HostRegion, target: Target, longest: int) -> bool:
         """Whether all rows lie in two regions and are not too long; looked up once for a pair."""
@@ -91,10 +90,12 @@ class Segment:
             return True
         batch, at, stop = self.batch, self.at, self.stop
         nbytes = part(batch.nbytes, at, stop)
+        first, end = bounds(part(batch.dst, at, stop), nbytes)
         good = (
             extent(nbytes, 1)[0] <= longest
-            and inside(part(batch.src, at, stop), nbytes, region.origin, region.nbytes)
-            and inside(part(batch.dst, at, stop), nbytes, target.base, target.nbytes)
+            and region.covers(part(batch.src, at, stop), nbytes, region.origin)
+            and target.base <= first
+            and end <= target.base + target.nbytes
         )
         if good:
             self.checked = region, target
@@ -117,6 +118,7 @@ class Outbound:
         line: rows that wait, in order.
         reads: those that are read.
         letters: messages that wait for room in the lane: payload, ctx.
+        board: the word of the peer's port that our tail goes to.
         open: ctx of the messages in the lane, in order.
         controls: control messages that wait for room in the socket, with their ctx.
         unrung: bytes of the row list at the head of the line that were shown without a bell.
@@ -165,7 +167,7 @@ class Outbound:
         self._until_s = 0.0  # when to stop calling; 0: not tried yet
         self._witness = 0
         self._waits = False  # something could not be said
-        self._board = 0
+        self.board = 0
         self.targets: dict[int, Target] = {}
         self._readable: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
@@ -273,7 +275,7 @@ class Outbound:
         close_all([self.lane.fd])  # it has it now
         self.lane.fd = -1
         pid, proof = channel.peer_pid, bytes(self.words[PROOF : PROOF + 2])
-        self._board = BOARD + 2 * welcome.slot
+        self.board = BOARD + 2 * welcome.slot
         self._witness = Witness.byte(welcome.witness, welcome.slot)
         code = can_reach(pid, welcome.witness, proof) if pid else errno.ESRCH
         self.pid = 0 if code else pid
@@ -437,8 +439,8 @@ class Outbound:
         words, lane = self.words, self.lane
         if not STRONG:
             self._fence()
-        words[self._board] = lane.tail
-        words[self._board + 1] = lane.mtail
+        words[self.board] = lane.tail
+        words[self.board + 1] = lane.mtail
         if not ring:
             return
         self._fence()

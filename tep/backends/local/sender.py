@@ -20,6 +20,7 @@ import errno
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -31,10 +32,8 @@ from tep.backends.handing import Unread
 from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
 from tep.backends.local.copying import (
     ROWS_MAX,
-    Crew,
     Mover,
     ReadMover,
-    SharedMover,
     extent,
     rows_within,
 )
@@ -80,25 +79,26 @@ _WRITE, _READ, _SENT = int(Kind.WRITE), int(Kind.READ), int(Kind.SENT)
 _CONTROLS_MAX: Final = 64  # that wait for one peer
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """The rows of one NIC that go one way: writes, or reads.
 
     Attributes:
         kind: of their completions, a `Kind`.
-        reads: whether they are reads.
         regions: memory here by lkey: what writes are from, or what reads are to.
         mover: copies them.
+        open: rows taken and not handed out; the owner subtracts.
     """
 
-    __slots__ = ("kind", "mover", "reads", "regions")
+    kind: int
+    regions: Mapping[int, HostRegion]
+    mover: Mover
+    open: int = 0
 
-    def __init__(
-        self, kind: int, regions: Mapping[int, HostRegion], mover: Mover | SharedMover
-    ) -> None:
-        self.kind = kind
-        self.reads = kind == _READ
-        self.regions = regions
-        self.mover = mover
+    @property
+    def reads(self) -> bool:
+        """Tell whether they are reads."""
+        return self.kind == _READ
 
 
 class Sender:
@@ -106,7 +106,8 @@ class Sender:
 
     Attributes:
         done: completions, for the owner to hand out.
-        open_rows, open_reads: rows taken and not handed out; the owner subtracts.
+        writes, reads: rows that go each way.
+        outs: the way to each peer, by its number.
         active: peers with rows or messages in line, or open.
         lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll; each opens a new helping.
@@ -118,7 +119,6 @@ class Sender:
         me: address of this NIC.
         sources: registered memory by lkey; the owner keeps it.
         sinks: likewise, of what reads may write.
-        copy_threads: threads that copy long rows.
     """
 
     def __init__(
@@ -129,24 +129,17 @@ class Sender:
         sinks: Mapping[int, HostRegion],
         watches: Watches,
         fence: Callable[[], None],
-        copy_threads: int = 1,
     ) -> None:
         self.done: deque[Entry] = deque()
-        self.open_rows = self.open_reads = 0
         self.why = ""
         self.unread = Unread(self.done.append)
-        crew = self._crew = Crew(copy_threads) if copy_threads > 1 else None
-        movers = [
-            make() if crew is None else SharedMover(crew, make) for make in (Mover, ReadMover)
-        ]
-        self._writes = Flow(_WRITE, sources, movers[0])
-        self._reads = Flow(_READ, sinks, movers[1])
+        self.writes = Flow(_WRITE, sources, Mover())
+        self.reads = Flow(_READ, sinks, ReadMover())
         self._me, self._caps = me, caps
         self._depth = caps.sq_depth
-        self._sources = sources
         self._watches = watches
         self._fence = fence
-        self._outs: list[Outbound] = []
+        self.outs: list[Outbound] = []
         self._ids: dict[bytes, int] = {}
         self.active: dict[Outbound, None] = {}
         self.lost: list[Outbound] = []
@@ -154,7 +147,7 @@ class Sender:
         self._gone_addresses: deque[bytes] = deque()
         self._gone = self._new(Address.from_bytes(me))  # stands for every peer that is gone
         self._gone.release()
-        self.least = self._next = self.helping = HELPING_BYTES * copy_threads
+        self.least = self._next = self.helping = HELPING_BYTES
 
     # --- peers
 
@@ -163,9 +156,9 @@ class Sender:
         found = self._ids.get(address)
         if found is None:
             parsed = Address.from_bytes(address)
-            found = self._ids[address] = len(self._outs)
+            found = self._ids[address] = len(self.outs)
             out = self._new(parsed)
-            self._outs.append(out)
+            self.outs.append(out)
             self._numbers[out] = found, address
             out.ask()
         return found
@@ -181,7 +174,7 @@ class Sender:
         Whoever asks for an older address gets a new number, and calls in vain.
         """
         number, address = self._numbers.pop(out)
-        self._outs[number] = self._gone
+        self.outs[number] = self._gone
         self._gone_addresses.append(address)
         if len(self._gone_addresses) > _GONE_MAX:
             del self._ids[self._gone_addresses.popleft()]
@@ -205,32 +198,38 @@ class Sender:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Take rows into line, and carry out what goes at once; 0 = full."""
-        take = min(stop - start, self._depth - self.open_rows)
-        if take <= 0:
-            return 0
-        self.open_rows += take
-        self._next = self.least
-        peer = batch.peer
-        if isinstance(peer, int):
-            out = self._outs[peer]
-            if take != 1 or out.line or not self._carry_one(out, batch, start):
-                self._stand(out, out.line, Segment(batch, start, start + take), self._writes)
-        else:
-            for out, segment in self._by_peer(batch, start, start + take):
-                self._stand(out, out.line, segment, self._writes)
-        if self.lost:
-            self._clear_lost()
-        return take
+        flow, peer = self.writes, batch.peer
+        if stop - start == 1 and isinstance(peer, int) and flow.open < self._depth:
+            out = self.outs[peer]
+            if not out.line:
+                self._next = self.least
+                if self._carry_one(out, batch, start):
+                    flow.open += 1
+                    if self.lost:
+                        self._clear_lost()
+                    return 1
+        return self._line_up(flow, self._depth, batch, start, stop)
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         """Take reads into line, and carry out what goes at once; 0 = full."""
-        take = min(stop - start, self._caps.reads - self.open_reads)
+        return self._line_up(self.reads, self._caps.reads, batch, start, stop)
+
+    def _line_up(self, flow: Flow, depth: int, batch: Batch, start: int, stop: int) -> int:
+        take = min(stop - start, depth - flow.open)
         if take <= 0:
             return 0
-        self.open_reads += take
+        flow.open += take
         self._next = self.least
         for out, segment in self._by_peer(batch, start, start + take):
-            self._stand(out, out.reads, segment, self._reads)
+            if out.way is Way.GONE:
+                self._fail(segment, flow, Status.UNREACHABLE)
+                continue
+            line = out.reads if flow.reads else out.line
+            line.append(segment)
+            if len(line) == 1 and out.way is _UP and self.helping > 0:
+                self._serve(out, line, flow)
+            if line:
+                self.active[out] = None
         if self.lost:
             self._clear_lost()
         return take
@@ -239,22 +238,12 @@ class Sender:
         """The rows that follow each other to one peer, and that peer."""
         peer = batch.peer
         if isinstance(peer, int):
-            yield self._outs[peer], Segment(batch, start, stop)
+            yield self.outs[peer], Segment(batch, start, stop)
             return
         for number, same in itertools.groupby(peer[start:stop].tolist()):
             upto = start + sum(1 for _ in same)
-            yield self._outs[number], Segment(batch, start, upto)
+            yield self.outs[number], Segment(batch, start, upto)
             start = upto
-
-    def _stand(self, out: Outbound, line: Line, segment: Segment, flow: Flow) -> None:
-        if out.way is Way.GONE:
-            self._fail(segment, flow, Status.UNREACHABLE)
-            return
-        line.append(segment)
-        if len(line) == 1 and out.way is _UP and self.helping > 0:
-            self._serve(out, line, flow)
-        if line:
-            self.active[out] = None
 
     def go_on(self) -> bool:
         """Open a new helping, and go on with every peer's line; True: that has used it up.
@@ -282,9 +271,9 @@ class Sender:
                 if out.open or out.letters:
                     self._serve_letters(out)
                 if out.line and self.helping > 0:
-                    self._serve(out, out.line, self._writes)
+                    self._serve(out, out.line, self.writes)
                 if out.reads and self.helping > 0:
-                    self._serve(out, out.reads, self._reads)
+                    self._serve(out, out.reads, self.reads)
                 del self.active[out]
                 if out.line or out.open or out.letters or out.controls or out.reads:
                     self.active[out] = None  # behind the others, for the next helping
@@ -426,7 +415,7 @@ class Sender:
             return False
         if not isinstance(rkey, int) or not 0 < nbytes <= self.helping or out.way is not _UP:
             return False
-        source, target, lane = self._sources.get(batch.lkey), out.targets.get(rkey), out.lane
+        source, target, lane = self.writes.regions.get(batch.lkey), out.targets.get(rkey), out.lane
         if source is None or target is None:
             return False
         if lane.tail - lane.head >= EVENTS and lane.room() <= 0 and imm is not None:
@@ -447,7 +436,7 @@ class Sender:
             or nbytes > _PUT_BYTES_MAX
             or not out.put(source.raw[here : here + nbytes], dst)
         ):
-            code = self._writes.mover.move_row(out.pid, target, src, dst, nbytes)
+            code = self.writes.mover.move_row(out.pid, target, src, dst, nbytes)
         lane.words[COPYING] = 0
         self.helping -= nbytes
         shown = False
@@ -457,11 +446,11 @@ class Sender:
             shown = True
         self._watches.look()  # a system call, behind what the peer waits for
         if code and out.way is _UP:
-            self._finish(self._writes, self._status(out, self._writes, code), batch.ctx, row=row)
+            self._finish(self.writes, self._status(out, self.writes, code), batch.ctx, row=row)
         elif out.way is _UP or (shown and lane.all_taken()):
             self.done.append((_WRITE, 0, 1, 0, 0, batch.ctx, nbytes))
         else:
-            self._finish(self._writes, Status.UNREACHABLE, batch.ctx, row=row)
+            self._finish(self.writes, Status.UNREACHABLE, batch.ctx, row=row)
         return True
 
     def _carry_row(self, out: Outbound, segment: Segment, flow: Flow, row: int) -> Status | None:
@@ -515,7 +504,7 @@ class Sender:
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         """Take a message; False = too many are on their way to that peer."""
-        out = self._outs[peer]
+        out = self.outs[peer]
         if out.way is Way.GONE:
             self._sent(Status.UNREACHABLE, ctx)
         elif len(out.open) + len(out.letters) >= ACKS:
@@ -547,7 +536,7 @@ class Sender:
 
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         """Take a control message; False = too many wait for room in the peer's socket."""
-        out = self._outs[peer]
+        out = self.outs[peer]
         if out.way is Way.GONE:
             self._sent(Status.UNREACHABLE, ctx)
         elif len(payload) > CONTROL_BYTES_MAX:
@@ -591,7 +580,7 @@ class Sender:
 
     def close(self, status: Status) -> None:
         """End everything that is in line, and all ways."""
-        for out in self._outs:
+        for out in self.outs:
             if out.way is _UP and out.open:
                 self._take_acks(out)
             self._end(out, status)
@@ -600,7 +589,7 @@ class Sender:
 
     def _end(self, out: Outbound, status: Status) -> None:
         """Nothing more goes to this peer, or is read from it."""
-        for line, flow in ((out.line, self._writes), (out.reads, self._reads)):
+        for line, flow in ((out.line, self.writes), (out.reads, self.reads)):
             for segment in line:
                 self._fail(segment, flow, status)
             line.clear()
@@ -613,8 +602,6 @@ class Sender:
 
     def abandon(self) -> None:
         """Let go of all ways, saying nothing."""
-        for out in self._outs:
+        for out in self.outs:
             out.release()
         self.lost.clear()
-        if self._crew is not None:
-            self._crew.close()

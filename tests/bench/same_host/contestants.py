@@ -26,7 +26,7 @@ def blank(nbytes: int) -> np.ndarray:
 
 
 class Tep:
-    """tep over the local backend. Options: memory=plain|shared, driver=thread, copies=THREADS."""
+    """tep over the local backend. Options: memory=plain|shared, driver=thread."""
 
     inline = False
 
@@ -38,8 +38,7 @@ class Tep:
         self.buffer = tep.alloc_shared(nbytes) if shared else blank(nbytes)
         driver = tep.ThreadDriver() if options.get("driver") == "thread" else None
         driver = tep.InlineDriver() if self.inline else driver
-        copies = int(options.get("copies", 1))
-        self.engine = tep.TransferEngine.open("local", driver=driver, copy_threads=copies)
+        self.engine = tep.TransferEngine.open("local", driver=driver)
         self.mr, desc = self.engine.reg_mr(self.buffer)
         self.peer = tep.MrDesc.from_bytes(link.swap(desc.to_bytes()))
         self.about = f"tep {tep.__version__}"

@@ -8,8 +8,7 @@ import errno
 import gc
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import tep
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
+from tep.backends.columns import HostRegion
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
 from tep.backends.local import outbound as outbound_room
@@ -35,8 +34,8 @@ NBYTES = 64 * 1024
 class Pair:
     """Two NICs of this process, and how to write from one to the other."""
 
-    def __init__(self, copy_threads: int = 1) -> None:
-        self.a, self.b = (open_domains(copy_threads=copy_threads).domains[0] for _ in range(2))
+    def __init__(self) -> None:
+        self.a, self.b = (open_domains().domains[0] for _ in range(2))
         assert isinstance(self.a, LocalDomain)
         assert isinstance(self.b, LocalDomain)
         self.peer = self.a.connect(self.b.address)
@@ -144,99 +143,6 @@ def test_rows_land_where_they_should_and_nowhere_else(pair, how, way, same_lengt
     assert pair.imms == (len(rows) if how == "write" else 0)
 
 
-SLOT = 512
-
-
-@pytest.fixture
-def crowd(monkeypatch) -> Iterator[Pair]:
-    """NICs for which three threads copy, however little there is."""
-    monkeypatch.setattr(copying_room, "_SHARE_BYTES_MIN", 64)
-    monkeypatch.setattr(copying_room, "_MAPPED_ROW_MIN", 0)
-    monkeypatch.setattr(copying_room, "_PAGE", 16)
-    pair = Pair(copy_threads=3)
-    yield pair
-    pair.close()
-    assert settled(lambda: not [t for t in threading.enumerate() if t.name == "tep-copier"])
-
-
-def settled(done: Callable[[], bool]) -> bool:
-    """Let threads that were told to end do so."""
-    for thread in threading.enumerate():
-        if thread.name == "tep-copier":
-            thread.join(20)
-    return done()
-
-
-@pytest.mark.parametrize("how", ["write", "read"])
-@pytest.mark.parametrize("way", ["kernel", "mapped"])
-@pytest.mark.parametrize("same_length", [True, False])
-@settings(max_examples=effort(25, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_several_threads_copy_what_one_would(crowd, how, way, same_length, data) -> None:
-    """A share that begins one byte off leaves a hole in every long row."""
-    slots = NBYTES // SLOT
-    n = data.draw(st.integers(1, slots))
-    src = data.draw(st.permutations(range(slots)))[:n]
-    dst = data.draw(st.permutations(range(slots)))[:n]
-    sizes = data.draw(st.lists(st.integers(0, SLOT), min_size=n, max_size=n))
-    nbytes = [sizes[0]] * n if same_length else sizes
-    source, target = memories(n, how, way)
-    expected = np.zeros(NBYTES, np.uint8)
-    for here, there, size in zip(src, dst, nbytes, strict=True):
-        expected[there * SLOT : there * SLOT + size] = source[here * SLOT : here * SLOT + size]
-    crowd.imms = 0
-    move = crowd.write if how == "write" else crowd.read
-    failed = move(source, target, [k * SLOT for k in src], [k * SLOT for k in dst], nbytes)
-
-    assert {} == failed
-    assert np.array_equal(expected, target)
-    assert crowd.imms == (n if how == "write" else 0)
-
-
-def test_several_threads_name_the_row_that_failed(crowd) -> None:
-    """A failure is counted from the start of its share, and told of the row that it is."""
-    source = np.zeros(NBYTES, np.uint8)
-    gone = mmap.mmap(-1, NBYTES)
-    target = np.frombuffer(gone, np.uint8)
-    rows = [k * 4096 for k in range(16)]
-    ctypes.CDLL(None).mprotect(
-        ctypes.c_void_p(target.ctypes.data + 11 * 4096), ctypes.c_size_t(4096), 0
-    )
-    assert [11] == list(crowd.write(source, target, rows, rows, [4096] * 16))
-
-
-def test_an_error_of_a_copier_is_raised_where_it_was_asked_for() -> None:
-    """An exception that ends a copier's thread leaves its engine waiting for it."""
-    crew = copying_room.Crew(2)
-    with pytest.raises(ZeroDivisionError):
-        crew.run([lambda: 1, lambda: 1 // 0])
-    assert [1, 2] == crew.run([lambda: 1, lambda: 2])
-    with pytest.raises(ZeroDivisionError):
-        crew.run([lambda: 1 // 0, lambda: 2])
-    assert [3, 4] == crew.run([lambda: 3, lambda: 4]), "an answer was left behind"
-    crew.close()
-
-
-def test_the_engine_says_that_threads_copy() -> None:
-    """An option that takes cores must be seen in `explain`; by default there is none."""
-    with tep.TransferEngine.open("local", copy_threads=2) as engine:
-        assert "2 threads copy for each NIC" in engine.explain()
-        buffer = np.arange(3 << 20, dtype=np.uint32).view(np.uint8)
-        there = np.zeros(len(buffer), np.uint8)
-        mr, _ = engine.reg_mr(buffer)
-        _, desc = engine.reg_mr(there, access=tep.Access.SOURCE_AND_TARGET | tep.Access.READABLE)
-        engine.submit_single_write(len(buffer), (mr, 0), (desc, 0)).wait(20)
-        assert np.array_equal(buffer, there)
-        back, _ = engine.reg_mr(again := np.zeros(len(buffer), np.uint8))
-        engine.submit_single_read(len(buffer), (desc, 0), (back, 0)).wait(20)
-        assert np.array_equal(buffer, again)
-    with tep.TransferEngine.open("local") as engine:
-        assert "threads copy" not in engine.explain()
-    for wrong in (0, 17):
-        with pytest.raises(UsageError, match=f"local: copy_threads={wrong}; 1 to 16"):
-            tep.TransferEngine.open("local", copy_threads=wrong)
-
-
 COLUMNS = st.one_of(
     st.integers(0, 140),
     st.lists(st.integers(0, 140), min_size=6, max_size=6).map(lambda v: np.array(v, np.uint64)),
@@ -244,14 +150,15 @@ COLUMNS = st.one_of(
 
 
 @settings(max_examples=effort(400, 15))
-@given(at=COLUMNS, nbytes=COLUMNS, origin=st.integers(0, 60), size=st.integers(0, 100))
+@given(at=COLUMNS, nbytes=COLUMNS, origin=st.integers(0, 60), size=st.integers(1, 100))
 def test_rows_lie_inside_only_if_each_of_them_does(at, nbytes, origin, size) -> None:
     """A check of the first start, or the last length, writes over what lies beside a region."""
     columns = np.broadcast_arrays(np.array(at, np.int64), np.array(nbytes, np.int64))
     rows = list(zip(*(np.atleast_1d(column).tolist() for column in columns), strict=True))
     expected = all(origin <= start and start + n <= origin + size for start, n in rows)
+    memory = adapt(bytearray(size))
 
-    assert expected == copying_room.inside(at, nbytes, origin, size)
+    assert expected == HostRegion(memory, 0, writable=True).covers(at, nbytes, origin)
 
 
 def test_shared_memory_is_mapped_once_and_let_go_with_its_last_region(pair) -> None:
@@ -416,7 +323,7 @@ def test_memory_is_not_given_back_under_a_sender_that_was_stopped_in_mid_copy(pa
     assert {} == pair.write(np.ones(64, np.uint8), target, [0], [0], [64])
     keys = [pair.b.register(adapt(m), Access.SOURCE_AND_TARGET) for m in (target, other)]
     pair.b.caps = replace(pair.b.caps, peer_timeout_s=0.05)
-    pair.a._sender._outs[pair.peer].lane.words[COPYING] = 1  # as a stopped process leaves it
+    pair.a.sender.outs[pair.peer].lane.words[COPYING] = 1  # as a stopped process leaves it
     with pytest.raises(FabricError, match="in the middle of a copy here for 0.05 s .stopped by a"):
         pair.b.deregister(keys[0])
     pair.a.die()

@@ -17,25 +17,25 @@ def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch, w
     """An immediate before its bytes releases a reader of old data: C6."""
     writer = Writer(victim)
     assert Status.OK == writer.write()
-    out = writer.me._sender._outs[writer.peer]
+    out = writer.me.sender.outs[writer.peer]
     mover, name = type(out), "put"
     if way == "by number":
         os.close(out.memory)
         out.memory = -1
-        mover, name = type(writer.me._sender._writes.mover), "move_row"
+        mover, name = type(writer.me.sender.writes.mover), "move_row"
     move = getattr(mover, name)
     seen = []
 
     def watched(*args):
-        before = out.words[out._board]
+        before = out.words[out.board]
         code = move(*args)
-        seen.append((before, out.words[out._board], int(writer.target[0])))
+        seen.append((before, out.words[out.board], int(writer.target[0])))
         return code
 
     monkeypatch.setattr(mover, name, watched)
     assert Status.OK == writer.write()
     assert [(1, 1, 2)] == seen, "tail before and after the copy, and the byte after it"
-    assert 2 == out.words[out._board]
+    assert 2 == out.words[out.board]
     writer.close()
 
 
@@ -43,7 +43,7 @@ def test_a_row_that_the_peers_memory_does_not_take_goes_by_number(victim) -> Non
     """Kernels may forbid such writes, a process may have replaced itself: the next way decides."""
     writer = Writer(victim)
     assert Status.OK == writer.write()
-    out = writer.me._sender._outs[writer.peer]
+    out = writer.me.sender.outs[writer.peer]
     os.close(out.memory)
     out.memory = os.open("/proc/self/mem", os.O_RDONLY)
     assert Status.OK == writer.write()

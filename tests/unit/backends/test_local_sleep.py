@@ -196,7 +196,7 @@ def test_a_long_list_wakes_a_sleeper_seldom_and_at_its_end(small: None, nics) ->
             assert unrung == sum(entry[2] for entry in out[: b.poll(out)].tolist())
             assert b.arm()
             unrung = 0
-        a._sender.small_helpings()
+        a.sender.small_helpings()
         assert poll(a) or got == 40
         unrung += 4
     assert not wakes(b)
@@ -237,13 +237,13 @@ def test_a_row_that_a_helping_cuts_does_not_slow_down_the_rows_behind_it(small: 
     """Its rest goes alone, and the list as columns: one row at a time takes three times as long."""
     a, b = nics
     row = one_list(meet(a, b), 200)
-    alone, mover = [], a._sender._writes.mover
+    alone, mover = [], a.sender.writes.mover
     move_row = mover.move_row
     mover.move_row = lambda *args: alone.append(args) or move_row(*args)
     batch = WriteBatch(200, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
     assert 200 == a.post(batch, 0, 200)
     polls = 0
-    while a._sender.open_rows:
+    while a.sender.writes.open:
         poll(a)
         poll(b)
         polls += 1
@@ -260,10 +260,10 @@ def test_no_row_goes_alone_because_little_is_left_of_a_helping(
     assert isinstance(b, LocalDomain)
     try:
         row = one_list(meet(a, b), 1600)
-        monkeypatch.setattr(a._sender._writes.mover, "move_row", None)
+        monkeypatch.setattr(a.sender.writes.mover, "move_row", None)
         batch = WriteBatch(1600, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
         assert 1600 == a.post(batch, 0, 1600)
-        while a._sender.open_rows:
+        while a.sender.writes.open:
             poll(a)
             poll(b)
     finally:
@@ -325,7 +325,7 @@ def test_a_peer_that_is_lost_while_nothing_waits_for_it_lets_the_worker_sleep() 
     """The loss was seen only with rows on their way: till then its worker took a whole core."""
     with TransferEngine.open("local", name="idle-a") as a:
         (domain,) = a._domains
-        sender = domain._sender
+        sender = domain.sender
         with TransferEngine.open("local", name="idle-b") as b:  # open, so that it is lost only once
             mr, _ = a.reg_mr(np.zeros(8, np.uint8))
             _, desc = b.reg_mr(np.zeros(8, np.uint8))

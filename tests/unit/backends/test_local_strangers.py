@@ -301,16 +301,16 @@ def test_another_user_gets_no_mapping_of_shared_memory(victim, monkeypatch) -> N
     shared = alloc_shared(8)
     monkeypatch.setattr(Channel, "may_write", False)
     other = Writer(victim, shared)
-    monkeypatch.setattr(other.me._sender._outs[other.peer], "pid", 0)
+    monkeypatch.setattr(other.me.sender.outs[other.peer], "pid", 0)
     for _ in range(50):
         other.turn()
-    assert not other.me._sender._outs[other.peer]._shares
+    assert not other.me.sender.outs[other.peer]._shares
     other.close()
     monkeypatch.undo()
     same = Writer(victim, shared)
     for _ in range(50):
         same.turn()
-    assert same.me._sender._outs[same.peer]._shares
+    assert same.me.sender.outs[same.peer]._shares
     same.close()
 
 
@@ -320,9 +320,9 @@ def test_words_of_a_peer_that_make_no_sense_end_its_connection_only(victim) -> N
     for tail, mtail in ((2**63, 0), (-1 & 2**64 - 1, 0), (0, 2**40), (0, 4), (8193, 0)):
         bad = Writer(victim)
         assert Status.OK == bad.write()
-        lane, out = bad.me._sender._outs[bad.peer].lane, bad.me._sender._outs[bad.peer]
-        out.words[out._board] = lane.tail + tail & 2**64 - 1
-        out.words[out._board + 1] = lane.mtail + mtail & 2**64 - 1
+        lane, out = bad.me.sender.outs[bad.peer].lane, bad.me.sender.outs[bad.peer]
+        out.words[out.board] = lane.tail + tail & 2**64 - 1
+        out.words[out.board + 1] = lane.mtail + mtail & 2**64 - 1
         for _ in range(40):
             bad.turn()
         assert 1 == bad.imms
@@ -344,7 +344,7 @@ def test_whatever_peers_write_into_shared_words_no_poll_raises(port, lane, messa
     victim.post_recvs(64, 4)
     writer = Writer(victim)
     assert Status.OK == writer.write()
-    out = writer.me._sender._outs[writer.peer]
+    out = writer.me.sender.outs[writer.peer]
     if message:
         writer.me.post_send(writer.peer, b"hello", 5)
     for at, word in lane:
@@ -367,10 +367,10 @@ def test_a_table_that_makes_no_sense_is_no_target(victim) -> None:
         target = alloc_shared(8)
         writer = Writer(victim, target)
         at = TABLE + 4 * (writer.rkey & 0xFFFF)
-        number = victim._port.words[at + 3]
+        number = victim.port.words[at + 3]
         words = (base, nbytes, number if share else 0)
         for k, word in enumerate(words):
-            victim._port.words[at + 1 + k] = word
+            victim.port.words[at + 1 + k] = word
         assert Status.OK != writer.write()
         writer.close()
 
@@ -409,7 +409,7 @@ for rows in (1, 20):
     assert writer.write() == 0
     assert writer.read(shown, rows) == (0, bytes([5]) * 8)
     target[:] = 0
-    out = writer.me._sender._outs[writer.peer]
+    out = writer.me.sender.outs[writer.peer]
     out.pid = child  # as if the peer's number were used again
     for found in out.targets.values():
         assert found.mapped is None
@@ -452,9 +452,9 @@ def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:
         assert victim.post(WriteBatch(1, numbers[-1], 0, lkey, 0, 1, 0, 1, 1), 0, 1) == 1
         while not victim.poll(out):
             pass
-    sender = victim._sender
+    sender = victim.sender
     assert 20 == len(set(numbers))
-    assert len({id(sender._outs[number]) for number in numbers}) == 1
+    assert len({id(sender.outs[number]) for number in numbers}) == 1
     assert len(sender._ids) == 8
     assert not sender._numbers
     assert numbers[-1] == victim.connect(addresses[-1])

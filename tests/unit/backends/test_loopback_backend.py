@@ -330,5 +330,5 @@ def test_a_child_may_open_engines_of_its_own() -> None:
             os._exit(code)
 
     assert 0 == os.waitpid(child, 0)[1]
-    assert old.port.alive
+    assert old.alive
     old.close()
