@@ -61,11 +61,6 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             summary="engines of one process, memory to memory, in order",
             cure="nothing is needed",
         ),
-        "sim": BackendSpec(
-            module="tep.backends.sim",
-            summary="simulated NICs on simpy: chaos fabric and timing fabric",
-            cure="pip install simpy",
-        ),
         "local": BackendSpec(
             module="tep.backends.local",
             summary="processes of one host, memory to memory, without any library",
@@ -104,7 +99,7 @@ def load_backend(name: str) -> BackendModule:
     """
     spec = BACKENDS.get(name)
     if spec is None:
-        known = f"there are: {', '.join(sorted(BACKENDS))}"
+        known = f"there are: {', '.join(sorted(BACKENDS))}; tep.sim.Cluster simulates machines"
         raise UsageError(f"backend {name!r} is unknown; {known}{nearest(name, BACKENDS)}")
     try:
         return cast("BackendModule", importlib.import_module(spec.module))

@@ -257,7 +257,7 @@ def size_text(count: int) -> str:
 def ways() -> Iterator[tuple[str, Way | str]]:
     """List (name, arguments to open it or reason why not) of all that could move bytes here."""
     for name in BACKENDS:
-        if name in {"auto", "sim"}:  # the first is another's name, the second has its own demo
+        if name == "auto":  # another's name
             continue
         try:
             module = load_backend(name)

@@ -23,7 +23,7 @@ def options_of(backend: str) -> list[str]:
         for name, found in inspect.signature(open_domains).parameters.items()
         if found.kind is not found.VAR_KEYWORD
     ]
-    more = {"verbs": [f.name for f in dataclasses.fields(Settings)], "sim": ["node", "env"]}
+    more = {"verbs": [f.name for f in dataclasses.fields(Settings)]}
     if backend == "auto":
         return options_of(choose().backend)
     return names + more.get(backend, [])

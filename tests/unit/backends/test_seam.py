@@ -64,7 +64,7 @@ def test_every_registered_backend_has_its_two_functions(name: str) -> None:
 def test_the_registry_cannot_be_changed_by_accident() -> None:
     """Two tests that register a backend each would depend on their order."""
     with pytest.raises(TypeError):
-        backends.BACKENDS["mine"] = backends.BACKENDS["sim"]
+        backends.BACKENDS["mine"] = backends.BACKENDS["loopback"]
 
 
 def test_fabric_error_carries_its_facts() -> None:

@@ -6,10 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-import simpy
 
 import tep
-from tep.backends import load_backend, open_backend
 from tep.base.errors import (
     ClosedError,
     FabricError,
@@ -17,8 +15,7 @@ from tep.base.errors import (
     UsageError,
     WaitTimeout,
 )
-from tep.sim import Chaos, ChaosFabric, Cluster, FabricEnv, KillNic, Restart, run
-from tep.sim.driver import SimDriver
+from tep.sim import Chaos, Cluster, KillNic, Restart, run
 
 PAGE = 64
 INDEX = np.arange(24)
@@ -261,17 +258,3 @@ def test_a_failure_inside_the_cluster_names_its_seed() -> None:
     with pytest.raises(AssertionError) as caught, Cluster(seed=77):
         raise AssertionError("own")
     assert any("seed=77" in note for note in caught.value.__notes__)
-
-
-def test_the_backend_wants_a_node() -> None:
-    """A simulated NIC without peers would be of no use; the message leads to Cluster."""
-    with pytest.raises(UsageError, match=r"tep\.sim\.Cluster"):
-        open_backend("sim")
-    with pytest.raises(UsageError, match="no option .nics."):
-        open_backend("sim", nics=2)
-    env = FabricEnv()
-    node = ChaosFabric(env, Chaos()).node("a", 2)
-    opened = open_backend("sim", node=node, env=env)
-    assert (2, 1, "a") == (len(opened.domains), opened.epoch, opened.name)
-    assert isinstance(opened.driver, SimDriver)
-    assert simpy.__version__ in load_backend("sim").probe()
