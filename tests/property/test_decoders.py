@@ -30,8 +30,8 @@ from tep.apps.moe.proxy import pack_hello, unpack_hellos
 from tep.apps.rl import ports as rl_ports
 from tep.apps.rl import routes as rl_routes
 from tep.backends import loopback
-from tep.backends.libfabric import address as libfabric_address
 from tep.backends.libfabric import frames as libfabric_frames
+from tep.backends.libfabric import rules as libfabric_rules
 from tep.backends.local import channel as local_channel
 from tep.backends.verbs import handshake as verbs_handshake
 from tep.base.wire import VERSION, MrDesc, NetAddr
@@ -111,7 +111,7 @@ def sealed_local(data: bytes) -> bytes:
 ADDR = NetAddr("loopback", "n", 5, (b"abc", b"xyz"), (10, 20))
 DESC = MrDesc(ADDR, 3, 4096, "cpu", True, (1, 2**63 + 5), (0, 2**47))
 CONFIG = MoeConfig(num_experts=8, topk=2, hidden=128, max_tokens=16, world=1)
-NIC = libfabric_address.NicAddress
+NIC = libfabric_rules.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
 EFA = NIC("efa", 77, "rdmap0", b"\xfe\x80" + bytes(30)).to_bytes()
 LOCAL = local_channel.Address(0, 1, 2, 3, local_channel.host_digest(), b"k" * 16).to_bytes()
@@ -176,7 +176,7 @@ CASES: dict[str, list[Case]] = {
         Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
     ],
     "tep/backends/libfabric/rules.py::parse": [
-        Case(functools.partial(libfabric_address.parse, provider=provider), [TCP, EFA])
+        Case(functools.partial(libfabric_rules.parse, provider=provider), [TCP, EFA])
         for provider in ("tcp", "efa")
     ],
     "tep/backends/libfabric/frames.py::decode": [

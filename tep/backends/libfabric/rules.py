@@ -5,10 +5,11 @@ provider's source and manual (1.22 to 2.6) and not yet run on hardware; scripts/
 Nothing here opens, posts or polls.
 
 An address is provider, incarnation, and the provider's own name of the endpoint.
-The layout (integers little-endian); tests/unit/backends/test_libfabric_parts.py checks it:
+The layout (integers little-endian); tests/unit/backends/test_libfabric_parts.py checks it. The
+magic tells releases apart whose frames differ:
 
     offset  size  field     content
-    0       4     magic     b"OFI1"
+    0       4     magic     b"OFI2"
     4       8     epoch     of this incarnation
     12      1     length p  of the provider's name
     13      1     length n  of the NIC's name
@@ -250,7 +251,7 @@ def check_device(endpoint: Endpoint, nic: str) -> None:
 # ------------------------------------------------------------------ addresses
 
 _HEAD: Final = struct.Struct("<4sQBBB")
-_MAGIC: Final = b"OFI1"
+_MAGIC: Final = b"OFI2"
 _BYTES_MAX: Final = 256  # of the field that carries an address in NetAddr
 
 
@@ -291,7 +292,7 @@ def parse(data: bytes, provider: str) -> NicAddress:
     if len(data) < _HEAD.size or data[:4] != _MAGIC:
         raise BadDescriptor(
             f"{data[:16]!r}... ({len(data)} bytes) is not a libfabric NIC's address; is the peer's "
-            "engine on another backend?"
+            "engine on another backend, or of another release of tep?"
         )
     _, epoch, p, n, r = _HEAD.unpack_from(data)
     if len(data) != _HEAD.size + p + n + r:

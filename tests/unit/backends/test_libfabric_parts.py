@@ -35,7 +35,7 @@ def test_an_address_is_the_bytes_of_its_table():
     """Peers of other releases read these bytes."""
     data = NicAddress("tcp", 7, "127.0.0.1", LOOPBACK).to_bytes()
 
-    assert b"OFI1" == data[:4]
+    assert b"OFI2" == data[:4]
     assert 7 == int.from_bytes(data[4:12], "little")
     assert (3, 9, 16) == tuple(data[12:15])
     assert b"tcp127.0.0.1" + LOOPBACK == data[15:]
