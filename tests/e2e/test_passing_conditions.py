@@ -1,50 +1,99 @@
-"""A process that is short of something for a while is reached again, or the error says how."""
+"""A process that is short of something for a while is reached again, or the error says how.
+
+Short of descriptors, of memory, or of the interpreter's lock, at either end. Processes that get no
+CPU at all are in test_killed_and_stopped.py; tests/efa plays these here on EFA, too.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import tep
-from tests.support.here import require
+from tep.backends.ffi.ibverbs import Library
+from tep.backends.verbs.device import Device
+from tep.base.errors import FabricError
+from tests.support.here import need_stub, require
 from tests.support.ranks import outcomes, start_rank
+from tests.unit.backends.test_verbs_paths import Engines
 
 WAIT_S = 60.0
 
-RECEIVER = """
-import json, os, resource, sys
+NODE = """
+import ctypes, json, os, resource, sys
 import numpy as np
 import tep
-engine = tep.TransferEngine.open(name="receiver", **json.loads(sys.argv[1]))
-_, desc = engine.reg_mr(np.zeros(64, np.uint8))
+engine = tep.TransferEngine.open(name="node", **json.loads(sys.argv[1]))
+mr, desc = engine.reg_mr(np.zeros(64, np.uint8))
 print(desc.to_bytes().hex(), flush=True)
-hogs, hard = [], resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+space = resource.getrlimit(resource.RLIMIT_AS)[1]
+hogs, imm = [], 1000
 for line in sys.stdin:
-    if line == "short\\n":
-        soft = len(os.listdir("/proc/self/fd")) + 9
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        try:
-            while True:
-                hogs.append(os.open(os.devnull, os.O_RDONLY))
-        except OSError:
-            pass
-    elif line == "rich\\n":
-        while hogs:
-            os.close(hogs.pop())
+    match line.split():
+        case ["descriptors"]:
+            soft = len(os.listdir("/proc/self/fd")) + 9
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, files))
+            try:
+                while True:
+                    hogs.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                pass
+        case ["memory"]:  # for small things, and for no mapping
+            pages = int(open("/proc/self/statm").read().split()[0])
+            limit = pages * resource.getpagesize() + (256 << 10)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, space))
+        case ["lock", seconds]:
+            print("ok", flush=True)
+            ctypes.PyDLL(None).sleep(int(seconds))
+        case ["rich"]:
+            resource.setrlimit(resource.RLIMIT_AS, (space, space))
+            while hogs:
+                os.close(hogs.pop())
+        case ["write", there]:
+            imm += 1
+            target = tep.MrDesc.from_bytes(bytes.fromhex(there))
+            try:
+                engine.submit_single_write(64, (mr, 0), (target, 0), imm=imm).wait(60)
+            except (tep.TepError, MemoryError) as error:
+                print(type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+                continue
     print("ok", flush=True)
 """
 
 BACKENDS = {
     "local": {"backend": "local"},
     "tcp": {"backend": "libfabric", "provider": "tcp", "nics": ["127.0.0.1"], "peer_timeout_s": 2},
+    "efa": {"backend": "libfabric", "provider": "efa", "nics": 1, "peer_timeout_s": 2},
+    "efa:columns": {"backend": "efa", "post": "columns", "nics": 1, "peer_timeout_s": 2},
 }
+CURES = {"descriptors": "ulimit -n", "memory": "ulimit -v"}
 
 
-@pytest.fixture(params=BACKENDS)
+class Node:
+    """A process with an engine, that can be made short of something."""
+
+    def __init__(self, kind: str) -> None:
+        options = json.dumps(BACKENDS[kind])
+        self.process = start_rank("-c", NODE, options, stdin=subprocess.PIPE)
+        self.desc = tep.MrDesc.from_bytes(bytes.fromhex(self.process.stdout.readline()))
+
+    def tell(self, line: str) -> str:
+        """Send a line, and return the answer."""
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return str(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        outcomes([self.process])
+
+
+@pytest.fixture(params=["local", "tcp"])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param != "local":
         require(request.param)
@@ -52,20 +101,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def receiver(kind: str) -> Iterator[tuple[subprocess.Popen[str], tep.MrDesc]]:
-    options = json.dumps(BACKENDS[kind])
-    process = start_rank("-c", RECEIVER, options, stdin=subprocess.PIPE)
+def node(kind: str) -> Iterator[Node]:
+    found = Node(kind)
     try:
-        yield process, tep.MrDesc.from_bytes(bytes.fromhex(process.stdout.readline()))
+        yield found
     finally:
-        process.kill()
-        outcomes([process])
-
-
-def tell(process: subprocess.Popen[str], word: str) -> None:
-    process.stdin.write(f"{word}\n")
-    process.stdin.flush()
-    assert "ok\n" == process.stdout.readline()
+        found.end()
 
 
 class Sender:
@@ -87,24 +128,141 @@ class Sender:
         return ""
 
 
+def until(write: Callable[[], str], good: str) -> None:
+    """Write until it goes well: some ask a peer again after a while."""
+    for _ in range(5):
+        said = write()
+        if said == good:
+            return
+    assert good == said
+
+
 @pytest.mark.slow
-def test_a_receiver_that_was_short_of_descriptors_is_reached_again(kind, receiver) -> None:
+@pytest.mark.parametrize("of", CURES)
+def test_a_receiver_that_was_short_is_reached_again(kind, node, of) -> None:
     """A sender that called meanwhile took it for dead, for ever; all others went on."""
-    process, desc = receiver
-    old, new = Sender(kind, desc), Sender(kind, desc)
+    old, new = Sender(kind, node.desc), Sender(kind, node.desc)
     with old.engine, new.engine:
         assert "" == old.write()
-        tell(process, "short")
+        assert "ok\n" == node.tell(of)
         said = new.write()
-        assert said.startswith("UNREACHABLE")
-        assert "ulimit -n" in said or kind == "tcp"
+        if kind == "local" or (kind, of) == ("tcp", "descriptors"):
+            assert said.startswith("UNREACHABLE")
+        assert CURES[of] in said or kind != "local"
         assert "" == old.write()
-        tell(process, "rich")
+        assert "ok\n" == node.tell("rich")
         assert "" == old.write()
-        for _ in range(5):  # tcp asks again after a while
-            said = new.write()
-            if not said:
-                break
-        assert "" == said
-        new.engine.remove_peer(desc.addr).wait(WAIT_S)
+        until(new.write, "")
+        new.engine.remove_peer(node.desc.addr).wait(WAIT_S)
         assert "" == new.write()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", CURES)
+def test_a_sender_that_was_short_reaches_its_peers_again(kind, node, of) -> None:
+    """What it could not open while it was short it has to open later; the old ones stay good."""
+    old, new = (tep.TransferEngine.open(**BACKENDS[kind]) for _ in range(2))
+    with old, new:
+        to_old, to_new = (
+            f"write {engine.reg_mr(np.zeros(64, np.uint8))[1].to_bytes().hex()}"
+            for engine in (old, new)
+        )
+        assert "ok\n" == node.tell(to_old)
+        assert "ok\n" == node.tell(of)
+        said = node.tell(to_new)
+        assert "ENOMEM" in said or "EMFILE" in said or kind != "local"
+        assert "ok\n" == node.tell(to_old)
+        assert "ok\n" == node.tell("rich")
+        assert "ok\n" == node.tell(to_old)
+        until(lambda: node.tell(to_new), "ok\n")
+
+
+@pytest.mark.slow
+def test_a_peer_that_held_its_interpreters_lock_is_reached_again(kind, node) -> None:
+    """Nothing of it runs meanwhile: what waits for its answer is late, or ends as unreachable."""
+    sender = Sender(kind, node.desc)
+    with sender.engine:
+        assert "" == sender.write()
+        assert "ok\n" == node.tell("lock 4")
+        said = sender.write()
+        assert said == "" or (kind != "local" and said.startswith("UNREACHABLE"))
+        assert "ok\n" == node.process.stdout.readline()
+        until(sender.write, "")
+
+
+HEAP = """
+import json, resource, sys
+import numpy as np
+import tep
+kind, rows = resource.RLIMIT_AS, 4096
+limit = resource.getrlimit(kind)[1]
+a, b = (tep.TransferEngine.open(name=name, **json.loads(sys.argv[1])) for name in "ab")
+mr, _ = a.reg_mr(np.ones((rows, 64), np.uint8))
+_, desc = b.reg_mr(target := np.zeros((rows, 64), np.uint8))
+pages = tep.Pages(range(rows))
+def write(imm):
+    a.submit_paged_writes(64, (mr, pages), (desc, pages), imm=imm).wait(60)
+write(1)
+for hole in range(0, 256 << 10, int(sys.argv[2])):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    hogs, size = [], 1 << 16
+    resource.setrlimit(kind, (used + (1 << 20), limit))
+    while size >= 64:  # no room is left, not for a small array
+        try:
+            hogs.append(bytearray(size))
+        except MemoryError:
+            size //= 2
+    resource.setrlimit(kind, (used + (1 << 20) + hole, limit))
+    try:
+        write(2 * hole + 2)
+    except (MemoryError, tep.FabricError):
+        pass
+    resource.setrlimit(kind, (limit, limit))
+    hogs.clear()
+    write(2 * hole + 3)
+    b.expect_imm_count(2 * hole + 3, rows).wait(60)
+assert target.all()
+print("all went well")
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_whose_heap_was_full_for_a_while_goes_on(kind) -> None:
+    """A MemoryError in a step gave up the only NIC: no transfer ever again, and no word why."""
+    step = 4096 if kind == "local" else 32768
+    program = start_rank("-c", HEAP, json.dumps(BACKENDS[kind]), step)
+    ((code, said, complaint),) = outcomes([program])
+
+    assert (0, "all went well") == (code, said.strip()), complaint
+
+
+@pytest.mark.parametrize("short", ["a", "b", "both"])
+def test_peers_meet_once_an_rdma_device_has_memory_again(short, monkeypatch) -> None:
+    """ENOMEM of a device that had no queue pair, or no address handle, left for a while."""
+    stub = need_stub()
+    stub.reset()
+    e = Engines(stub)
+    try:
+        make, make_rc = Library.make, Device.make_rc
+        mine = {d.caps.nic for d in (e.a if short == "a" else e.b)._domains}
+
+        def no_handle(self: Library, name: str, *args: object, **about: object) -> int:
+            if name == "ibv_create_ah" and short == "both":
+                raise FabricError(f"{name}: ENOMEM", code="PROVIDER")
+            return make(self, name, *args, **about)
+
+        def no_queue(self: Device, *args: int) -> int:
+            if self.name in mine and short != "both":
+                raise FabricError("ibv_create_qp: ENOMEM", code="PROVIDER")
+            return make_rc(self, *args)
+
+        monkeypatch.setattr(Library, "make", no_handle)
+        monkeypatch.setattr(Device, "make_rc", no_queue)
+        with pytest.raises(FabricError, match="ENOMEM|UNREACHABLE"):
+            e.write(1).wait(WAIT_S)
+        monkeypatch.undo()
+        e.write(2).wait(WAIT_S)
+        assert (e.source == e.target).all()
+    finally:
+        e.close()
+        stub.reset()

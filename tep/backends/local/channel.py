@@ -72,6 +72,7 @@ CONTROL_BYTES_MAX: Final = 2048
 
 _FDS_MAX: Final = 4
 _HEARD_MAX: Final = 1 << 16
+_EVENTS_MAX: Final = 32  # taken in one look; room for all that could be is 12 KB each time
 _LATER: Final = SHORT | {errno.EAGAIN}
 _EVENTFD: Final = "anon_inode:[eventfd]"
 _UCRED: Final = struct.Struct("=iII")  # struct ucred { pid_t pid; uid_t uid; gid_t gid; };
@@ -450,7 +451,10 @@ class Watches:
 
     def look(self) -> bool:
         """Tell everybody whose descriptor has news; whether there was any."""
-        found = self._poll(0)
+        try:
+            found = self._poll(0, _EVENTS_MAX)
+        except MemoryError:  # what there is stays there for the next look
+            return False
         for fd, _ in found:
             told = self._told.get(fd)  # None: a bell, or dropped on account of another just now
             if told is not None:

@@ -426,16 +426,17 @@ class LaneReader:
         """Whether the sender may be moving bytes into our memory now."""
         return bool(self.words[COPYING])
 
-    def take_events(self, n: int) -> npt.NDArray[np.uint64]:
-        """Take n events of those that are there."""
+    def take_events(self, n: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """Take n events of those that are there: immediates, counts. A MemoryError takes none."""
         at = self.head & _MASK
         self._order()
         first = min(n, EVENTS - at)
         found = np.concatenate((self._events[at : at + first], self._events[: n - first]))
+        halves = found.astype(np.uint32), (found >> np.uint64(32)).astype(np.uint32)
         self.head += n
         self._order()
         self.words[_HEAD] = self.head
-        return found
+        return halves
 
     def take_event(self) -> int:
         """Take one event of those that are there: count << 32 | immediate."""

@@ -251,7 +251,9 @@ class Outbound:
         if self.way is Way.UP:
             self.end("its process ended, or closed its engine")
         elif self.way is Way.ASKING:  # it ended, which the next call tells; or had no room for us
-            self._call_again("it hangs up; it may have no descriptors left (ulimit -n)")
+            self._call_again(
+                "it hangs up; it may have no descriptors or memory left (ulimit -n, ulimit -v)"
+            )
 
     def _enter(self, channel: Channel, welcome: Welcome, fds: list[int]) -> None:
         port_fd, bell = fds

@@ -308,8 +308,12 @@ class Sender:
             n = self._fitting(out, segment)
             if n == 0:
                 break
-            if n <= _SCALAR_MAX or not self._carry_columns(out, segment, flow, n):
-                self._carry_each(out, segment, flow, n)
+            try:
+                if n <= _SCALAR_MAX or not self._carry_columns(out, segment, flow, n):
+                    self._carry_each(out, segment, flow, n)
+            except MemoryError:  # nothing of them was told to anybody: the next poll tries again
+                out.lane.words[COPYING] = 0
+                self.helping = 0
             if 0 < self.helping < self.least >> _CRUMB_BITS:
                 self.helping = 0
             if segment.at == segment.stop:
@@ -354,16 +358,17 @@ class Sender:
             self._fence()
         out.lane.words[COPYING] = 0
         self._watches.look()
-        segment.at = stop
         self.helping -= max(total, 1)
         imm = batch.imm
         if failures or out.way is not _UP:
+            segment.at = stop
             self._account(out, segment, flow, n, dict(failures))
             return True
         if isinstance(imm, int):
             out.lane.put_event(imm, n)
         elif imm is not None:
             out.lane.put_events(imm[start:stop])
+        segment.at = stop
         self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=total)
         return True
 
