@@ -288,7 +288,7 @@ def test_a_crash_tells_its_cause_to_everybody(monkeypatch: pytest.MonkeyPatch) -
         def bug(*_: object) -> bool:
             raise RuntimeError("a bug of ours")
 
-        monkeypatch.setattr(p.b._machine, "turn", bug)
+        monkeypatch.setattr(p.b._machine, "step", bug)
         with pytest.raises(RuntimeError):
             pending.wait(WAIT_S)
         with pytest.raises(TepError, match="a bug of ours") as found:
@@ -312,7 +312,7 @@ def test_a_crash_on_a_worker_tells_its_cause(
         def bug(*_: object) -> bool:
             raise RuntimeError("a bug of ours")
 
-        monkeypatch.setattr(engine._machine, "turn", bug)
+        monkeypatch.setattr(engine._machine, "step", bug)
         engine.driver.kick()
         for call in (lambda: pending.wait(WAIT_S), lambda: engine.expect_imm_count(2, 1)):
             with pytest.raises(ClosedError, match="a bug of ours") as found:
