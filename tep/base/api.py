@@ -257,6 +257,11 @@ class EngineOptions:
         probe_max_s: the longest wait between two probes, `probe_first_s` or more; infinite: the
             wait doubles without end. Keep it well above the time that a NIC takes to report an
             unreachable peer, since that report starts a probe too.
+        switch_interval_s: what `sys.setswitchinterval` is lowered to while rows are in flight or
+            somebody waits, and put back after; infinite: it is left alone. It holds for the whole
+            process: a thread that computes in Python gives the interpreter up within this time
+            when the engine needs it, and not after 5 ms. Threads that all compute in Python take
+            turns more often meanwhile: two or four of them lose a seventh of their pace.
     """
 
     wait_timeout_s: float = 60.0
@@ -267,6 +272,7 @@ class EngineOptions:
     failover: bool = True
     probe_first_s: float = 1.0
     probe_max_s: float = 60.0
+    switch_interval_s: float = 3e-5
 
     def __post_init__(self) -> None:
         limits = {
@@ -288,6 +294,10 @@ class EngineOptions:
                 f"EngineOptions: probe_max_s={self.probe_max_s} is below "
                 f"probe_first_s={self.probe_first_s}"
             )
+        switch_s = check_seconds(
+            "EngineOptions: switch_interval_s", self.switch_interval_s, 1e-6, math.inf
+        )
+        _put(self, "switch_interval_s", switch_s)
         _put(self, "failover", check_flag("EngineOptions: failover", self.failover))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Iterable
@@ -38,6 +39,21 @@ def sim(rounds: Rounds = 5, json: Json = False) -> None:
     from tep.bench.simulator import simulator_figures
 
     show_figures("tep bench sim", simulator_figures(rounds), 3, json=json)
+
+
+@app.command("busy")
+def busy(
+    fabric: Annotated[str, typer.Option("--fabric", help="local or tcp; both if not given.")] = "",
+    rounds: Rounds = 5,
+    json: Json = False,
+) -> None:
+    """Measure beside a busy program: threads in Python and numpy, an asyncio loop, a process."""
+    from tep.bench.busy import FABRICS, NFIGURES, busy_figures
+
+    fabrics = [fabric] if fabric else FABRICS
+    figures = itertools.chain.from_iterable(busy_figures(one, rounds) for one in fabrics)
+    total = NFIGURES * len(fabrics)
+    show_figures("tep bench busy", figures, total, json=json, decimals=2)
 
 
 def show_figures(

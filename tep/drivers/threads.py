@@ -25,6 +25,7 @@ from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 from tep.base.checks import check_int, check_seconds, unpicklable
 from tep.base.errors import ClosedError, UsageError, WaitTimeout
 from tep.base.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
+from tep.drivers.pace import Pace, wake_on_time
 from tep.host.sight import hide, show
 
 __all__ = [
@@ -126,8 +127,11 @@ class Driver(Protocol):
         Raises StallError if it is certain that nothing can settle it.
         """
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raise UsageError if awaiting under this event loop could never end."""
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:
+        """Raise UsageError if awaiting under this event loop could never end.
+
+        Returns an object that the caller keeps until its await is over.
+        """
 
     def now_s(self) -> float:
         """Return the time of this driver's clock, seconds from an arbitrary start."""
@@ -220,7 +224,7 @@ class InlineDriver:
             return self.wait(handle, deadline - now_s())  # the handler did not raise
         return handle.finished
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:  # noqa: ARG002  # protocol
         raise UsageError(
             "an engine with an inline driver cannot be awaited: nothing would step it; "
             "use wait() or turn()"
@@ -323,6 +327,7 @@ class ThreadDriver:
         self._is_timed = False
         self._closing = self._left = False  # _left: the process ends
         self._bell = -1
+        self._pace = Pace(math.inf)
         self.lock: AbstractContextManager[object] = threading.Lock()
 
     __reduce__ = unpicklable("it is a thread of this process; make another there")
@@ -341,6 +346,8 @@ class ThreadDriver:
         # Its NICs are referenced: the end of a collected machine still needs them.
         self._machine_ref = weakref.ref(machine)
         self._held = getattr(machine, "domains", ())
+        self._switch_s = getattr(machine, "switch_interval_s", math.inf)
+        self._pace = Pace(self._switch_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with this object and not in close(): another thread may be about to ring, and by
         # then the number could belong to somebody else's file.
@@ -355,6 +362,7 @@ class ThreadDriver:
         # The flag saves the system call while the worker is awake: it clears the flag before its
         # last look. No signal handler runs between the flag and the system call.
         if not self._kicked:
+            self._pace.hold()
             try:
                 self._kicked = True
                 _write(self._bell, 1)
@@ -445,8 +453,9 @@ class ThreadDriver:
             )
         if handle.finished:
             return True
-        gate = _gate()
+        gate, pace = _gate(), Pace(self._switch_s)
         settled = False
+        wake_on_time()
 
         def wake(_: Settles) -> None:
             nonlocal settled
@@ -454,16 +463,21 @@ class ThreadDriver:
             gate.set()
 
         try:
+            pace.hold()
             handle.add_done_callback(wake)
             return (
                 self._block(gate, lambda: settled or handle.finished, time.monotonic() + timeout_s)
                 or handle.finished
             )
         finally:
+            pace.let_go()
             handle.remove_done_callback(wake)  # else repeated waits would pile them up
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:  # noqa: ARG002  # protocol
         """Accept any real event loop: the worker steps the engine."""
+        pace = Pace(self._switch_s)
+        pace.hold()
+        return pace
 
     now_s = staticmethod(time.monotonic)
 
@@ -510,6 +524,7 @@ class ThreadDriver:
                 machine.crash(error)
             raise
         finally:
+            self._pace.let_go()
             del _WORKERS[thread_id()]
 
     def _run(self) -> None:
@@ -523,6 +538,8 @@ class ThreadDriver:
                 for fd in machine.wakeup_fds():
                     poller.register(fd, select.POLLIN)
                 left_s = self._sleep_until_s(machine) - time.monotonic()
+                if self._pace.held and not machine.busy():
+                    self._pace.let_go()
                 del machine
                 poller.poll(system_s(left_s) * 1000)
                 with contextlib.suppress(BlockingIOError):
@@ -541,7 +558,8 @@ class ThreadDriver:
                 os.eventfd_read(self._bell)
 
     def _settle_in(self) -> None:
-        """Set the worker's CPUs and niceness. Linux has both by thread."""
+        """Set the worker's CPUs, niceness and timer slack. Linux has them by thread."""
+        wake_on_time()
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy

@@ -17,6 +17,7 @@ from tep.backends.base import CallersTurn, Opened
 from tep.base.checks import check_seconds
 from tep.base.errors import ClosedError, UsageError
 from tep.base.waiting import Interrupts, Process, escaped, system_s, thread_id
+from tep.drivers.pace import Pace, wake_on_time
 from tep.drivers.threads import _WORKERS, Driver, Machine, Settles, ThreadDriver
 
 __all__ = ["TurnDriver", "driver_for"]
@@ -78,7 +79,7 @@ class TurnDriver(ThreadDriver):
         self._asleep = False  # a caller holds `_turn` and sleeps: wake it
         self._muted = False
         self._line: list[Lock] = []  # waits that found `_turn` taken
-        self._owing = False  # the last step left callbacks for the worker to run
+        self._owing = True  # the last step left callbacks for the worker to run
         self._failed: BaseException | None = None
         self._until_s = math.inf  # end of the worker's sleep, unless it is woken
 
@@ -108,6 +109,7 @@ class TurnDriver(ThreadDriver):
                 return
             with Interrupts(self._bell):
                 if self._take_turn():
+                    self._pace.hold()
                     self._put_down(machine, work=self._step(machine))
                 elif self._asleep:
                     self._ring()
@@ -125,7 +127,7 @@ class TurnDriver(ThreadDriver):
         deadline = time.monotonic() + timeout_s
         while not handle.finished:
             turned = False
-            if machine is not None and not (self._due or self._closing):
+            if machine is not None and not (self._closing or (self._due and self._needed())):
                 with Interrupts(self._bell) as interrupts:
                     turned = self._take_turn()
                     if turned:
@@ -140,6 +142,7 @@ class TurnDriver(ThreadDriver):
         if not self._turn.acquire(False):
             return False
         self._turner = thread_id()
+        self._due = False
         return True
 
     def _is_free(self) -> bool:
@@ -164,6 +167,8 @@ class TurnDriver(ThreadDriver):
             self._muted = False
             self._listening.modify(self._nics.fileno(), select.EPOLLIN)
         overslept = self._due_s(machine) < self._until_s
+        if quiet and self._pace.held and (work or not machine.busy()):
+            self._pace.let_go()
         self._due = not quiet
         self._turner = 0
         self._turn.release()
@@ -173,6 +178,10 @@ class TurnDriver(ThreadDriver):
             for waiting in self._line[:1]:  # it may have left by now
                 _release(waiting)
         return quiet
+
+    def _needed(self) -> bool:
+        """Return True if the worker has more to do than to step, which a waiter does as well."""
+        return self._owing or self._wanted()
 
     def _wanted(self) -> bool:
         """Return True if only the worker can go on."""
@@ -219,6 +228,7 @@ class TurnDriver(ThreadDriver):
                 break
             if work or self._kicked_here:
                 poll_until = 0.0
+                self._pace.hold()
                 continue
             poll_until = poll_until or now + polls_s
             if now < poll_until:
@@ -229,6 +239,8 @@ class TurnDriver(ThreadDriver):
                     self._nics.poll(0)
                 continue
             self._asleep = True
+            self._pace.hold()
+            wake_on_time()
             kicked = self._kicked or self._kicked_here
             if not (kicked or self._wanted() or interrupts.came):
                 self._mute()
@@ -258,19 +270,21 @@ class TurnDriver(ThreadDriver):
 
     def _wait_in_line(self, handle: Settles, deadline: float) -> None:
         """Block until the handle is settled, `_turn` is free, or it is time for another look."""
-        gate = Lock()
+        gate, pace = Lock(), Pace(self._switch_s)
         gate.acquire()  # noqa: SIM115, RUF100  # opened by another thread
 
         def wake(_: Settles) -> None:
             _release(gate)
 
         try:
+            pace.hold()
             handle.add_done_callback(wake)
             self._line.append(gate)
             if not self._is_free():
                 gate.acquire(timeout=system_s(min(deadline - time.monotonic(), _LOOK_S)))
                 self._check_alive(lambda: handle.finished)
         finally:
+            pace.let_go()
             if gate in self._line:
                 self._line.remove(gate)
             handle.remove_done_callback(wake)

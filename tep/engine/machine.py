@@ -86,6 +86,7 @@ class Machine:
         self.driver = driver
         self.name = name
         self.wait_timeout_s = options.wait_timeout_s
+        self.switch_interval_s = options.switch_interval_s
         self.callback_errors: deque[CallbackError] = deque(maxlen=100)
         self.errors = 0
         self.regions: dict[int, MrHandle] = {}

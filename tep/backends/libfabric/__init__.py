@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from tep.backends.base import DomainCaps, Opened
+from tep.backends.base import CallersTurn, DomainCaps, Opened
 from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import libc
@@ -101,7 +101,16 @@ def open_domains(
     check_nics(nics)
     nics, about = _environment(rules, nics)
     with _keep_signals():
-        return Opened(_open_all(how, nics, epoch), epoch, name, about=about)
+        opened = _open_all(how, nics, epoch)
+        return Opened(opened, epoch, name, _driver(provider), about=about)
+
+
+def _driver(provider: str) -> CallersTurn | None:
+    """Have callers turn tcp, which moves the bytes in the thread that polls.
+
+    The descriptor of tcp;ofi_rxm is a set of sets of descriptors; one more set is refused (ELOOP).
+    """
+    return CallersTurn() if provider == "tcp" else None
 
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
