@@ -1,9 +1,9 @@
 """libibverbs by ctypes: its structs, finding it, its control calls, and the data path of a device.
 
-Structs and calls are made of their C declarations, word for word (<infiniband/verbs.h> of rdma-core
-44.0). Sizes, offsets and enum values are compared with the compiler's in tests/abi. What the data
-path moves by the thousand (work requests, completions) are numpy dtypes. imm_data is big-endian in
-all of them: '>u4' makes numpy swap it, and nobody else has to.
+Structs and calls are made of their C declarations (<infiniband/verbs.h> of rdma-core 44.0). Sizes,
+offsets and enum values are compared with the compiler's in tests/abi. What the data path moves by
+the thousand (work requests, completions) are numpy dtypes. imm_data is big-endian in all of them:
+'>u4' makes numpy swap it, and nobody else has to.
 
 post_send, post_recv, post_srq_recv, poll_cq and req_notify_cq are inline functions in C that go
 through the context's table of operations; no library exports them, so DataPath reads that table.
@@ -61,13 +61,9 @@ struct ibv_device {
     struct _ibv_device_ops _ops;
     enum ibv_node_type node_type;
     enum ibv_transport_type transport_type;
-    /* Name of underlying kernel IB device, eg "mthca0" */
     char name[IBV_SYSFS_NAME_MAX];
-    /* Name of uverbs device, eg "uverbs0" */
     char dev_name[IBV_SYSFS_NAME_MAX];
-    /* Path to infiniband_verbs class device in sysfs */
     char dev_path[IBV_SYSFS_PATH_MAX];
-    /* Path to infiniband class device in sysfs */
     char ibdev_path[IBV_SYSFS_PATH_MAX];
 };
 struct ibv_context_ops {
@@ -246,11 +242,9 @@ struct ibv_qp_init_attr {
     int sq_sig_all;
 };
 struct ibv_rx_hash_conf {
-    /* enum ibv_rx_hash_function_flags */
     uint8_t rx_hash_function;
     uint8_t rx_hash_key_len;
     uint8_t *rx_hash_key;
-    /* enum ibv_rx_hash_fields */
     uint64_t rx_hash_fields_mask;
 };
 struct ibv_qp_init_attr_ex {
@@ -269,16 +263,10 @@ struct ibv_qp_init_attr_ex {
     struct ibv_rwq_ind_table *rwq_ind_tbl;
     struct ibv_rx_hash_conf rx_hash_conf;
     uint32_t source_qpn;
-    /* See enum ibv_qp_create_send_ops_flags */
     uint64_t send_ops_flags;
 };
 struct ibv_ece {
-    /* * Unique identifier of the provider vendor on the network.
-        * The providers will set IEEE OUI here to distinguish
-        * itself in non-homogenius network. */
     uint32_t vendor_id;
-    /* * Provider specific attributes which are supported or
-        * needed to be enabled by ECE users. */
     uint32_t options;
     uint32_t comp_mask;
 };
@@ -292,8 +280,8 @@ struct verbs_context {
         struct ibv_xrcd_init_attr *xrcd_init_attr);
     int (*close_xrcd)(struct ibv_xrcd *xrcd);
     uint64_t _ABI_placeholder3;
-    size_t sz; /* Must be immediately before struct ibv_context */
-    struct ibv_context context; /* Must be last field in the struct */
+    size_t sz;
+    struct ibv_context context;
 };
 struct ibv_qp {
     struct ibv_context *context;
@@ -375,9 +363,6 @@ def layout(itemsize: int, fields: str) -> np.dtype[np.void]:
 #     int num_sge;
 #     enum ibv_wr_opcode opcode;
 #     unsigned int send_flags;
-#     /* When opcode is *_WITH_IMM: Immediate data in network byte order.
-#      * When opcode is *_INV: Stores the rkey to invalidate
-#      */
 #     union {
 #             __be32 imm_data;
 #             uint32_t invalidate_rkey;
@@ -445,9 +430,6 @@ SGE: Final = layout(16, "addr <u8 0, length <u4 8, lkey <u4 12")
 #     enum ibv_wc_opcode opcode;
 #     uint32_t vendor_err;
 #     uint32_t byte_len;
-#     /* When (wc_flags & IBV_WC_WITH_IMM): Immediate data in network byte order.
-#      * When (wc_flags & IBV_WC_WITH_INV): Stores the invalidated rkey.
-#      */
 #     union {
 #             __be32 imm_data;
 #             uint32_t invalidated_rkey;

@@ -3,7 +3,7 @@
 C names stay C names. Nothing here decides anything: which NIC, which options and what an error
 means is the backend's business. Versions 1.17 to 2.x.
 
-Structs are made of their C declarations, word for word (1.17), and a comment says what is later;
+Structs are made of their C declarations (1.17), and a comment says what is later;
 tests/abi compares every layout with the compiler's. Everything hot in libfabric is `static inline`
 in its headers: a call goes through a table of function pointers that hangs off each object.
 
@@ -377,7 +377,6 @@ struct fi_cq_data_entry {
     uint64_t flags;
     size_t len;
     void *buf;
-    /* data depends on operation and/or flags - e.g. remote EQ data */
     uint64_t data;
 };
 struct fi_cq_err_entry {
@@ -390,7 +389,6 @@ struct fi_cq_err_entry {
     size_t olen;
     int err;
     int prov_errno;
-    /* err_data is available until the next time the CQ is read */
     void *err_data;
     size_t err_data_size;
     fi_addr_t src_addr; /* 1.20 */
@@ -401,7 +399,6 @@ struct fi_eq_err_entry {
     uint64_t data;
     int err;
     int prov_errno;
-    /* err_data is available until the next time the EQ is read */
     void *err_data;
     size_t err_data_size;
 };

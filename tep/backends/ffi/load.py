@@ -1,9 +1,9 @@
 """Foreign libraries: declared in C, found, and their answers checked.
 
-A declaration is C, word for word as headers have it, and becomes ctypes: what tep calls and mirrors
-stands once, beside its documentation, and tests/abi compares what comes out with the compiler.
-Understood is what those headers use: members of plain types, pointers, arrays, functions by
-pointer, structs and unions inside, comments.
+A declaration is C, with the names and the order of the headers, and becomes ctypes: what tep calls
+and mirrors stands once, beside its documentation, and tests/abi compares what comes out with the
+compiler. Understood is what those headers use: members of plain types, pointers, arrays, functions
+by pointer, structs and unions inside, comments.
 
 A library is looked for once, by small steps, each saying why it failed; the answer, good or bad, is
 remembered. Nothing here knows what a library is for: a caller gives the steps, and a function that
