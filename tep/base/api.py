@@ -257,11 +257,11 @@ class EngineOptions:
         probe_max_s: the longest wait between two probes, `probe_first_s` or more; infinite: the
             wait doubles without end. Keep it well above the time that a NIC takes to report an
             unreachable peer, since that report starts a probe too.
-        switch_interval_s: what `sys.setswitchinterval` is lowered to while rows are in flight or
-            somebody waits, and put back after; infinite: it is left alone. It holds for the whole
-            process: a thread that computes in Python gives the interpreter up within this time
-            when the engine needs it, and not after 5 ms. Threads that all compute in Python take
-            turns more often meanwhile: two or four of them lose a seventh of their pace.
+        switch_interval_s: what `sys.setswitchinterval` is lowered to while rows are in flight, a
+            handle is open or somebody waits, and put back after; infinite: it is left alone. It
+            holds for the whole process: a thread that computes in Python gives the interpreter up
+            within this time when the engine needs it, and not after 5 ms. Threads that all compute
+            in Python take turns more often: two or four of them lose a seventh of their pace.
     """
 
     wait_timeout_s: float = 60.0

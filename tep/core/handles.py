@@ -54,7 +54,7 @@ class Waits(Protocol):
     def wait(self, handle: Handle, timeout_s: float, /) -> bool:
         """Block, or turn, until the handle is finished; False after `timeout_s`."""
 
-    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> object:
+    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None:
         """Raise UsageError if awaiting under this event loop could never end."""
 
     def now_s(self) -> float:
@@ -221,7 +221,7 @@ class Handle:
         if escaped:
             raise_escaped()
         while not self.finished:
-            kept = self._owner.driver.check_await(loop)
+            self._owner.driver.check_await(loop)
             future: asyncio.Future[None] = loop.create_future()
             wake = _waker(loop, future)
             try:
@@ -232,7 +232,6 @@ class Handle:
                 error.add_note(f"it waited for {self.describe()}")
                 raise
             finally:
-                del kept
                 wake_main.pop(future, None)
                 self.remove_done_callback(wake)  # also after a cancelled wait
             if escaped:

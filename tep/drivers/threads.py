@@ -69,6 +69,9 @@ class Machine(Protocol):
     def busy(self) -> bool:
         """Return True if rows or messages are in flight, so that spinning pays."""
 
+    def engaged(self) -> bool:
+        """Return True if a handle is open or busy() holds: interpreter needed soon."""
+
     def watching(self) -> bool:
         """Return True if watched words must be looked at now and then."""
 
@@ -127,11 +130,8 @@ class Driver(Protocol):
         Raises StallError if it is certain that nothing can settle it.
         """
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:
-        """Raise UsageError if awaiting under this event loop could never end.
-
-        Returns an object that the caller keeps until its await is over.
-        """
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise UsageError if awaiting under this event loop could never end."""
 
     def now_s(self) -> float:
         """Return the time of this driver's clock, seconds from an arbitrary start."""
@@ -224,7 +224,7 @@ class InlineDriver:
             return self.wait(handle, deadline - now_s())  # the handler did not raise
         return handle.finished
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:  # noqa: ARG002  # protocol
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(
             "an engine with an inline driver cannot be awaited: nothing would step it; "
             "use wait() or turn()"
@@ -370,7 +370,8 @@ class ThreadDriver:
                 pass
 
     def nudge(self) -> None:
-        """Do nothing: the polling thread has the NICs armed, or the worker is about to step."""
+        """Step nothing: the polling thread has the NICs armed, or the worker is about to step."""
+        self._pace.hold()
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -473,11 +474,8 @@ class ThreadDriver:
             pace.let_go()
             handle.remove_done_callback(wake)  # else repeated waits would pile them up
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> object:  # noqa: ARG002  # protocol
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Accept any real event loop: the worker steps the engine."""
-        pace = Pace(self._switch_s)
-        pace.hold()
-        return pace
 
     now_s = staticmethod(time.monotonic)
 
@@ -538,7 +536,7 @@ class ThreadDriver:
                 for fd in machine.wakeup_fds():
                     poller.register(fd, select.POLLIN)
                 left_s = self._sleep_until_s(machine) - time.monotonic()
-                if self._pace.held and not machine.busy():
+                if self._pace.held and not machine.engaged():
                     self._pace.let_go()
                 del machine
                 poller.poll(system_s(left_s) * 1000)

@@ -167,7 +167,7 @@ class TurnDriver(ThreadDriver):
             self._muted = False
             self._listening.modify(self._nics.fileno(), select.EPOLLIN)
         overslept = self._due_s(machine) < self._until_s
-        if quiet and self._pace.held and (work or not machine.busy()):
+        if quiet and self._pace.held and not machine.engaged():
             self._pace.let_go()
         self._due = not quiet
         self._turner = 0

@@ -58,7 +58,7 @@ class Machine:
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
-        step, deliver, busy, owing, due_s: the worker's, which the driver calls; see Worker.
+        step, deliver, busy, engaged, owing, due_s: the worker's, for the driver; see Worker.
         tracer: who records it; None: nobody.
         peers: the peers and their regions.
         regions: registered memory, by number.
@@ -112,6 +112,7 @@ class Machine:
         # Without a call between: drivers call these for each turn.
         self.step, self.deliver = self.worker.step, self.worker.deliver
         self.busy, self.owing, self.due_s = self.worker.busy, self.worker.owing, self.worker.due_s
+        self.engaged = self.worker.engaged
         self.tracer: object | None = None
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.peers = self.worker.peers

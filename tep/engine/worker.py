@@ -355,6 +355,10 @@ class Worker:
             or (self.channel.busy and self.channel.queued)
         )
 
+    def engaged(self) -> bool:
+        """Whether a handle is open, or rows, messages or commands are queued or in flight."""
+        return bool(self.open) or self.busy()
+
     def at_rest(self) -> bool:
         """Whether step() and deliver() now would do nothing unless a poll finds something."""
         group = self.group

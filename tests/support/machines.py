@@ -48,6 +48,8 @@ class FakeMachine:
     def busy(self) -> bool:
         return self.is_busy
 
+    engaged = busy
+
     def watching(self) -> bool:
         return self.is_watching
 
