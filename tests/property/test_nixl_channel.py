@@ -212,7 +212,7 @@ def test_any_frames_of_a_peer_are_bounded(frames):
     one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
     for seq, start, stop, index, left, body in frames:
         gap = (max(0, start), max(0, stop))
-        list(one.take(channel._Frame("A", b"", seq, 0, gap, index, left, body)))
+        list(one.take(channel.Frame("A", b"", seq, 0, gap, index, left, body)))
 
         assert one._part is None or len(one._part) <= channel.PIECES_MAX
         assert all(stop > one._next for _, stop in one._skips)
@@ -225,7 +225,7 @@ def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
     most = channel.EARLY_MAX
 
     def take(seq, gap):
-        return list(one.take(channel._Frame("A", b"", seq, 0, gap, 0, 0, b"%d" % seq)))
+        return list(one.take(channel.Frame("A", b"", seq, 0, gap, 0, 0, b"%d" % seq)))
 
     for seq in range(1, 3 * most):
         assert not take(seq, (10 * seq, 10 * seq + 1))

@@ -17,7 +17,6 @@ import queue
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from tep import BadDescriptor, Expectation, TepError
 from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl import chaos
-from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
+from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
@@ -76,15 +75,6 @@ _ASKED_MAX = 4096
 """Limit of one agent's open asks, and of the ended asks that are remembered for all agents."""
 
 
-class nixl_thread_sync_t(Enum):
-    """Accepted and without effect: any thread may call any method."""
-
-    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
-    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
-    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
-    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
-
-
 class nixl_agent_config:
     """The configuration of an agent; see NIXL's own."""
 
@@ -127,9 +117,6 @@ class nixl_prepped_dlist_handle(_Handle):
 
     __slots__ = ()
 
-    def __init__(self, agent: nixl_agent, value: int) -> None:
-        super().__init__(agent, value)
-
     def release(self) -> None:
         """Forget the list. Idempotent."""
         self._released = True
@@ -144,9 +131,6 @@ class nixl_xfer_handle(_Handle):
     """A transfer, which can be posted repeatedly."""
 
     __slots__ = ()
-
-    def __init__(self, agent: nixl_agent, value: int) -> None:
-        super().__init__(agent, value)
 
     def release(self) -> None:
         """Forget the transfer, after a cancel if it is active. Idempotent.
@@ -179,13 +163,12 @@ class nixl_agent(Registry):
         instantiate_all: bool = False,
     ) -> None:
         conf = nixl_conf or nixl_agent_config()
-        sync = nixl_thread_sync_t
-        usual = sync.NIXL_THREAD_SYNC_STRICT if conf.enable_listen else sync.NIXL_THREAD_SYNC_NONE
+        usual = nixl_thread_sync_t(int(conf.enable_listen))  # STRICT, or NONE
         config = nixlBind.nixlAgentConfig(
             conf.enable_pthread,
             conf.enable_listen,
             conf.port,
-            (conf.sync_mode or usual).value,
+            usual if conf.sync_mode is None else conf.sync_mode,
             conf.capture_telemetry,
         )
         self._open(nixlBind.nixlAgent(agent_name, config))
@@ -273,7 +256,7 @@ class nixl_agent(Registry):
         return nixl_prepped_dlist_handle(self, self._add_list(self._side(remote, mem, rows)))
 
     def _add_list(self, side: Side) -> int:
-        with self._lock:
+        with self.lock:
             number = next(self._numbers)
             self._lists[number] = side
         return number
@@ -341,11 +324,11 @@ class nixl_agent(Registry):
     def _request(self, op: int, local: Side, there: Side, notif: bytes | str) -> nixl_xfer_handle:
         _check_lengths(local.rows, there.rows)
         assert there.remote is not None
-        with self._lock:
+        with self.lock:
             self._check_messages(there.remote)
         raw = _checked(raw_of(notif))
         request = Request(op, there.remote, cut_rows(local, there), local.rows, raw)
-        with self._lock:
+        with self.lock:
             number = next(self._numbers)
             self._requests[number] = request
         return nixl_xfer_handle(self, number)
@@ -353,12 +336,12 @@ class nixl_agent(Registry):
     def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes = b"") -> str:
         """Post a transfer: "PROC", or "DONE" at once."""
         self._clean()
-        with self._lock:
+        with self.lock:
             request = self._found(handle)
             if request.state == "PROC":
                 raise nixlBind.nixlRepostActiveError("the transfer is under way")
-            if self._remotes.get(request.remote.name, request.remote) is not request.remote or (
-                request.remote.name != self.name and request.remote.name not in self._remotes
+            if self.remotes.get(request.remote.name, request.remote) is not request.remote or (
+                request.remote.name != self.name and request.remote.name not in self.remotes
             ):
                 raise nixlBind.nixlRemoteDisconnectError(f"agent {request.remote.name!r} has left")
             self._check_messages(request.remote)
@@ -371,7 +354,7 @@ class nixl_agent(Registry):
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """Return a posted transfer's state, "PROC" or "DONE"; raise if it failed, like NIXL."""
-        with self._lock:
+        with self.lock:
             request = self._found(handle)
             state = self._state(request)
             if state == "PROC" and self._now_s() - request.asked_s > _ASK_AGAIN_S:
@@ -392,14 +375,14 @@ class nixl_agent(Registry):
         try:
             while True:
                 over.clear()
-                with self._lock:
+                with self.lock:
                     bell.calls.add(call)
                 if state := self._result(handle):
                     return state
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), self._nap_s)
         finally:
-            with self._lock:
+            with self.lock:
                 bell.calls.discard(call)
 
     def wait_notifs(self, timeout: float = math.inf) -> dict[str, list[bytes]]:
@@ -415,7 +398,7 @@ class nixl_agent(Registry):
         told: queue.SimpleQueue[None] = queue.SimpleQueue()
         call, end_s = partial(told.put, None), self._now_s() + timeout
         while True:
-            with self._lock:
+            with self.lock:
                 bell.calls.add(call)
             found, left_s = look(), end_s - self._now_s()
             if found or left_s <= 0:
@@ -443,7 +426,7 @@ class nixl_agent(Registry):
             raise nixlBind.nixlNoTelemetryError(
                 "open the agent with capture_telemetry=True, or set NIXL_TELEMETRY_ENABLE=y"
             )
-        with self._lock:
+        with self.lock:
             request = self._found(handle)
             if request.state != "DONE":
                 raise nixlBind.nixlNotPostedError(f"the transfer is {request.state}")
@@ -464,7 +447,7 @@ class nixl_agent(Registry):
         handle.release()
 
     def _release(self, number: int) -> None:
-        with self._lock:
+        with self.lock:
             request = self._requests.get(number)
             if request is None:
                 return
@@ -475,7 +458,7 @@ class nixl_agent(Registry):
                 one.wait(max(0.0, end_s - self._now_s()))
             except TepError:
                 continue  # its result does not matter
-        with self._lock:
+        with self.lock:
             if not all(one.finished for one in waits):
                 raise nixlBind.nixlBackendError(
                     f"the transfer was not cancelled within {_CANCEL_S} s; memory is in use still"
@@ -486,7 +469,7 @@ class nixl_agent(Registry):
         """Release handles that finalisers left, without waiting."""
         for _ in range(len(self._dropped)):
             number = self._dropped.popleft()
-            with self._lock:
+            with self.lock:
                 request = self._requests.get(number)
                 if request is not None and request.under_way:
                     self._cancel(request)
@@ -508,7 +491,7 @@ class nixl_agent(Registry):
         """
         self._check_backends([] if backend is None else [backend])
         body = encode(Notif(_checked(raw_of(notif_msg))))
-        with self._lock:
+        with self.lock:
             remote = self._remote(remote_agent_name)
             self._check_messages(remote)
             self._channel(remote).send(body, on_lost=partial(self._note_lost, remote.name))
@@ -520,7 +503,7 @@ class nixl_agent(Registry):
     def _check_messages(self, remote: Remote) -> None:
         """Raise if messages to an agent were lost (once for each loss), or if it is lost itself."""
         count, why = self._lost.pop(remote.name, (0, ""))
-        if count or self._channels.is_lost(self._channel(remote)):
+        if count or self.channels.is_lost(self._channel(remote)):
             what = f"{count} earlier notification(s) are lost: {why}" if count else "it is lost"
             raise nixlBind.nixlRemoteDisconnectError(f"agent {remote.name!r}: {what}")
 
@@ -528,7 +511,7 @@ class nixl_agent(Registry):
         """Return the notifications since the last call, by agent."""
         self._check_backends(backends)
         self._clean()
-        with self._lock:
+        with self.lock:
             found, self._new = self._new, {}
         if not found:
             self._turn()
@@ -601,11 +584,9 @@ class nixl_agent(Registry):
                     self._want_grant(channel)
                 return
             request.imm = granted.take()
-            request.submit(
-                self.engine, self._lock, lambda: self._written(request, granted, channel)
-            )
-        elif self._reads and all(part.desc.readable for part in request.parts):
-            request.submit(self.engine, self._lock, lambda: self._read(request, channel))
+            request.submit(self.engine, self.lock, lambda: self._written(request, granted, channel))
+        elif self.reads and all(part.desc.readable for part in request.parts):
+            request.submit(self.engine, self.lock, lambda: self._read(request, channel))
         else:
             self._ask(request, channel)
 
@@ -667,7 +648,7 @@ class nixl_agent(Registry):
         self._asks[request.number] = request
 
         def counted(expectation: Expectation) -> None:
-            with self._lock:
+            with self.lock:
                 if expectation.ok:
                     self._asks.pop(request.number, None)
                     request.end()
@@ -710,7 +691,7 @@ class nixl_agent(Registry):
         try:
             message = decode(body)
         except BadDescriptor:
-            self._channels.garbled += 1
+            self.channels.garbled += 1
             return
         match message:
             case WantGrant():
@@ -746,12 +727,12 @@ class nixl_agent(Registry):
         """Notify once a transfer's immediates are counted; they must be granted to its writer."""
         given = self._grants.get(channel)
         if given is None or not given.start <= message.imm < given.stop:
-            self._channels.garbled += 1
+            self.channels.garbled += 1
             return
         ready = self._queue(channel, message.notif, ready=False)
 
         def counted(expectation: Expectation) -> None:
-            with self._lock:
+            with self.lock:
                 ready(notify=expectation.ok)
                 if not expectation.ok:
                     logger.error("agent %r: no notification: %s", channel.name, expectation.error)
@@ -770,7 +751,7 @@ class nixl_agent(Registry):
         asked.submit(self.engine, message, mrs, lambda: self._asked_done(channel, message.number))
 
     def _asked_done(self, channel: Channel, number: int) -> None:
-        with self._lock:
+        with self.lock:
             mine = self._asked.get(channel, {})
             asked = mine.get(number)
             if asked is None or not asked.over:

@@ -32,7 +32,7 @@ from tep import (
     UsageError,
 )
 
-__all__ = ["BODY_MAX", "Channel", "Channels", "Lost"]
+__all__ = ["BODY_MAX", "Channel", "Channels", "Frame", "Lost"]
 
 logger = logging.getLogger("tep.compat.nixl")
 
@@ -65,7 +65,7 @@ Told = Callable[[], object]
 Lost = Callable[[str], object]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One piece as it is sent.
 
     Attributes:
@@ -182,7 +182,7 @@ class Channel:
     ) -> None:
         """Send one frame; ended(why) is called with "" once the peer's engine has it."""
         owner, gap = self._owner, self._gaps[0] if self._gaps else (0, 0)
-        frame = _Frame(owner.name, owner.raw, seq, self._first(), gap, index, left, body)
+        frame = Frame(owner.name, owner.raw, seq, self._first(), gap, index, left, body)
         raw = msgspec.msgpack.encode(frame)
 
         def done(sent: Message) -> None:
@@ -247,7 +247,7 @@ class Channel:
         """Expect no piece below a number."""
         self._next = seq
 
-    def take(self, frame: _Frame) -> Iterator[bytes]:
+    def take(self, frame: Frame) -> Iterator[bytes]:
         """Yield the messages that are now in order."""
         if frame.gap[0] <= self._next or len(self._skips) < EARLY_MAX:
             self._skips.add(frame.gap)
@@ -343,7 +343,7 @@ class Channels:
 
     def _take(self, payload: memoryview, sender: Sender) -> None:
         try:
-            frame = msgspec.msgpack.decode(payload, type=_Frame, strict=True)
+            frame = msgspec.msgpack.decode(payload, type=Frame, strict=True)
             addr = NetAddr.from_bytes(frame.addr)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadDescriptor):
             self.garbled += 1
@@ -356,7 +356,7 @@ class Channels:
             for body in channel.take(frame):
                 self._got(channel, body)
 
-    def _from(self, frame: _Frame, addr: NetAddr, sender: Sender) -> Channel | None:
+    def _from(self, frame: Frame, addr: NetAddr, sender: Sender) -> Channel | None:
         """Return the channel of a frame's agent; None: another engine has sent the frame."""
         name, peer, channel = frame.name, addr.by_address(), self._spoken.get(sender.engine)
         if not sender.owns(addr):

@@ -65,14 +65,17 @@ class Registry:
     """The half of an agent that transfers nothing.
 
     Attributes:
-        name, engine: the agent's.
+        name, engine, channels: the agent's.
+        lock: guards everything.
+        reads: False: READ asks the owner of the memory to write, since the backend has no reads.
+        remotes: the agents that are known, by name.
         backends, plugin_list, nixl_mems: same as in NIXL's agent.
     """
 
     _listener: Listener
 
     def __init__(self, name: str, engine: TransferEngine, channels: Channels) -> None:
-        self.name, self.engine, self._channels = name, engine, channels
+        self.name, self.engine, self.channels = name, engine, channels
         self.backends: dict[str, int] = {}
         self.plugin_list = list(PLUGINS)
         self.nixl_mems = {
@@ -80,12 +83,12 @@ class Registry:
             "BLOCK": nixlBind.BLK_SEG, "OBJ": nixlBind.OBJ_SEG, "cpu": nixlBind.DRAM_SEG,
             "cuda": nixlBind.VRAM_SEG,
         }  # fmt: skip
-        self._lock = channels.lock
-        self._reads = True
+        self.lock = channels.lock
+        self.reads = True
         # In the order of their registration; one that is registered again moves to the end.
         self._regions: dict[MrHandle, tuple[Region, MrDesc]] = {}
         self._by_key: dict[tuple[int, int, int, int], list[MrHandle]] = {}
-        self._remotes: dict[str, Remote] = {}
+        self.remotes: dict[str, Remote] = {}
 
     def _forget(self, remote: Remote) -> None:
         """Fail the requests to a removed agent; called under the lock."""
@@ -150,7 +153,7 @@ class Registry:
             for _, mr, _ in made:
                 self.engine.deregister(mr)
             raise nixlBind.nixlBackendError(str(error)) from error
-        with self._lock:
+        with self.lock:
             for entry in made:
                 self._keep(*entry)
         return descs
@@ -172,12 +175,12 @@ class Registry:
         return region, mr, desc
 
     def _register(self, memory: Any) -> tuple[MrHandle, MrDesc]:
-        if self._reads:
+        if self.reads:
             try:
                 return self.engine.reg_mr(memory, access=Access.SOURCE_AND_TARGET | Access.READABLE)
             except UsageError as error:
                 result = self.engine.reg_mr(memory)  # if reads were not the reason, this raises
-                self._reads = False
+                self.reads = False
                 logger.info("READ asks the owner to write: %s", error)
                 return result
         return self.engine.reg_mr(memory)
@@ -191,14 +194,14 @@ class Registry:
         self._check_backends(backends)
         mem = int(dereg_list.getType())
         for start, nbytes, device, *_ in dereg_list:
-            with self._lock:
+            with self.lock:
                 found = self._take((mem, start, nbytes, device))
             if found is None:
                 raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
             try:
                 self.engine.deregister(found[1])
             except BusyError as error:
-                with self._lock:
+                with self.lock:
                     self._keep(*found)
                 raise nixlBind.nixlBackendError(str(error)) from error
 
@@ -214,9 +217,9 @@ class Registry:
 
     def get_agent_metadata(self) -> bytes:
         """Return the metadata by which a peer reaches this agent and its memory."""
-        with self._lock:
+        with self.lock:
             regions = tuple(region for region, _ in self._regions.values())
-        return encode(Metadata(self.name, self._channels.raw, regions, False))
+        return encode(Metadata(self.name, self.channels.raw, regions, False))
 
     def get_partial_agent_metadata(
         self,
@@ -226,7 +229,7 @@ class Registry:
     ) -> bytes:
         """Return the same for some of the memory."""
         self._check_backends(backends)
-        with self._lock:
+        with self.lock:
             known = [region for region, _ in self._regions.values()]
         rows = descs.rows()
         where = find_regions(known, int(descs.getType()), rows)
@@ -236,7 +239,7 @@ class Registry:
         ]
         if not all(exact):
             raise nixlBind.nixlNotFoundError(f"{descs!r}: not registered like this")
-        addr = self._channels.raw if inc_conn_info else b""
+        addr = self.channels.raw if inc_conn_info else b""
         regions = tuple(known[k] for k in where.tolist())
         return encode(Metadata(self.name, addr, regions, True))
 
@@ -246,15 +249,15 @@ class Registry:
             found = Remote.read(metadata)
             if found.name == self.name:
                 raise nixlBind.nixlInvalidParamError("this agent's own metadata, or its name")
-            with self._lock:
-                remote = self._remotes.get(found.name)
+            with self.lock:
+                remote = self.remotes.get(found.name)
                 addr = NetAddr.from_bytes(found.addr).by_address() if found.addr else None
                 if remote is None or (addr is not None and remote.addr not in {None, addr}):
                     remote = Remote(found.name)  # another incarnation
                 remote.learn(found)
-                self._remotes[found.name] = remote
+                self.remotes[found.name] = remote
                 if addr is not None:
-                    self._channels.introduce(found.name, addr)
+                    self.channels.introduce(found.name, addr)
         except BadDescriptor as error:
             raise nixlBind.nixlMismatchError(str(error)) from error
         if addr is not None:
@@ -269,19 +272,19 @@ class Registry:
 
     def forget(self, name: str) -> bool:
         """Forget an agent, same as remove_remote_agent; return whether it was known."""
-        with self._lock:
-            remote = self._remotes.pop(name, None)
+        with self.lock:
+            remote = self.remotes.pop(name, None)
             if remote is not None:
                 self._forget(remote)
-                self._channels.forget(remote.name)
+                self.channels.forget(remote.name)
             return remote is not None
 
     def check_remote_metadata(
         self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None
     ) -> bool:
         """Return True if an agent is known, with the given memory."""
-        with self._lock:
-            remote = self._remotes.get(text_of(agent))
+        with self.lock:
+            remote = self.remotes.get(text_of(agent))
             if remote is None or remote.addr is None:
                 return False
             regions = [region for region, _ in remote.regions]
@@ -295,12 +298,12 @@ class Registry:
         self.engine.add_peer_group([self._addr(self._remote(remote_agent))])
 
     def _remote(self, agent: str | bytes) -> Remote:
-        with self._lock:
-            remote = self._remotes.get(text_of(agent))
+        with self.lock:
+            remote = self.remotes.get(text_of(agent))
             if remote is None and text_of(agent) == self.name:
                 remote = Remote(self.name)
                 regions = tuple(region for region, _ in self._regions.values())
-                remote.learn(Metadata(self.name, self._channels.raw, regions, False))
+                remote.learn(Metadata(self.name, self.channels.raw, regions, False))
         if remote is None:
             raise nixlBind.nixlNotFoundError(f"agent {text_of(agent)!r} is not known")
         return remote
@@ -312,7 +315,7 @@ class Registry:
         return remote.addr
 
     def _channel(self, remote: Remote) -> Channel:
-        return self._channels.to(remote.name, self._addr(remote))
+        return self.channels.to(remote.name, self._addr(remote))
 
     # ------------------------------------------------------------------ metadata over sockets
 
@@ -435,7 +438,7 @@ class Registry:
 
     def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
         """Find the region of each row."""
-        with self._lock:
+        with self.lock:
             held: list[tuple[Region, Any, MrDesc]] = [
                 (region, mr, desc) for mr, (region, desc) in self._regions.items()
             ]

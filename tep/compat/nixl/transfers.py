@@ -84,11 +84,15 @@ class Numbers:
     """Immediates of one writer at one target, in order; those of failed transfers are not reused.
 
     Rows of a failed transfer may have been counted, so its number would count short.
+
+    Attributes:
+        start, stop: the range of them.
+        burnt: those that are not used again.
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        self._start, self._stop, self._next = start, stop, start
-        self._burnt: set[int] = set()
+        self.start, self.stop, self._next = start, stop, start
+        self.burnt: set[int] = set()
 
     def take(self) -> int:
         """Return the next number.
@@ -96,16 +100,16 @@ class Numbers:
         Raises:
             nixlBackendError: none is left.
         """
-        for _ in range(self._stop - self._start):
+        for _ in range(self.stop - self.start):
             found = self._next
-            self._next = found + 1 if found + 1 < self._stop else self._start
-            if found not in self._burnt:
+            self._next = found + 1 if found + 1 < self.stop else self.start
+            if found not in self.burnt:
                 return found
-        raise nixlBind.nixlBackendError(f"no immediate is left of {self._stop - self._start}")
+        raise nixlBind.nixlBackendError(f"no immediate is left of {self.stop - self.start}")
 
     def burn(self, number: int) -> None:
         """Never return a number again."""
-        self._burnt.add(number)
+        self.burnt.add(number)
 
 
 class Bell:

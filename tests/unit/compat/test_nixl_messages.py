@@ -63,7 +63,7 @@ def lose(agent, monkeypatch, kinds, count=10**9):
     lost, send = [], agent.engine.submit_send
 
     def submit_send(addr, raw, *, on_done):
-        frame = msgspec.msgpack.decode(raw, type=channel._Frame)
+        frame = msgspec.msgpack.decode(raw, type=channel.Frame)
         parts = frame.index == frame.left == 0 and frame.seq >= 0
         if parts and isinstance(wire.decode(frame.body), kinds) and len(lost) < count:
             lost.append(frame.body)
@@ -161,14 +161,14 @@ def test_the_number_of_a_write_whose_word_was_lost_is_not_used_again(agents, mon
     (numbers,) = a._granted.values()
     lose(a, monkeypatch, wire.Written)
     assert "DONE" == finish(a, xfer(a, b)), "nobody waits for a notification"
-    until(lambda: numbers._burnt)
+    until(lambda: numbers.burnt)
 
 
 @pytest.mark.parametrize("kind", [wire.WantGrant, wire.Ask])
 def test_a_question_that_is_lost_fails_its_transfer(agents, monkeypatch, kind):
     """It stayed PROC for ever."""
     a, b = agents
-    a._reads = False
+    a.reads = False
     lose(a, monkeypatch, kind)
     with pytest.raises(bindings.nixlRemoteDisconnectError):
         finish(a, xfer(a, b, "WRITE" if kind is wire.WantGrant else "READ"))
@@ -181,7 +181,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(agents, monkeypatch):
     lost = lose(b, monkeypatch, (wire.Grant, wire.Ended), 4)
     assert "DONE" == finish(a, xfer(a, b, notif=b"x"))
     assert 4 == len(lost)
-    a._reads = False
+    a.reads = False
     handle = xfer(a, b, "READ")
     b.deregister_memory(b.get_reg_descs([(b.memory.ctypes.data, NBYTES, 0, "")], "DRAM"))
     lost = lose(b, monkeypatch, wire.Ended, 4)
@@ -204,10 +204,10 @@ def test_to_notify_the_dead_is_an_error(agents):
 
     until(notify)
     until(notify)
-    a._channels._on_peer(
+    a.channels._on_peer(
         PeerEvent(
-            peer=a._remotes["B"].addr.name,
-            epoch=a._remotes["B"].addr.epoch,
+            peer=a.remotes["B"].addr.name,
+            epoch=a.remotes["B"].addr.epoch,
             kind=PeerChange.LOST,
             reason="no answer",
         )
@@ -237,7 +237,7 @@ def test_a_notification_counts_only_from_the_agents_own_engine(agents):
         for seq in (0, 1, 10**9):
             for claim in claims:
                 body = wire.encode(wire.Notif(b"forged"))
-                frame = channel._Frame("A", claim.to_bytes(), seq, seq, (0, seq), 0, 0, body)
+                frame = channel.Frame("A", claim.to_bytes(), seq, seq, (0, seq), 0, 0, body)
                 raw = msgspec.msgpack.encode(frame)
                 evil.submit_send(victim.engine.main_address, raw).wait(WAIT_S)
         friend.send_notif("B", b"2")
@@ -250,15 +250,15 @@ def test_a_stranger_takes_no_counts_and_ends_no_reads_of_others(agents):
     a, b = agents
     assert "DONE" == finish(a, xfer(a, b, notif=b"x"))
     (grant,) = [one for who, one in b._grants.items() if who.name == "A"]
-    other = b._channels.to("C", b._channels.to("B", a.engine.main_address).addr)
-    with b._lock:
+    other = b.channels.to("C", b.channels.to("B", a.engine.main_address).addr)
+    with b.lock:
         b._on_message(other, wire.encode(wire.Written(grant.start, 1, b"forged")))
-    assert 1 == b._channels.garbled
-    a._reads = False
+    assert 1 == b.channels.garbled
+    a.reads = False
     handle = xfer(a, b, "READ")
     a.transfer(handle)
     request = a._requests[handle._handle]
-    with a._lock:
+    with a.lock:
         a._on_message(other, wire.encode(wire.Ended(request.number, "forged")))
     until(lambda: a.check_xfer_state(handle) == "DONE")
 
@@ -277,8 +277,8 @@ def test_an_ask_is_for_the_askers_own_memory(agents):
         told = []
         said = a._on_ended
         a._on_ended = lambda who, message: (told.append(message.reason), said(who, message))
-        with a._lock:
-            a._channel(a._remotes["B"]).send(wire.encode(wire.Ask(5, 1, (part,), True, None)))
+        with a.lock:
+            a._channel(a.remotes["B"]).send(wire.encode(wire.Ask(5, 1, (part,), True, None)))
         until(lambda: told)
         assert "not the asking agent's memory" in told[0]
         assert not memory.any()
@@ -297,8 +297,8 @@ def test_an_agent_that_is_not_known_is_heard_once_the_name_is_its_own(agents, mo
         again.send_notif("B", b"second")
 
         def waits():
-            with b._lock:
-                return any(one.held for one in b._channels._known.values())
+            with b.lock:
+                return any(one.held for one in b.channels._known.values())
 
         until(waits)
         assert {} == b.get_new_notifs(), "the former one lives"
@@ -324,15 +324,15 @@ def test_agents_that_have_spoken_are_bounded(agents, monkeypatch):
     with tep.TransferEngine.open("local", name="evil") as evil:
         for k in range(20):
             name = f"evil{k}"
-            frame = channel._Frame(name, evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
+            frame = channel.Frame(name, evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
-        until(lambda: b._channels.foreign == 19)
+        until(lambda: b.channels.foreign == 19)
     for k in range(8):
         with tep.TransferEngine.open("local", name="evil") as evil:
-            frame = channel._Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
+            frame = channel.Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
     a.send_notif("B", b"last")
 
     assert [b"last"] == notifs(b, 1)
-    assert len(b._channels._spoken) <= 4
-    assert len(b._channels._known) <= 5
+    assert len(b.channels._spoken) <= 4
+    assert len(b.channels._known) <= 5
