@@ -69,31 +69,31 @@ def test_an_immediate_that_may_stand_for_bytes_that_never_came_is_not_sent() -> 
         _, desc = b.reg_mr(np.zeros(2 * page, np.uint8))
         sent.append(a.submit_paged_writes(page, (mr, pages), (desc, pages), imm))
     got = b.expect_imm_count(imm, 4)
-    fabric._rest()
+    fabric.rest()
     ours, near, far = fabric.nics
     first, second = ([f for f in fabric.flights if f.there is nic] for nic in (near, far))
     fabric.cuts.add((ours, near))
-    fabric._land(first[1])
+    fabric.land(first[1])
     for flight in (*first[::-1], *second):
         if flight in second:
-            fabric._land(flight)
-        fabric._of(flight)[-1]()
-        fabric._rest()
+            fabric.land(flight)
+        fabric.events_of(flight)[-1]()
+        fabric.rest()
     assert [False, False] == [handle.finished for handle in sent]
 
     _hear(fabric)  # the path is fenced, and both rows are written again
     again = [flight for flight in fabric.flights if not flight.ended]
     in_vain, other = sorted(again, key=lambda flight: flight.row.lkey)
-    fabric._land(other)
-    fabric._of(other)[-1]()
+    fabric.land(other)
+    fabric.events_of(other)[-1]()
     fabric.cuts.add((ours, far))
-    fabric._fail(in_vain)
-    fabric._rest()
+    fabric.fail(in_vain)
+    fabric.rest()
     fabric.cuts.clear()
     for _ in range(60):
         for flight in [flight for flight in fabric.flights if not flight.ended]:
-            fabric._land(flight)
-            fabric._of(flight)[-1]()
+            fabric.land(flight)
+            fabric.events_of(flight)[-1]()
         _hear(fabric)
         fabric.now_s += 1.0
 
@@ -108,10 +108,10 @@ def test_an_immediate_that_may_stand_for_bytes_that_never_came_is_not_sent() -> 
 
 def _hear(fabric: Fabric) -> None:
     """Deliver all messages, and end all fences."""
-    fabric._rest()
+    fabric.rest()
     while fabric.controls or fabric.fences:
         if fabric.controls:
-            fabric._deliver(0)
+            fabric.deliver(0)
         else:
-            fabric._fence(0)
-        fabric._rest()
+            fabric.fence(0)
+        fabric.rest()

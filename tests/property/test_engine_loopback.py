@@ -18,6 +18,7 @@ from tep.base.api import Paged, Pages, Routing, Scatter, ScatterDst, Single
 from tep.base.wire import MrDesc
 from tep.core.plan import SHARD_BYTES_MIN, count_imms, lanes, plan_single
 from tep.engine import TransferEngine
+from tests.support.inside import machine_of
 from tests.support.pairs import BLANK, Buffer, Pair, hostile_pair, pair
 
 COUNTS = list(product(range(1, 5), range(1, 5)))
@@ -33,7 +34,7 @@ def imms_of(p: Pair) -> Counter[int]:
 def arrivals_by_nic(p: Pair) -> Counter[int]:
     """Count, from now on, the immediates that each NIC of b hands out."""
     found: Counter[int] = Counter()
-    for nic, domain in enumerate(p.b._domains):
+    for nic, domain in enumerate(machine_of(p.b).domains):
 
         def poll(out, nic=nic, real=domain.poll) -> int:
             n = real(out)

@@ -22,6 +22,7 @@ from tep.base.api import Pages
 from tep.control.messages import ControlMessage, Failed, decode, encode
 from tep.core import imm as imm_table
 from tests.support.effort import effort
+from tests.support.inside import machine_of, worker_of
 
 KINDS = typing.get_args(ControlMessage)
 PAGE, PAGES, IMM = 8, 64, 7
@@ -84,7 +85,7 @@ class World:
         self.mr, _ = self.a.reg_mr(self.source)
         self.region, self.desc = self.b.reg_mr(self.target)
         self.rounds = 0
-        self.mouth = self.c._domains[0]
+        self.mouth = machine_of(self.c).domains[0]
         self.ears = [self.mouth.connect(at) for at in self.victims]
         self.ctx = 1 << 62
 
@@ -105,7 +106,7 @@ class World:
         for engine in (self.a, self.b):
             for _ in range(3):
                 engine.driver.turn()
-        out = np.zeros(64, self.c._worker._out.dtype)
+        out = np.zeros(64, worker_of(self.c)._out.dtype)
         while n := self.mouth.poll(out):
             for entry in out[:n]:
                 if entry["kind"] == tep.backends.base.Kind.CONTROL:
@@ -116,7 +117,7 @@ class World:
         self.rounds += 1
         for _ in range(20):
             self.turn()
-        if IMM in self.b._worker.imms.burnt.why:
+        if IMM in worker_of(self.b).imms.burnt.why:
             with pytest.raises(tep.FabricError, match="burnt"):
                 self.b.expect_imm_count(IMM, 1).wait(1)
         assert 0 == self.b.remove_imm(IMM)
@@ -202,8 +203,8 @@ def test_a_handler_that_raises_drops_its_message_alone(name: str, monkeypatch) -
     def broken(*_: object) -> None:
         raise IndexError("of a peer's number")
 
-    for kind in list(victim._worker.channel._hears):
-        victim._worker.channel._hears[kind] = broken
+    for kind in list(worker_of(victim).channel._hears):
+        worker_of(victim).channel._hears[kind] = broken
     world.say(encode(Failed(1, 1, "c", "no", ((1, 1),))))
     world.turn()
     assert 2 == dict(victim.stats().control_dropped)["its handler raised"]

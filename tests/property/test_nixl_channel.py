@@ -175,7 +175,7 @@ def test_what_is_on_its_way_and_out_of_order_is_bounded(order):
         at = 0 if order > 0 else min(len(pair.net.waiting), channel.WINDOW) - 1
         pair.net.end(at, "arrives")
         (theirs,) = pair.there._known.values()
-        early = max(early, len(theirs._early))
+        early = max(early, len(theirs.early))
     pair.check()
 
     assert early <= channel.WINDOW
@@ -214,8 +214,8 @@ def test_any_frames_of_a_peer_are_bounded(frames):
         gap = (max(0, start), max(0, stop))
         list(one.take(channel.Frame("A", b"", seq, 0, gap, index, left, body)))
 
-        assert one._part is None or len(one._part) <= channel.PIECES_MAX
-        assert all(stop > one._next for _, stop in one._skips)
+        assert one.part is None or len(one.part) <= channel.PIECES_MAX
+        assert all(stop > one.next for _, stop in one.skips)
 
 
 def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
@@ -229,12 +229,12 @@ def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
 
     for seq in range(1, 3 * most):
         assert not take(seq, (10 * seq, 10 * seq + 1))
-        assert max(len(one._early), len(one._skips)) <= most
+        assert max(len(one.early), len(one.skips)) <= most
     assert owner.garbled
     assert b"0" == take(0, (0, 0))[0]
-    assert not one._early
+    assert not one.early
     for far in range(3 * most):
-        assert take(one._next, (10**9 + 2 * far, 10**9 + 2 * far + 1))
-        assert len(one._skips) <= most
-    assert not take(-1, (one._next, 2 * 10**9))
-    assert not one._skips
+        assert take(one.next, (10**9 + 2 * far, 10**9 + 2 * far + 1))
+        assert len(one.skips) <= most
+    assert not take(-1, (one.next, 2 * 10**9))
+    assert not one.skips

@@ -16,6 +16,7 @@ from tep.bench.null import NullDomain, null_memory
 from tep.drivers.threads import InlineDriver
 from tep.sim import Cluster
 from tests.support.effort import effort
+from tests.support.inside import machine_of
 from tests.support.pairs import pair
 
 NBYTES = 4096
@@ -259,7 +260,7 @@ def test_a_reluctant_nic_is_asked_as_by_the_verb(
         handles: list[tep.Transfer] = []
         for imm, kind in enumerate(kinds * 3):
             if kind == "step":
-                a._machine.step()
+                machine_of(a).step()
             elif prepared:
                 handles.append(ready[kind].submit(imm, src_offset=64))
             elif kind == "pages":
@@ -273,7 +274,7 @@ def test_a_reluctant_nic_is_asked_as_by_the_verb(
                 n = 64 if kind == "single" else 1 << 16
                 handles.append(a.submit_single_write(n, (mr, 64), (desc, 0), imm))
         for _ in range(40):
-            a._machine.step()
+            machine_of(a).step()
         ends = [(str(each.error).splitlines()[0], each.stats().rows_back) for each in handles]
         found.append((log, ends, a.stats()))
 

@@ -14,6 +14,7 @@ from tep.integrations.ray.pulling import Part, Puller
 from tep.sim import Chaos, Cluster, Faults, KillNic
 from tep.testing import Case
 from tests.support.fake_ray import RECORD
+from tests.support.inside import machine_of
 
 SIZES = (5000, 64, 1)
 
@@ -57,12 +58,12 @@ def test_objects_are_pulled_whole_and_given_back(backend) -> None:
         with pytest.raises(tep.FabricError):
             late.wait(30)
         owner.withdraw("nothing")
-        assert {} == ours._machine.regions
+        assert {} == machine_of(ours).regions
         with pytest.raises(tep.BadDescriptor):
             reader.pull("odd", [Part(b"odd", 0, 0, 1)], [again])
         with pytest.raises(tep.BadRequest):
             reader.pull("odd", [], [b"a bytes object is no target"])
-        while theirs._machine.regions:
+        while machine_of(theirs).regions:
             theirs.driver.call(lambda: None)  # a callback of the worker gives them back
         assert [] == list(theirs.callback_errors)
 
@@ -88,7 +89,7 @@ def abort_one(seed: int) -> str:
             ended, before = "aborted", target.tobytes()
             cluster.env.run_until(lambda: False)
             assert before == target.tobytes()
-        assert {} == cluster.engines[1]._machine.regions
+        assert {} == machine_of(cluster.engines[1]).regions
         owner.withdraw("o")
 
         reader.abort("o")  # over: the next pull is another one
@@ -110,7 +111,7 @@ def test_an_owner_that_is_lost() -> None:
         )
         with pytest.raises(tep.FabricError):
             pull.wait(1)
-        assert {} == cluster.engines[1]._machine.regions
+        assert {} == machine_of(cluster.engines[1]).regions
 
 
 def test_the_transport_has_rays_methods() -> None:

@@ -15,6 +15,7 @@ from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.engine.machine import Machine
 from tep.sim import Cluster, run
 from tep.sim.row_log import RowLog
+from tests.support.inside import worker_of
 from tests.world.oracle import Outcome, replay
 
 _ROOM = 1 << 20
@@ -82,7 +83,7 @@ def _story(
             await asyncio.gather(*(one(index, asked) for index, asked in enumerate(wanted)))
 
         run(main(), cluster.env)
-        turns = sum(engine._machine.worker.steps for engine in cluster.engines)
+        turns = sum(worker_of(engine).steps for engine in cluster.engines)
         records = cluster.row_log.records() if row_log else ()
         return [str(record) for record in records], ends, turns
 

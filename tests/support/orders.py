@@ -314,12 +314,12 @@ class Fabric:
 
     def run(self) -> None:
         """Let everything happen that can, in the order that the chooser says."""
-        self._rest()
+        self.rest()
         while events := self._events():
             if isinstance(self.chooser, Tree):
                 self.chooser.meet(self._state)
             events[self.chooser.pick(len(events))]()
-            self._rest()
+            self.rest()
         for engine in self.engines:
             dropped = engine._worker.channel.dropped.keys() - {Drop.UNASKED}
             assert not dropped, f"{engine.name} dropped messages of its peer: {dropped}"
@@ -345,7 +345,7 @@ class Fabric:
             self.state(),
         )
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         for _ in range(1000):
             work = [machine.step() for machine in self.ring]  # each of them, whoever had work
             if not any(work):
@@ -358,20 +358,20 @@ class Fabric:
     def _events(self) -> list[Event]:
         found: list[Event] = []
         for flight in self.flights:
-            found += self._of(flight)
+            found += self.events_of(flight)
         for k, (_, _, _, ctx) in enumerate(self.controls):
-            found.append(lambda k=k: self._deliver(k))
+            found.append(lambda k=k: self.deliver(k))
             if self.losses and ctx is not None:
                 found.append(lambda k=k: self._lose(k))
             if self.copies and ctx is not None:
                 found.append(lambda k=k: self._copy(k))
-        found += [lambda k=k: self._fence(k) for k in range(len(self.fences))]
+        found += [lambda k=k: self.fence(k) for k in range(len(self.fences))]
         # Dying is a choice as long as it makes a difference to any row.
         if self.doomed and any(not flight.ended for flight in self.flights):
-            found += [lambda nic=nic: self._die(self.nics[nic]) for nic in self.doomed]
+            found += [lambda nic=nic: self.die(self.nics[nic]) for nic in self.doomed]
         return found + self.more()
 
-    def _of(self, flight: Flight) -> list[Event]:
+    def events_of(self, flight: Flight) -> list[Event]:
         here, there = flight.here, flight.there
         fenced = flight.barred or here.address in there.fenced
         # A fence that has begun may end rows, and keeps none out before it is told to be there.
@@ -383,14 +383,14 @@ class Fabric:
         # fenced. Once nothing else is to come that makes no difference.
         more = not flight.ended or self.controls or any(not f.ended for f in self.flights)
         if not flight.landed and may_land and more:
-            found.append(lambda: self._land(flight))
+            found.append(lambda: self.land(flight))
         if not flight.ended:
             if broken:
-                found.append(lambda: self._fail(flight))
+                found.append(lambda: self.fail(flight))
                 if self.flush and any(self._behind(flight)):
                     found.append(lambda: self._flush(flight))
             elif flight.landed:
-                found.append(lambda: self._end(flight, Status.OK))
+                found.append(lambda: self.end(flight, Status.OK))
         return found
 
     def _behind(self, flight: Flight) -> Iterator[Flight]:
@@ -400,7 +400,7 @@ class Fabric:
             if mine and other is not flight and not other.ended:
                 yield other
 
-    def _land(self, flight: Flight) -> None:
+    def land(self, flight: Flight) -> None:
         flight.landed = True
         row, there = flight.row, flight.there
         if row.nbytes:
@@ -413,13 +413,13 @@ class Fabric:
             number = self.nics.index(flight.here)
             there.push(Kind.IMM, Status.OK, row.imm, 0, number)
 
-    def _end(self, flight: Flight, status: Status) -> None:
+    def end(self, flight: Flight, status: Status) -> None:
         flight.ended = True
         row = 0 if status is Status.OK else flight.index
         flight.here.push(Kind.WRITE, status, 0, row, flight.ctx)
 
-    def _fail(self, flight: Flight) -> None:
-        self._end(flight, self._why(flight.here, flight.there))
+    def fail(self, flight: Flight) -> None:
+        self.end(flight, self._why(flight.here, flight.there))
 
     def _why(self, here: Nic, there: Nic) -> Status:
         if here.dead:
@@ -428,11 +428,11 @@ class Fabric:
 
     def _flush(self, flight: Flight) -> None:
         others = list(self._behind(flight))
-        self._fail(flight)
+        self.fail(flight)
         for other in others:
-            self._end(other, Status.FLUSHED)
+            self.end(other, Status.FLUSHED)
 
-    def _deliver(self, k: int) -> None:
+    def deliver(self, k: int) -> None:
         here, there, payload, ctx = self.controls.pop(k)
         status = Status.OK
         if here.dead or there.lost or {(here, there), (there, here)} & self.cuts:
@@ -455,13 +455,13 @@ class Fabric:
         here, there, payload, _ = self.controls[k]
         self.controls.append((here, there, payload, None))
 
-    def _fence(self, k: int) -> None:
+    def fence(self, k: int) -> None:
         nic, source, ctx = self.fences.pop(k)
         nic.fencing.discard(source)
         nic.fenced.add(source)
         nic.push(Kind.FENCED, Status.OK, 0, 0, ctx)
 
-    def _die(self, nic: Nic) -> None:
+    def die(self, nic: Nic) -> None:
         self.doomed = ()
         nic.dead = True
         nic.push(Kind.DOWN, Status.NIC_DOWN, 0, 0, 0)

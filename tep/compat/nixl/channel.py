@@ -108,6 +108,10 @@ class Channel:
     Attributes:
         name, addr: the agent's.
         held: received messages that wait until the agent owns its name.
+        next: number of the piece that is taken next.
+        early: pieces that came before it, by number.
+        skips: (start, stop) of numbers that the peer has given up.
+        part: pieces of the message that is not whole yet; None: its first ones were given up.
     """
 
     def __init__(self, owner: Channels, name: str, addr: NetAddr) -> None:
@@ -118,10 +122,10 @@ class Channel:
         self._todo: deque[tuple[_Sending, int]] = deque()
         self._gaps: deque[tuple[int, int]] = deque()  # given up, and the peer may not know
         self._posting = self._skipping = False
-        self._next = 0
-        self._early: dict[int, Piece] = {}
-        self._skips: set[tuple[int, int]] = set()  # gaps of the peer
-        self._part: list[bytes] | None = None
+        self.next = 0
+        self.early: dict[int, Piece] = {}
+        self.skips: set[tuple[int, int]] = set()
+        self.part: list[bytes] | None = None
 
     # ------------------------------------------------------------------ sending
 
@@ -245,39 +249,39 @@ class Channel:
 
     def begin_at(self, seq: int) -> None:
         """Expect no piece below a number."""
-        self._next = seq
+        self.next = seq
 
     def take(self, frame: Frame) -> Iterator[bytes]:
         """Yield the messages that are now in order."""
-        if frame.gap[0] <= self._next or len(self._skips) < EARLY_MAX:
-            self._skips.add(frame.gap)
+        if frame.gap[0] <= self.next or len(self.skips) < EARLY_MAX:
+            self.skips.add(frame.gap)
         else:
             self._owner.garbled += 1
-        if frame.seq == self._next or (frame.seq > self._next and len(self._early) < EARLY_MAX):
-            self._early[frame.seq] = frame.index, frame.left, frame.body
-        elif frame.seq > self._next:
+        if frame.seq == self.next or (frame.seq > self.next and len(self.early) < EARLY_MAX):
+            self.early[frame.seq] = frame.index, frame.left, frame.body
+        elif frame.seq > self.next:
             self._owner.garbled += 1
         while True:
-            while (piece := self._early.pop(self._next, None)) is not None:
-                self._next += 1
+            while (piece := self.early.pop(self.next, None)) is not None:
+                self.next += 1
                 yield from self._join(piece)
-            stop = max((end for at, end in self._skips if at <= self._next), default=0)
-            if stop <= self._next:
+            stop = max((end for at, end in self.skips if at <= self.next), default=0)
+            if stop <= self.next:
                 break
-            self._next = min((stop, *self._early))
-        self._skips = {gap for gap in self._skips if gap[1] > self._next}
+            self.next = min((stop, *self.early))
+        self.skips = {gap for gap in self.skips if gap[1] > self.next}
 
     def _join(self, piece: Piece) -> Iterator[bytes]:
         """Yield the message that a piece completes, if it does."""
         index, left, body = piece
         if index == 0:
-            self._part = []
-        if self._part is None or len(self._part) != index:
-            self._part = None  # its first pieces were given up
+            self.part = []
+        if self.part is None or len(self.part) != index:
+            self.part = None  # its first pieces were given up
             return
-        self._part.append(body)
+        self.part.append(body)
         if left == 0:
-            whole, self._part = b"".join(self._part), None
+            whole, self.part = b"".join(self.part), None
             yield whole
 
 

@@ -14,6 +14,7 @@ from tep.base.units import KiB
 from tep.core.path import PathEvent
 from tep.core.posting import LONG_BYTES, PIECE_BYTES
 from tests.support.ends import Ends, finish_all
+from tests.support.inside import link_of, machine_of, peers_of, worker_of
 
 
 def test_dead_nic_hands_its_waiting_rows_to_the_living() -> None:
@@ -138,7 +139,7 @@ def test_peer_all_of_whose_nics_failed_is_tried_again() -> None:
         e.own.turn()
         e.nics[0].finish(status=Status.UNREACHABLE)
         e.own.turn()
-    assert [True, True] == e.engine._peers.resolve(e.descs[0], "test").link.alive
+    assert [True, True] == peers_of(e.engine).resolve(e.descs[0], "test").link.alive
     again = [e.pages(2), e.pages(2)]
     e.own.turn()
     assert {0, 1} == {e.meant(0, row)[1] for row in e.nics[0].posted[2:]}
@@ -189,7 +190,7 @@ def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_, peer) -> None:
     sent = e.scatter()
     e.own.turn()
     before = len(e.nics[0].posted)
-    dead = e.engine._worker.group._queues[0][0].nics[peer]
+    dead = worker_of(e.engine).group._queues[0][0].nics[peer]
     for row in list(e.nics[0].out):
         failed = e.meant(0, row)[:2] == (peer, dead)
         e.nics[0].finish(1, Status.UNREACHABLE if failed else Status.OK)
@@ -207,8 +208,8 @@ def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_, peer) -> None:
 def test_what_is_known_of_a_peers_nics_is_known_of_each() -> None:
     """A NIC that is back would not be used where it was missed, or one that is not would be."""
     e = Ends(1, (3,))
-    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
-    group = e.engine._worker.group
+    link = link_of(e.engine, e.peers[0].engine)
+    group = worker_of(e.engine).group
     for nic in (0, 1, 1):
         assert group.is_silent(0, link, nic)
         assert group.mark_down(link, nic), "the third one is up"
@@ -355,12 +356,12 @@ def test_rows_stay_where_they_are_if_the_nic_that_is_through_cannot_connect() ->
     pages = Pages(range(40))
     sent = e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
     e.own.turn()
-    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    link = link_of(e.engine, e.peers[0].engine)
     link.path(1, 1).to(PathEvent.LOST)
     e.nics[1].refuse_connect[b"p0/0"] = FabricError("out of queue pairs", code="PROVIDER")
     e.nics[1].room = 100
     e.own.turn()
-    assert not e.engine._machine.step(), "it would turn for as long as the other NIC is full"
+    assert not machine_of(e.engine).step(), "it would turn for as long as the other NIC is full"
     e.nics[0].room = 100
     finish_all(e.own)
 
@@ -371,7 +372,7 @@ def test_rows_stay_where_they_are_if_the_nic_that_is_through_cannot_connect() ->
 def test_a_peer_that_has_fenced_every_path_is_named() -> None:
     """A row on such a path may land after the peer has counted what landed."""
     e = Ends(1)
-    path = e.engine._peers.link(e.peers[0].engine.main_address, "test").path(0, 0)
+    path = link_of(e.engine, e.peers[0].engine).path(0, 0)
     path.to(PathEvent.LOST)
     path.to(PathEvent.ASKED)
     sent = e.pages(2)
@@ -390,7 +391,7 @@ def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_step()
     e.pages(3, routing=Routing(domain=1))
     e.own.turn()
     with mock.patch.object(e.nics[1], "post", side_effect=MemoryError):
-        assert e.engine._machine.step()
+        assert machine_of(e.engine).step()
     e.own.turn()
 
     assert 3 == len(e.nics[0].posted)
@@ -460,7 +461,7 @@ def test_rows_that_another_nic_takes_over_are_posted_in_the_next_step() -> None:
     e.own.turn()
     assert fails.finished
     assert [3, 21] == [len(nic.posted) for nic in e.nics]
-    assert e.engine._machine.step()
+    assert machine_of(e.engine).step()
     e.own.turn()
 
     assert 3 == len(e.nics[0].posted)
@@ -474,10 +475,10 @@ def test_an_engine_that_can_do_nothing_says_so() -> None:
     pages = Pages(range(40))
     e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
     e.own.turn()
-    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    link = link_of(e.engine, e.peers[0].engine)
     link.path(1, 0).to(PathEvent.LOST)
     e.nics[1].room = 100
     e.own.turn(2)
 
     assert [3, 20] == [len(nic.posted) for nic in e.nics]
-    assert not e.engine._machine.step()
+    assert not machine_of(e.engine).step()

@@ -11,13 +11,14 @@ from tep.control import failover as fences
 from tep.control.channel import Channel
 from tep.control.failover import Fencing
 from tep.control.messages import FenceOff, Prune, Reopen
+from tests.support.inside import link_of, worker_of
 from tests.support.orders import Fabric, Nic
 from tests.world.explore import Choices
 
 
 def receiver() -> Fencing:
     """Make the fencing state of an engine with one NIC, without any fence."""
-    return Fabric(Choices(), (1, 1), ()).engines[1]._worker.fencing
+    return worker_of(Fabric(Choices(), (1, 1), ()).engines[1]).fencing
 
 
 def admitted(fencing: Fencing, source: bytes) -> bool:
@@ -51,7 +52,7 @@ def test_beyond_the_bound_the_first_engine_is_forgotten(monkeypatch: pytest.Monk
 
 def test_who_asks_about_a_nic_that_is_not_there_learns_which_are() -> None:
     """The operator would look for a fault at a NIC that is as it should be."""
-    fencing = Fabric(Choices(), (1, 2), ()).engines[1]._worker.fencing
+    fencing = worker_of(Fabric(Choices(), (1, 2), ()).engines[1]).fencing
     with mock.patch.object(Channel, "tell") as tell:
         assert [True, True, False] == [
             fencing.admit(0, b"a/0", FenceOff(5, b"a/0", nic, ())) for nic in (0, 1, 2)
@@ -81,9 +82,9 @@ def test_why_sums_are_not_pruned_is_answered(nic: int, fenced: bool, why: str) -
     fabric = Fabric(Choices(), (1, 1), ())
     a, b = fabric.engines
     if fenced:
-        b._worker.fencing.fence(b"a/0", 0, lambda _: None)
-    link, answers = a._peers.link(b.main_address, "test"), []
-    a._worker.channel.ask(
+        worker_of(b).fencing.fence(b"a/0", 0, lambda _: None)
+    link, answers = link_of(a, b), []
+    worker_of(a).channel.ask(
         link, lambda n: Prune(n, b"a/0", nic, 9, ((7, 1, 1),)), answers.append, pytest.fail
     )
     fabric.run()

@@ -9,6 +9,7 @@ from tep.base.api import Routing, ScatterDst
 from tep.base.units import KiB
 from tep.core.path import PathEvent
 from tests.support.ends import Ends, finish_all
+from tests.support.inside import link_of, worker_of
 
 
 @pytest.mark.parametrize("why", ["", "shut", "marked down", "silent before"])
@@ -18,8 +19,8 @@ def test_a_flushed_row_is_lost_only_with_its_path(why: str) -> None:
     On a connection that an error flushes, the rows behind the one that failed are lost with it.
     """
     e = Ends(1, (2,))
-    group = e.engine._worker.group
-    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    group = worker_of(e.engine).group
+    link = link_of(e.engine, e.peers[0].engine)
     sent = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
     e.own.turn()
     match why:
@@ -40,8 +41,8 @@ def test_a_flushed_row_is_lost_only_with_its_path(why: str) -> None:
 def test_rows_leave_a_nic_that_is_silent_although_it_was_marked_down() -> None:
     """They were sent there as no other path was up, and would wait for one that is silent."""
     e = Ends(1, (2,))
-    group = e.engine._worker.group
-    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    group = worker_of(e.engine).group
+    link = link_of(e.engine, e.peers[0].engine)
     link.path(0, 1).to(PathEvent.LOST)
     group.mark_down(link, 0)
     e.nics[0].room = 1
@@ -76,8 +77,8 @@ def test_each_row_of_a_scatter_leaves_a_path_for_one_that_works() -> None:
     e.nics[0].room = 0
     sent = e.scatter(routing=Routing(domain=0))
     e.own.turn()
-    link = e.engine._peers.link(e.peers[1].engine.main_address, "test")
-    e.engine._worker.group.suspect(link.path(0, 0))
+    link = link_of(e.engine, e.peers[1].engine)
+    worker_of(e.engine).group.suspect(link.path(0, 0))
     e.nics[0].room = 9
     finish_all(e.own)
 
@@ -120,11 +121,11 @@ def test_what_need_not_leave_a_path_stays_there() -> None:
     e.nics[0].room = 0
     sent = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0), 7, routing=Routing(domain=0))
     e.own.turn()
-    mine, other = (e.engine._peers.link(p.engine.main_address, "test") for p in e.peers)
+    mine, other = (link_of(e.engine, p.engine) for p in e.peers)
     for domain in (0, 1):
         for event in (PathEvent.LOST, PathEvent.ASKED):
             mine.path(domain, 0).to(event)
-    e.engine._worker.group.suspect(other.path(0, 0))
+    worker_of(e.engine).group.suspect(other.path(0, 0))
     e.nics[1].go_down()
     e.own.turn(2)
     e.nics[0].room = 9

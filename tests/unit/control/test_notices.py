@@ -15,6 +15,7 @@ from tep.base.units import PS_PER_NS
 from tep.control import channel, membership
 from tep.control.channel import Channel
 from tep.control.messages import PRUNED_MAX, WHY_MAX, Answer, Failed, decode, encode
+from tests.support.inside import link_of, worker_of
 from tests.support.pairs import Pair, pair
 from tests.support.senders import PAGES, World, world
 
@@ -60,8 +61,8 @@ def cancelled(w: World, imm: object = 7) -> None:
 
 def say(p: Pair, serial: int, imms: tuple[tuple[int, int], ...]) -> None:
     """Have a tell b of failed requests, once."""
-    link = p.a._peers.link(p.b.main_address, "test")
-    p.a._worker.channel.say_once(link, lambda n: Failed(n, serial, "a", "no", imms))
+    link = link_of(p.a, p.b)
+    worker_of(p.a).channel.say_once(link, lambda n: Failed(n, serial, "a", "no", imms))
     p.quiet(20)
 
 
@@ -87,7 +88,7 @@ def test_a_notice_that_is_lost_is_sent_again_with_its_serial() -> None:
         deaf.take()
         w.rest()
         assert [] == deaf.asked
-        assert not w.a._worker.channel.busy
+        assert not worker_of(w.a).channel.busy
         assert "burnt" not in w.a.explain()
 
 
@@ -121,7 +122,7 @@ def test_a_peer_that_was_silent_for_long_is_told_when_it_is_heard(
             cancelled(w)
         assert not waits.finished
         if how == "heard":
-            w.a._worker.notices.heard(w.a._peers.link(w.c.main_address, "test"))
+            worker_of(w.a).notices.heard(link_of(w.a, w.c))
             w.a.driver.kick()
         else:
             cancelled(w, 9)
@@ -144,8 +145,8 @@ def test_each_notice_fits_into_a_message_and_together_they_are_all(room: int) ->
     with world() as w, mock.patch.object(Channel, "ask", deaf := Deaf()):
         told: list[int] = []
         with mock.patch.object(Channel, "control_bytes", room):
-            link = w.a._peers.link(w.c.main_address, "test")
-            w.a._worker.notices._tell(link, [*range(10_000, 50_000), *alone], "é" * 500)
+            link = link_of(w.a, w.c)
+            worker_of(w.a).notices._tell(link, [*range(10_000, 50_000), *alone], "é" * 500)
             while w.rest() or w.a.driver.kick() or w.rest() or deaf.asked:
                 assert len(deaf.asked) <= channel._NOTICES_MAX
                 for notice in deaf.take():
@@ -160,7 +161,7 @@ def test_each_notice_fits_into_a_message_and_together_they_are_all(room: int) ->
 def test_reasons_stay_with_their_immediates() -> None:
     """A reader would look for a fault that another transfer had."""
     with world() as w, mock.patch.object(Channel, "ask", deaf := Deaf()):
-        link, notices = w.a._peers.link(w.c.main_address, "test"), w.a._worker.notices
+        link, notices = link_of(w.a, w.c), worker_of(w.a).notices
         for imms, why in (([1, 2], "one"), ([3], "two\nand more"), ([4], "one")):
             notices._tell(link, imms, why)
         w.a.driver.kick()
@@ -201,7 +202,7 @@ def test_who_is_gone_while_it_is_told_holds_nothing_up(what: str, after_ns: int)
         else:
             w.a.add_peer_group([fresh.main_address])
             w.rest()
-        assert {} == w.a._worker.notices._peers
+        assert {} == worker_of(w.a).notices._peers
         assert 0 == w.a.stats().imms_burnt
         _, desc = fresh.reg_mr(np.zeros(8, np.uint8))
         assert w.a.submit_single_write(8, (w.mrs["a"], 0), (desc, 0), 7).wait().ok, "a new pair"
@@ -215,8 +216,8 @@ def test_nobody_is_told_where_no_nic_is_left() -> None:
         sent = w.write(w.a)
         w.rest()
         assert sent.failed
-        assert {} == w.a._worker.notices._peers
-        assert not w.a._worker.channel.busy
+        assert {} == worker_of(w.a).notices._peers
+        assert not worker_of(w.a).channel.busy
 
 
 def test_what_failed_because_its_peer_restarted_is_told_to_nobody() -> None:
@@ -252,18 +253,18 @@ def test_a_late_copy_burns_nothing_again() -> None:
         assert 3 == p.b.stats().imms_burnt
         p.b.remove_imm(7)
         say(p, 5, ((7, 2), (20, 1)))
-        assert [8, 20] == sorted(p.b._worker.imms.burnt.why)
+        assert [8, 20] == sorted(worker_of(p.b).imms.burnt.why)
         say(p, 6, ((7, 1),))
-        assert [7, 8, 20] == sorted(p.b._worker.imms.burnt.why)
+        assert [7, 8, 20] == sorted(worker_of(p.b).imms.burnt.why)
 
 
 def test_each_copy_is_answered() -> None:
     """The first answer may have been lost: who hears nothing repeats the notice for ever."""
     with pair() as p:
         answers: list[Answer] = []
-        link = p.a._peers.link(p.b.main_address, "test")
+        link = link_of(p.a, p.b)
         for _ in range(2):
-            p.a._worker.channel.ask(
+            worker_of(p.a).channel.ask(
                 link, lambda n: Failed(n, 5, "a", "no", ((7, 1),)), answers.append, pytest.fail
             )
             p.quiet()
@@ -276,7 +277,7 @@ def test_serials_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
     with pair() as p:
         for serial in range(1, 9):
             say(p, serial, ((serial, 1),))
-        (serials,) = p.b._worker.members._serials.values()
+        (serials,) = worker_of(p.b).members._serials.values()
         assert [6, 7, 8] == list(serials)
 
 
@@ -289,7 +290,7 @@ def test_engines_whose_serials_are_remembered_are_bounded(
         for engine, imm in ((w.a, 7), (w.b, 8)):
             w.cut_off(w.write(engine, imm))
             w.rest()
-            assert 1 == len(w.c._worker.members._serials)
+            assert 1 == len(worker_of(w.c).members._serials)
         for imm in (7, 8):
             with pytest.raises(FabricError, match="gave it up"):
                 w.c.expect_imm_count(imm, PAGES).wait()
@@ -299,8 +300,8 @@ def test_the_first_reason_stays() -> None:
     """A later notice of the same immediate would hide what went wrong first."""
     with pair() as p:
         say(p, 1, ((7, 1),))
-        link = p.a._peers.link(p.b.main_address, "test")
-        p.a._worker.channel.say_once(link, lambda n: Failed(n, 2, "z", "later", ((7, 1),)))
+        link = link_of(p.a, p.b)
+        worker_of(p.a).channel.say_once(link, lambda n: Failed(n, 2, "z", "later", ((7, 1),)))
         p.quiet(20)
         with pytest.raises(FabricError, match="a gave it up: no"):
             p.b.expect_imm_count(7, 1).wait(1)

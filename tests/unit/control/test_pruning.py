@@ -18,6 +18,7 @@ from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs
 from tep.core import path as paths
 from tep.core.path import Arrivals, PathSums, Sums, expand, runs_of
 from tep.core.stats import Failover
+from tests.support.inside import machine_of, peers_of, worker_of
 from tests.support.loopbacks import MortalLoopback, open_made
 
 PAGES = 512
@@ -57,20 +58,22 @@ class Lanes:
             self.turn(1)
             assert sent.ok
             for imm in range(first, first + PAGES):
-                self.b._worker.imms.counts.pop(imm)
+                worker_of(self.b).imms.counts.pop(imm)
         self.at += values
 
     def sums(self) -> int:
         """Values that both ends hold."""
-        lanes = [path.sums.sent for link in self.a._peers.links.values() for path in link.paths()]
-        ends = [arrivals.counted for arrivals in self.b._worker._arrivals]
+        lanes = [
+            path.sums.sent for link in peers_of(self.a).links.values() for path in link.paths()
+        ]
+        ends = [arrivals.counted for arrivals in worker_of(self.b)._arrivals]
         return sum(len(end.items()) for end in (*lanes, *ends))
 
     def fail_over(self, values: int = 7) -> None:
         """A NIC of b dies under rows, with so many values that were used before."""
         again = np.arange(PAGES, dtype=np.uint32) % values
         sent = self.send(again)
-        self.b._domains[0].fail()
+        machine_of(self.b).domains[0].fail()
         for _ in range(400):
             self.turn(1)
         assert sent.ok, sent.error or sent.describe()
@@ -99,11 +102,14 @@ def test_sums_that_only_the_receiver_has_pruned_are_pruned_by_a_failover() -> No
     """Its answer was lost: sums pruned at one end look like rows that did not land."""
     lanes = Lanes()
     lanes.go_on(PAGES)
-    for path in next(iter(lanes.a._peers.links.values())).paths():
+    for path in next(iter(peers_of(lanes.a).links.values())).paths():
         runs = tuple(runs_of(path.sums.sent.items(), PAGES))
         path.sums.waiting.append(runs)
-        source, nic = lanes.a._domains[path.domain].address, lanes.b._domains[path.nic]
-        assert lanes.b._worker._arrivals[path.nic].prune(nic, source, 1, runs) is None
+        source, nic = (
+            machine_of(lanes.a).domains[path.domain].address,
+            machine_of(lanes.b).domains[path.nic],
+        )
+        assert worker_of(lanes.b)._arrivals[path.nic].prune(nic, source, 1, runs) is None
     lanes.fail_over()
 
 
@@ -112,7 +118,7 @@ def test_few_values_cost_no_message() -> None:
     lanes = Lanes()
     lanes.go_on(4 * PAGES)
     assert lanes.sums() == 8 * PAGES
-    assert not lanes.a._worker.channel.busy
+    assert not worker_of(lanes.a).channel.busy
 
 
 def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
@@ -120,7 +126,7 @@ def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
     lanes = Lanes()
     lanes.go_on(PAGES)
     with mock.patch.object(Arrivals, "prune", return_value="not today"):
-        link = next(iter(lanes.a._peers.links.values()))
+        link = next(iter(peers_of(lanes.a).links.values()))
         for path in link.paths():
             path.sums.sent._mark, path.sums.sent._limit = 1, 2 * PAGES
         with mock.patch.object(paths, "_ROWS_MAX", 64):

@@ -11,6 +11,7 @@ from tep.base.errors import BusyError, FabricError
 from tep.base.units import KiB
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
+from tests.support.inside import machine_of, worker_of
 
 
 class Pair:
@@ -34,7 +35,7 @@ def test_memory_that_a_dead_nic_knows_is_held_until_close(pair: Pair) -> None:
     raw, _ = pair.a.reg_mr((pair.memory.ctypes.data, KiB, "cpu"))
     source, _ = pair.a.reg_mr(bytes(64), access=Access.SOURCE)
     pair.cluster.kill_nic("a", 1)
-    pair.cluster.env.run_until(lambda: not pair.a._worker.group.alive[1])
+    pair.cluster.env.run_until(lambda: not worker_of(pair.a).group.alive[1])
 
     assert "NIC 1 (a/1) is down" in pair.mr.quarantined[0].why
     assert 2 * KiB == pair.a.stats().bytes_quarantined
@@ -43,12 +44,12 @@ def test_memory_that_a_dead_nic_knows_is_held_until_close(pair: Pair) -> None:
     pair.a.deregister(source)
     pair.a.deregister(pair.mr)
     assert pair.mr.quarantined
-    assert [pair.mr] == list(pair.a._machine.kept)
+    assert [pair.mr] == list(machine_of(pair.a).kept)
     with pytest.raises(BusyError, match="the engine cannot hold its memory for you"):
         pair.a.deregister(raw)
     pair.a.close()
     assert () == pair.mr.quarantined
-    assert {} == pair.a._machine.kept
+    assert {} == machine_of(pair.a).kept
 
 
 def test_a_source_on_a_dead_nic_is_held(pair: Pair) -> None:

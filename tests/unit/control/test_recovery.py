@@ -18,6 +18,7 @@ from tep.core.posting import Pending
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, Mute, Slow
 from tests.support.ends import Ends, finish_all
+from tests.support.inside import machine_of, worker_of
 from tests.support.orders import Fabric
 from tests.world.explore import Choices
 
@@ -43,8 +44,8 @@ class Broken(Cluster):
 
     def until_asked(self) -> None:
         """Run until a dead path is known and its rows are held."""
-        self.env.run_until(lambda: bool(self.a._worker.group.losses), self.env.now + 10**8)
-        assert self.a._worker.group.losses, "no row was lost"
+        self.env.run_until(lambda: bool(worker_of(self.a).group.losses), self.env.now + 10**8)
+        assert worker_of(self.a).group.losses, "no row was lost"
 
 
 @pytest.mark.parametrize("imm", [7, 0])
@@ -87,7 +88,7 @@ def test_nics_that_cannot_fence_fail_at_once_and_say_so(imm) -> None:
 def test_a_receiver_that_cannot_fence_says_so(imm: int | None) -> None:
     """Anybody can send control messages; no NIC may be told what it does not know."""
     with Broken() as world:
-        for domain in world.b._domains:
+        for domain in machine_of(world.b).domains:
             domain.caps = replace(domain.caps, imm_source=False)
         with pytest.raises(FabricError, match="NIC_DOWN.*b says: no fence: its NIC b/0 cannot"):
             world.send(imm).wait()
@@ -110,9 +111,9 @@ def test_sums_that_contradict_each_other_end_in_an_error(
     with Broken() as world:
         sent = world.send()
         world.until_asked()
-        (loss,) = world.a._worker.group.losses
+        (loss,) = worker_of(world.a).group.losses
         loss.path.sums.sent.add(7, 1)
-        known = world.a._worker.failover.acknowledged
+        known = worker_of(world.a).failover.acknowledged
 
         def counted(*_: object) -> tuple[int]:
             return (known(loss.path, [7])[7] + (len(loss.rows) + 1 if more else -1),)
@@ -121,7 +122,7 @@ def test_sums_that_contradict_each_other_end_in_an_error(
         with pytest.raises(FabricError, match="rows of imm 0x7, which cannot be"):
             sent.wait()
         assert len(loss.rows) == sent.stats().rows_failed
-        assert 0 == world.a._worker.failover.rows, "none was made good"
+        assert 0 == worker_of(world.a).failover.rows, "none was made good"
 
 
 def test_lost_rows_fail_where_an_earlier_row_of_their_immediate_may_have_landed() -> None:
@@ -129,7 +130,7 @@ def test_lost_rows_fail_where_an_earlier_row_of_their_immediate_may_have_landed(
     with Broken() as world:
         sent, other = world.send(), world.send(8)
         world.until_asked()
-        for loss in world.a._worker.group.losses:
+        for loss in worker_of(world.a).group.losses:
             loss.path.sums.unsure.add(7)
         with pytest.raises(FabricError, match="imm 0x7 failed on that path before, and may have"):
             sent.wait()
@@ -143,13 +144,13 @@ def test_of_lost_rows_beside_those_of_a_failed_transfer_all_landed_or_none(
     """It is unknown which of them landed: a guess would hang the reader, or release it early."""
     with Broken() as world:
         sent, fails = world.send(), world.send()
-        group = world.a._worker.group
+        group = worker_of(world.a).group
         world.env.run_until(lambda: bool(group.losses) and all(x.asked for x in group.losses))
         fails.failure = FabricError("scripted", code="REMOTE_KEY")
-        losses = list(world.a._worker.group.losses)
+        losses = list(worker_of(world.a).group.losses)
         mixed = [x for x in losses if {r.pending.transfer for r in x.rows} == {sent, fails}]
         assert mixed, "no path lost rows of both"
-        known = world.a._worker.failover.acknowledged
+        known = worker_of(world.a).failover.acknowledged
 
         def counted(*_: object) -> tuple[int]:
             (loss,) = losses
@@ -193,7 +194,7 @@ def test_a_receiver_that_restarts_meanwhile_ends_it() -> None:
         world.restart("b")
         with pytest.raises(FabricError, match=r"NIC_DOWN|STALE_PEER"):
             sent.wait()
-        assert [] == world.a._worker.group.losses
+        assert [] == worker_of(world.a).group.losses
 
 
 def test_closing_meanwhile_ends_it() -> None:
@@ -201,7 +202,7 @@ def test_closing_meanwhile_ends_it() -> None:
     with Broken() as world:
         sent = world.send()
         world.until_asked()
-        rows = sum(len(loss.rows) for loss in world.a._worker.group.losses)
+        rows = sum(len(loss.rows) for loss in worker_of(world.a).group.losses)
         assert f"a NIC lost {rows} rows" in sent.describe()
         assert "a NIC lost" in world.a.stall_report()
         world.a.close()
@@ -216,12 +217,12 @@ def test_closing_ends_a_lost_row_and_those_that_end_behind_it() -> None:
     mr, _ = a.reg_mr(np.ones(8, np.uint8))
     _, desc = b.reg_mr(np.zeros(8, np.uint8))
     sent = [a.submit_single_write(8, (mr, 0), (desc, 0), 7) for _ in range(4)]
-    fabric._rest()
+    fabric.rest()
     lost, behind = (f for f in fabric.flights if f.there is fabric.flights[0].there)
-    fabric._die(lost.there)
-    fabric._rest()
-    fabric._fail(lost)
-    fabric._rest()
+    fabric.die(lost.there)
+    fabric.rest()
+    fabric.fail(lost)
+    fabric.rest()
     a.close()
 
     assert behind.ended
@@ -237,22 +238,22 @@ def test_closing_before_the_last_immediate_ends_it() -> None:
     mr, _ = a.reg_mr(np.ones(8, np.uint8))
     _, desc = b.reg_mr(np.zeros(8, np.uint8))
     sent = a.submit_single_write(8, (mr, 0), (desc, 0), 7)
-    fabric._rest()
+    fabric.rest()
     (lost,) = fabric.flights
-    batches = a._worker.group.batches
+    batches = worker_of(a).group.batches
     assert [0] == [batch.tries for batch in batches.values()]
-    fabric._die(lost.here)
-    fabric._rest()
-    fabric._fail(lost)
-    fabric._rest()
+    fabric.die(lost.here)
+    fabric.rest()
+    fabric.fail(lost)
+    fabric.rest()
     while len(fabric.flights) == 1:
-        events = [fabric._deliver] * bool(fabric.controls) + [fabric._fence] * bool(fabric.fences)
+        events = [fabric.deliver] * bool(fabric.controls) + [fabric.fence] * bool(fabric.fences)
         events[0](0)
-        fabric._rest()
+        fabric.rest()
     assert [1] == [batch.tries for batch in batches.values()], "it would be tried for ever"
     again = fabric.flights[1]
-    fabric._land(again)
-    fabric._end(again, Status.OK)
+    fabric.land(again)
+    fabric.end(again, Status.OK)
     a.close()
 
     assert isinstance(sent.error, ClosedError)
@@ -269,7 +270,7 @@ def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
         world.env.run()
         assert sent.finished
         assert sent.cancelled or sent.ok
-        assert [] == world.a._worker.group.losses
+        assert [] == worker_of(world.a).group.losses
         assert 0 == world.mr.inflight
 
 
@@ -307,13 +308,13 @@ def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
     pages = Pages(range(rows))
     for imm in range(3):
         a.submit_paged_writes(1, (mr, pages), (desc, pages), imm)
-    fabric._rest()
+    fabric.rest()
     lost = next(flight for flight in fabric.flights if flight.there is fabric.nics[2])
-    fabric._die(lost.there)
-    fabric._rest()
-    fabric._fail(lost)
-    fabric._rest()
-    assert a._worker.group.losses, "no row was lost"
+    fabric.die(lost.there)
+    fabric.rest()
+    fabric.fail(lost)
+    fabric.rest()
+    assert worker_of(a).group.losses, "no row was lost"
     looks: list[int] = []
     target = Pending.target
 
@@ -336,9 +337,9 @@ def test_bytes_behind_a_row_without_bytes_are_written_again() -> None:
     empty = [a.submit_barrier([desc], 7) for _ in range(2)]
     sent = a.submit_paged_writes(8, (mr, pages), (desc, pages), 7)
     got = b.expect_imm_count(7, 10)
-    fabric._rest()
+    fabric.rest()
     assert {0, 8} == {f.row.nbytes for f in fabric.flights if f.there is fabric.nics[1]}
-    fabric._die(fabric.nics[1])
+    fabric.die(fabric.nics[1])
     fabric.run()
     assert (sent.ok, got.ok, True) == (True, True, all(each.ok for each in empty))
     assert (source == target).all()
@@ -352,17 +353,17 @@ def test_no_row_of_a_scatter_is_out_on_a_path_that_is_asked_about() -> None:
     _, desc = b.reg_mr(np.zeros(64, np.uint8))
     for imm in (7, 8):
         a.submit_scatter(mr, [ScatterDst(8, 0, (desc, 8 * k)) for k in range(4)], imm)
-    fabric._rest()
+    fabric.rest()
     behind = [f for f in fabric.flights if f.there is not fabric.flights[0].there]
     assert 0 not in {f.index for f in behind}
     for flight in fabric.flights:
         if flight not in behind:
-            fabric._land(flight)
-            fabric._end(flight, Status.OK)
-    fabric._die(behind[0].there)
-    fabric._rest()
+            fabric.land(flight)
+            fabric.end(flight, Status.OK)
+    fabric.die(behind[0].there)
+    fabric.rest()
     for flight in behind:
         assert [] == fabric.controls, "asked while a row is out"
-        fabric._fail(flight)
-        fabric._rest()
+        fabric.fail(flight)
+        fabric.rest()
     assert fabric.controls

@@ -31,6 +31,7 @@ from tests.support.couple import (
     regions_of,
     write,
 )
+from tests.support.inside import machine_of, peers_of, worker_of
 from tests.support.script import memory, scripted
 
 
@@ -65,7 +66,7 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
         removal.wait()
         again.wait()
         assert all(handle.ok for handle in (*sent, message))
-        assert {} == a._peers.links == a._peers._remotes
+        assert {} == peers_of(a).links == peers_of(a)._remotes
         with pytest.raises(BadRequest, match="was removed meanwhile"):
             a.submit_barrier([MrDesc.from_bytes(regions[1].to_bytes())], 7, group=group)
         write(a, regions).wait()
@@ -78,12 +79,12 @@ def test_a_removed_peer_may_come_back_where_the_clock_is_behind() -> None:
     _, desc = earlier.engine.reg_mr(memory(64))
     own.engine.add_peer_group([later.engine.main_address])
     with pytest.raises(StaleEpoch, match=r"the clock is behind: remove_peer\(\) of the former"):
-        own.engine._peers.resolve(desc, "test")
+        peers_of(own.engine).resolve(desc, "test")
     removal = own.engine.remove_peer(later.engine.main_address)
     while not removal.finished:
-        own.engine._machine.step()
-        own.engine._machine.deliver()
-    assert 1 == own.engine._peers.resolve(desc, "test").link.addr.epoch
+        machine_of(own.engine).step()
+        machine_of(own.engine).deliver()
+    assert 1 == peers_of(own.engine).resolve(desc, "test").link.addr.epoch
 
 
 @pytest.mark.slow
@@ -105,10 +106,10 @@ def test_what_was_removed_is_forgotten() -> None:
         gc.collect()
         links = [o for o in gc.get_objects() if type(o) is Link and o not in others]
         assert ["a"] == [link.addr.name for link in links]
-        life = a._worker.members
+        life = worker_of(a).members
         assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
-        assert [0, 0] == [len(arrivals.counted) for arrivals in a._worker._arrivals]
-        assert {} == a._worker.group.acks._wide
+        assert [0, 0] == [len(arrivals.counted) for arrivals in worker_of(a)._arrivals]
+        assert {} == worker_of(a).group.acks._wide
 
 
 def test_a_nic_connects_once_to_each_peer_and_forgets_each() -> None:
@@ -144,13 +145,13 @@ def test_memory_is_flat_over_join_and_leave() -> None:
                 a.remove_peer(b.main_address).wait()
             b.close()
             pass_time(cluster, 10)
-            book, life = a._peers, a._worker.members
-            worker = a._worker
+            book, life = peers_of(a), worker_of(a).members
+            worker = worker_of(a)
             held = (book.links, book._remotes, book._left, life._peers, life._nics)
             sums = [len(arrivals.counted) for arrivals in worker._arrivals]
             sizes.append((*map(len, held), *sums, len(worker.open)))
         assert sizes[2:4] * 11 == sizes[2:]
-        assert [8] == [len(lives) for lives in a._peers._left.values()]
+        assert [8] == [len(lives) for lives in peers_of(a)._left.values()]
         assert 12 <= kinds(told).count(PeerChange.RESTARTED) <= 24
 
 
@@ -221,7 +222,7 @@ def test_removing_a_stranger_is_no_error_and_no_address_is() -> None:
     with cluster:
         a, b = cluster.engines
         a.remove_peer(b.main_address).wait()
-        assert not a._worker.members.busy, "each turn would look for removals"
+        assert not worker_of(a).members.busy, "each turn would look for removals"
         with pytest.raises(BadRequest, match="not a NetAddr"):
             a.remove_peer(b"b")
         assert [] == told
@@ -243,7 +244,7 @@ def test_one_of_two_targets_leaves_under_load() -> None:
         cluster.env.run()
         counts = [dict(engine.stats().imms_unexpected)[7] for engine in (b, c)]
         assert [20, 21] == counts
-        assert ["c"] == [link.addr.name for link in a._peers.links.values()]
+        assert ["c"] == [link.addr.name for link in peers_of(a).links.values()]
         assert [] == told
 
 
@@ -272,7 +273,7 @@ def test_threads_that_submit_while_a_peer_is_removed_again_and_again() -> None:
         b.expect_imm_count(7, len(sent)).wait(30)
         assert 2000 == len(sent) + len(refused)
         a.remove_peer(b.main_address).wait(30)
-        assert {} == a._peers.links
+        assert {} == peers_of(a).links
 
 
 def test_what_comes_late_of_a_removed_peer_makes_no_record_of_it() -> None:
@@ -283,14 +284,14 @@ def test_what_comes_late_of_a_removed_peer_makes_no_record_of_it() -> None:
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
         pass_time(cluster, 11)
         cluster.restart("b")
-        while not a._worker.channel.is_sending:
+        while not worker_of(a).channel.is_sending:
             pass_time(cluster, 0.1)
-        link = a._peers.links["sim", "b"]
+        link = peers_of(a).links["sim", "b"]
         a.remove_peer(b.main_address).wait()
         pass_time(cluster, 100)
         assert ([], ()) == (told, a.stats().faults)
-        a._worker.members.path_shut(link.path(0, 0))  # rows of it come back
-        assert not a._worker.members.busy, "it is asked for ever"
+        worker_of(a).members.path_shut(link.path(0, 0))  # rows of it come back
+        assert not worker_of(a).members.busy, "it is asked for ever"
 
 
 @pytest.mark.parametrize(("n", "more"), [(8, ""), (9, " and 1 more"), (12, " and 4 more")])
@@ -352,7 +353,9 @@ def test_nothing_of_a_removed_peer_lands_any_more(nics: object) -> None:
         assert "may still write" not in removal.describe()
         assert not w.goes_on()
         assert out[-1].finished
-        assert "removed the peer" in str(w.a._worker.fencing.lift(w.b.main_address.domains[0], 0))
+        assert "removed the peer" in str(
+            worker_of(w.a).fencing.lift(w.b.main_address.domains[0], 0)
+        )
 
 
 NAMED = {
@@ -391,7 +394,7 @@ def test_a_removed_stranger_is_fenced_off_as_well() -> None:
     w = Writer()
     with w.cluster:
         assert w.write().wait(1).ok
-        assert {} == w.a._peers.links
+        assert {} == peers_of(w.a).links
         assert "" == w.remove().unfenced
         assert not w.goes_on()
 
@@ -430,7 +433,7 @@ def test_a_fence_that_failed_keeps_no_path_shut() -> None:
     """
     w = Writer()
     with w.cluster:
-        fencing, source = w.a._worker.fencing, w.b.main_address.domains[0]
+        fencing, source = worker_of(w.a).fencing, w.b.main_address.domains[0]
         ends: list[int] = []
         with mock.patch.object(ChaosNic, "fence", cannot_fence):
             fencing.fence(source, 0, ends.append)
@@ -444,7 +447,7 @@ def test_fences_of_removed_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(failover, "_PATHS_MAX", 2)
     w = Writer(1)
     with w.cluster:
-        fencing, addresses = w.a._worker.fencing, []
+        fencing, addresses = worker_of(w.a).fencing, []
         for _ in range(4):
             addresses += w.b.main_address.domains
             w.remove()

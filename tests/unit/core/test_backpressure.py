@@ -11,6 +11,7 @@ import pytest
 import tep
 from tep.core.outbox import WINDOW, WINDOW_MAX
 from tep.engine import TransferEngine
+from tests.support.inside import machine_of, peers_of
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -118,14 +119,14 @@ def test_a_write_that_races_with_deregister_is_refused(verb) -> None:
     engine = own.engine
     mr, desc = engine.reg_mr(memory(64))
     _, target = engine.reg_mr(memory(64))
-    real = engine._machine.submit
+    real = machine_of(engine).submit
 
     def late(job, on_done) -> tep.Transfer:  # the other thread runs here
-        engine._machine.submit = real
+        machine_of(engine).submit = real
         engine.deregister(mr)
         return real(job, on_done)
 
-    engine._machine.submit = late
+    machine_of(engine).submit = late
     sent = (
         engine.submit_single_write(8, (mr, 0), (target, 0), 1)
         if verb == "single"
@@ -136,7 +137,7 @@ def test_a_write_that_races_with_deregister_is_refused(verb) -> None:
     with pytest.raises(tep.ClosedError, match=f"{verb}: the source region 1 was deregistered"):
         sent.result()
     assert [] == own.posted
-    assert all(remote.steady is None for remote in engine._peers._remotes.values())
+    assert all(remote.steady is None for remote in peers_of(engine)._remotes.values())
     assert desc.region == 1
 
 

@@ -13,6 +13,7 @@ from tep.base.errors import Cancelled, FabricError
 from tep.base.units import KiB
 from tep.core.handles import Pace
 from tests.support.ends import Ends, finish_all
+from tests.support.inside import worker_of
 
 
 def test_full_queue_keeps_the_rest_and_order_of_rows() -> None:
@@ -376,4 +377,4 @@ def test_a_batch_of_which_the_rest_is_posted_in_pieces_is_over_with_them() -> No
     finish_all(e.own)
 
     assert sent.ok
-    assert {} == e.engine._worker.group.batches
+    assert {} == worker_of(e.engine).group.batches

@@ -23,6 +23,7 @@ from tep.base.errors import (
 )
 from tep.base.waiting import note_escape
 from tep.core.handles import Handle, State
+from tests.support.inside import machine_of
 from tests.support.pairs import Pair, pair
 from tests.support.script import Scripted, memory, scripted
 
@@ -78,13 +79,13 @@ def test_callbacks_run_after_the_step_and_once() -> None:
     seen: list[object] = []
     sent = write(own, on_done=seen.append)
     sent.add_done_callback(seen.append)
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     own.nics[0].finish()
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     assert sent.ok
     assert [] == seen
-    own.engine._machine.deliver()
-    own.engine._machine.deliver()
+    machine_of(own.engine).deliver()
+    machine_of(own.engine).deliver()
     assert [sent, sent] == seen
 
 
@@ -93,9 +94,9 @@ def test_a_callback_that_comes_while_its_handle_is_delivered_runs_once(when: str
     """Handles nobody asks for are delivered without the lock: a callback must not fall between."""
     own = scripted()
     sent = write(own)
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     own.nics[0].finish()
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     seen: list[object] = []
 
     class Meanwhile(contextlib.AbstractContextManager[None]):
@@ -104,15 +105,15 @@ def test_a_callback_that_comes_while_its_handle_is_delivered_runs_once(when: str
         def __enter__(self) -> None:
             if when == "before it is stored":
                 own.engine.driver.lock = contextlib.nullcontext()
-                own.engine._machine.deliver()
+                machine_of(own.engine).deliver()
 
         def __exit__(self, *_: object) -> None:
             own.engine.driver.lock = contextlib.nullcontext()
-            own.engine._machine.deliver()
+            machine_of(own.engine).deliver()
 
     own.engine.driver.lock = Meanwhile()
     sent.add_done_callback(seen.append)
-    own.engine._machine.deliver()
+    machine_of(own.engine).deliver()
     assert [sent] == seen
 
 
@@ -123,10 +124,10 @@ def test_callback_added_after_the_end_runs_at_once() -> None:
     sent = write(own)
     own.turn()
     own.nics[0].finish()
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     sent.add_done_callback(seen.append)
     assert [] == seen, "settled, but not delivered yet: it waits for its turn"
-    own.engine._machine.deliver()
+    machine_of(own.engine).deliver()
     sent.add_done_callback(seen.append)
     assert [sent, sent] == seen
 
@@ -275,7 +276,7 @@ def test_a_coroutine_ends_with_what_a_callback_raises_meanwhile() -> None:
 def test_default_timeout_is_the_engines() -> None:
     """A wait without a limit turns a lost packet into a hung job."""
     own = scripted()
-    own.engine._machine.wait_timeout_s = 0.001
+    machine_of(own.engine).wait_timeout_s = 0.001
     with pytest.raises(WaitTimeout, match="after 0.001 s"):
         own.engine.expect_imm_count(1, 1).wait()
     with pytest.raises(BadRequest, match="wait: timeout_s=nan"):

@@ -9,6 +9,7 @@ import pytest
 
 import tep
 from tep.core.handles import Handle
+from tests.support.inside import machine_of
 from tests.support.opcodes import Opcodes
 from tests.support.pairs import Pair, pair
 
@@ -42,7 +43,7 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
     with pair(sq_depth=1) as p:
         handles = make(p, n)
         for _ in range(n // 100):  # the commands are taken, the NIC is full
-            p.a._machine.step()
+            machine_of(p.a).step()
         with monkeypatch.context() as moment, Opcodes() as opcodes:
             for kind in (tep.Transfer, tep.Message, tep.Expectation):
                 moment.setattr(kind, "__eq__", lambda self, other: self is other)
@@ -73,8 +74,8 @@ def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
         for handle in order(handles):
             handle.cancel()
         for _ in range(len(handles) // 100):
-            p.a._machine.step()
-            p.a._machine.deliver()
+            machine_of(p.a).step()
+            machine_of(p.a).deliver()
         assert sum(handle.cancelled for handle in handles) > len(handles) - 100
 
     half, whole = (cost(monkeypatch, n, make, cancel) for n in (500, 1_000))

@@ -10,6 +10,7 @@ import pytest
 
 from tep.base.errors import FabricError
 from tests.support.couple import pair
+from tests.support.inside import machine_of
 from tests.support.script import scripted
 
 
@@ -143,7 +144,7 @@ def test_a_message_that_was_taken_back_leaves_one_place() -> None:
     own.turn()
     first.cancel()
     own.turn()
-    assert own.engine._machine.busy()
+    assert machine_of(own.engine).busy()
     own.nics[0].send_room = 1
     own.turn()
     assert [b"y"] == [payload for _, payload, _ in own.nics[0].sent]

@@ -9,6 +9,7 @@ import pytest
 from tep.backends.base import Access
 from tep.base.errors import FabricError
 from tep.core.path import PathEvent
+from tests.support.inside import link_of, worker_of
 from tests.support.reading import PAGE, Reading
 from tests.support.script import memory, scripted
 
@@ -53,7 +54,7 @@ def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_turn(r
         r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
         r.me.turn()
     assert 1 == len(r.rows())
-    reads = r.me.engine._worker.reads
+    reads = worker_of(r.me.engine).reads
     with mock.patch.object(r.me.nics[1], "post_read", side_effect=MemoryError):
         assert reads.post()
         assert reads.post()
@@ -101,10 +102,10 @@ def test_rows_that_leave_a_path_that_was_shut_are_posted_in_the_next_turn(r) -> 
     for _ in range(2):
         r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
         r.me.turn()
-    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    link = link_of(r.me.engine, r.owner.engine)
     for there in range(2):
         link.path(1, there).to(PathEvent.LOST)
-    reads = r.me.engine._worker.reads
+    reads = worker_of(r.me.engine).reads
     assert reads.post()
     assert 1 == len(r.rows())
     assert reads.post()
@@ -122,7 +123,7 @@ def test_a_read_behind_many_that_were_cancelled_is_posted() -> None:
     r.me.turn()
     r.me.nics[0].room = 1
     last = r.paged(1)
-    reads = r.me.engine._worker.reads
+    reads = worker_of(r.me.engine).reads
     while reads.post():
         pass
     r.me.nics[0].finish()

@@ -10,6 +10,7 @@ import tep
 from tep.backends.base import Access, ReadRow, Row, Status
 from tep.base.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
 from tep.core.path import PathEvent
+from tests.support.inside import link_of
 from tests.support.reading import HERE, PAGE, Reading
 from tests.support.script import Scripted, memory, scripted
 
@@ -116,7 +117,7 @@ def test_the_owners_immediate_follows_all_rows(r) -> None:
 def test_a_read_whose_owner_cannot_be_told_fails(r) -> None:
     """Its bytes are here, but the owner waits for the immediate: who sees it done would not ask."""
     sent = r.paged(2, imm=7)
-    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    link = link_of(r.me.engine, r.owner.engine)
     for here, there in itertools.product(range(2), repeat=2):
         for event in (PathEvent.LOST, PathEvent.ASKED, PathEvent.FENCED):
             link.path(here, there).to(event)
@@ -266,7 +267,7 @@ def test_a_read_outlives_a_lost_row_on_every_path_if_others_come_back(r) -> None
 def test_a_row_is_not_read_again_over_paths_that_are_shut(r) -> None:
     """Each may cost a silence more, after one that was open."""
     sent = r.paged(1)
-    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    link = link_of(r.me.engine, r.owner.engine)
     for here, there in ((0, 1), (1, 0), (1, 1)):
         link.path(here, there).to(PathEvent.LOST)
     r.me.nics[0].finish(status=Status.UNREACHABLE)

@@ -12,6 +12,7 @@ from tep.backends.base import Access
 from tep.base.api import Pages
 from tep.base.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tep.core.regions import check_source
+from tests.support.inside import link_of, machine_of, peers_of
 from tests.support.pairs import hostile_pair
 from tests.support.script import memory, scripted
 
@@ -43,11 +44,11 @@ def test_handle_knows_its_engine_and_its_end() -> None:
     mr, _ = own.engine.reg_mr(memory(64))
     assert "MrHandle(region 1, 64 bytes, cpu, 0 transfers in flight)" == repr(mr)
     with pytest.raises(BadRequest, match="is registered with another engine"):
-        check_source(mr, other.engine._machine, "test")
+        check_source(mr, machine_of(other.engine), "test")
     own.engine.deregister(mr)
     assert "MrHandle(region 1, 64 bytes, cpu, deregistered)" == repr(mr)
     with pytest.raises(ClosedError, match="test: the source region 1 was deregistered"):
-        check_source(mr, own.engine._machine, "test")
+        check_source(mr, machine_of(own.engine), "test")
     assert [] == own.nics[0].keys
 
 
@@ -140,7 +141,7 @@ def test_links_connect_each_pair_of_nics_once() -> None:
     own, peer = scripted(2), scripted(3, name="b")
     own.engine.add_peer_group([peer.engine.main_address])
     assert [3, 3] == [len(nic.peers) for nic in own.nics]
-    link = own.engine._peers.link(peer.engine.main_address, "test")
+    link = link_of(own.engine, peer.engine)
     assert [10, 11, 12] == [link.peer(1, remote) for remote in range(3)]
     assert [3, 3] == [len(nic.peers) for nic in own.nics]
 
@@ -150,7 +151,7 @@ def test_descriptors_survive_bytes_and_equal_ones_share_a_link() -> None:
     own, peer = scripted(), scripted(name="b")
     _, desc = peer.engine.reg_mr(memory(64))
     copies = [type(desc).from_bytes(desc.to_bytes()) for _ in range(3)]
-    links = {id(own.engine._peers.resolve(copy, "test").link) for copy in copies}
+    links = {id(peers_of(own.engine).resolve(copy, "test").link) for copy in copies}
 
     assert 1 == len(links)
     assert 1 == own.engine.stats().peers
@@ -162,8 +163,8 @@ def test_resolved_descriptors_do_not_fill_the_memory(monkeypatch) -> None:
     own, peer = scripted(), scripted(name="b")
     _, desc = peer.engine.reg_mr(memory(64))
     for _ in range(35):
-        own.engine._peers.resolve(type(desc).from_bytes(desc.to_bytes()), "test")
-    assert len(own.engine._peers._remotes) <= 10
+        peers_of(own.engine).resolve(type(desc).from_bytes(desc.to_bytes()), "test")
+    assert len(peers_of(own.engine)._remotes) <= 10
 
 
 def test_group_remembers_the_last_targets_and_notices_changes() -> None:

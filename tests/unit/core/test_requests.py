@@ -22,6 +22,7 @@ from tep.core.requests import (
     single_job,
     slices_of,
 )
+from tests.support.inside import peers_of
 from tests.support.script import memory, scripted
 
 PTR = 1 << 20
@@ -33,7 +34,7 @@ def ends(nbytes: int, nlocal: int = 1, nremote: int = 1) -> tuple[MrHandle, Remo
     own, peer = scripted(nlocal), scripted(nremote, name="peer")
     mr, _ = own.engine.reg_mr(memory(nbytes, PTR))
     _, desc = peer.engine.reg_mr(memory(nbytes))
-    return mr, own.engine._peers.resolve(desc, "test")
+    return mr, peers_of(own.engine).resolve(desc, "test")
 
 
 def test_single_is_one_whole_write_until_it_is_dealt_out() -> None:
@@ -266,7 +267,7 @@ def test_what_is_remembered_of_a_region_goes_when_it_is_given_back() -> None:
     remotes = []
     for region in (mr, kept):
         _, desc = peer.engine.reg_mr(memory(64))
-        remotes.append(own.engine._peers.resolve(desc, "test"))
+        remotes.append(peers_of(own.engine).resolve(desc, "test"))
         single_job(8, (region, 0), remotes[-1], 0, 1, DEFAULT, 1)
     own.engine.deregister(mr)
     assert remotes[0].steady is None

@@ -15,6 +15,7 @@ from tep.core import path as path_module
 from tep.core.path import Acks, Arrivals, Sums
 from tep.core.posting import Pending
 from tests.support.ends import Ends
+from tests.support.inside import peers_of
 
 
 def test_columns_and_single_keys_make_one_sum() -> None:
@@ -157,7 +158,7 @@ def test_a_question_and_its_answer_fit_into_a_note() -> None:
 def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
     """A lost row would be taken for one that arrived, or the reverse, and sent twice or never."""
     e = Ends(1, (1, 1, 1, 1))
-    remotes = [e.engine._peers.resolve(desc, "test") for desc in e.descs]
+    remotes = [peers_of(e.engine).resolve(desc, "test") for desc in e.descs]
     acks = Acks()
     some = np.array([7, 8, 7, 7], np.uint32)
     for imm, lost in ((7, 2), (7, None), (some, 2), (some, None)):
@@ -179,7 +180,7 @@ def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
 def test_what_is_counted_as_a_whole_is_counted_as_often_as_it_came() -> None:
     """Sums that are too large name rows as arrived that were lost, and nobody writes them again."""
     e = Ends(1, (1, 1))
-    remotes = [e.engine._peers.resolve(desc, "test") for desc in e.descs]
+    remotes = [peers_of(e.engine).resolve(desc, "test") for desc in e.descs]
     acks, nics = Acks(), [0, 0]
     for _ in range(3):
         batch = WriteBatch(2, 0, 0, 0, 0, 0, 0, 7, 0)

@@ -26,6 +26,7 @@ from tep.base.units import GiB
 from tep.base.wire import MrDesc, NetAddr
 from tep.engine import TransferEngine
 from tep.memory.source import Memory
+from tests.support.inside import worker_of
 from tests.support.script import memory, scripted
 
 PAGE = 4096
@@ -41,7 +42,7 @@ def s():
     yield SimpleNamespace(own=own, e=own.engine, peer=peer, mr=mr, own_desc=own_desc, desc=desc)
     own.turn(3)
     assert [] == own.posted, "something was posted"
-    assert not own.engine._worker.busy()
+    assert not worker_of(own.engine).busy()
 
 
 def paged(s, src, dst, page=PAGE, **kw):

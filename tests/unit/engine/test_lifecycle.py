@@ -31,6 +31,7 @@ from tests.support.couple import (
     regions_of,
     write,
 )
+from tests.support.inside import peers_of, worker_of
 from tests.support.script import scripted
 
 
@@ -137,7 +138,7 @@ def test_a_peer_to_which_every_path_is_shut_is_asked_all_the_same() -> None:
         a, b = cluster.engines
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
         pass_time(cluster, 100)
-        link = a._peers.links["sim", "b"]
+        link = peers_of(a).links["sim", "b"]
         link.path(0, 0).to(PathEvent.LOST)
         pass_time(cluster, 500)
         assert [] == told
@@ -177,12 +178,12 @@ def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
         regions = regions_of(a, b)
         cluster.at(cluster.now_us, Clog("b", 1))
         write(a, regions).wait()
-        assert a._worker.members.busy, "NIC 1 is down, and asked whether it is back"
+        assert worker_of(a).members.busy, "NIC 1 is down, and asked whether it is back"
         cluster.restart("b")
         write(a, regions)
         pass_time(cluster, 500)
         assert [PeerChange.NIC_LOST, PeerChange.RESTARTED] == kinds(told)
-        assert not a._worker.members.busy
+        assert not worker_of(a).members.busy
 
 
 def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
@@ -192,7 +193,7 @@ def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
         a, b = cluster.engines
         regions = regions_of(a, b)
         write(a, regions).wait()
-        link = a._peers.links["sim", "b"]
+        link = peers_of(a).links["sim", "b"]
         cluster.kill_nic("b", 1)
         write(a, regions, 2)
         pass_time(cluster, 0.05)
@@ -200,7 +201,7 @@ def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
         pass_time(cluster, 500)
         assert [PeerChange.RESTARTED] == kinds(told)
         assert [(0, 1)] == link.shut()
-        assert not a._worker.members.busy
+        assert not worker_of(a).members.busy
 
 
 def test_a_later_epoch_tells_of_the_restart() -> None:
@@ -267,7 +268,7 @@ def test_an_old_answer_does_not_bring_a_nic_back() -> None:
         write(a, regions_of(a, b)).wait()
         assert [PeerChange.NIC_LOST] == kinds(told)
         for late in (0, int(told[0][0] * 1e9)):
-            a._worker.members._heard(0, b.main_address.domains[1], Pong(late))
+            worker_of(a).members._heard(0, b.main_address.domains[1], Pong(late))
         pass_time(cluster, 5)
         assert [PeerChange.NIC_LOST] == kinds(told)
 
@@ -278,11 +279,11 @@ def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
     with cluster:
         a, b = cluster.engines
         a.add_peer_group([b.main_address])
-        with mock.patch.object(a._worker.channel, "say") as say:
-            a._worker.members.nic_down(a._peers.links["sim", "b"], 0)
+        with mock.patch.object(worker_of(a).channel, "say") as say:
+            worker_of(a).members.nic_down(peers_of(a).links["sim", "b"], 0)
             for _ in range(4):
                 pass_time(cluster, 200)
-                a._worker.members.step()
+                worker_of(a).members.step()
         asked = [call.args[2] for call in say.call_args_list]
         assert {(0, 0), (1, 0)} == set(asked[:2])
         assert asked[:2] == asked[2:4]
@@ -294,7 +295,7 @@ def test_each_beat_asks_over_another_path() -> None:
     with cluster:
         a, b = cluster.engines
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=100 * BEAT)
-        with mock.patch.object(a._worker.channel, "say") as say:
+        with mock.patch.object(worker_of(a).channel, "say") as say:
             pass_time(cluster, 6 * BEAT / US)
         asked = [call.args[2] for call in say.call_args_list]
         assert {(0, 0), (1, 0)} == set(asked[:2])
@@ -307,7 +308,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
     with cluster:
         regions = regions_of(*cluster.engines)
         a, _ = cluster.engines
-        a._worker.group.failover = False  # nothing is fenced
+        worker_of(a).group.failover = False  # nothing is fenced
         cluster.at(cluster.now_us, Clog("b", 1, _ps(200)))
         lost = write(a, regions)
         pass_time(cluster, 20)
@@ -321,7 +322,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
         assert rows_to(cluster, "b", 1) > 10
         # The waits were 20, 40, 80, 160 us: the fourth question came when the link was back.
         assert 300 * US <= told[1][0] <= 330 * US
-        assert not a._worker.members.busy, "a NIC that is back is asked for ever"
+        assert not worker_of(a).members.busy, "a NIC that is back is asked for ever"
 
 
 @pytest.mark.parametrize("nics", [(1, 2), (2, 2), (3, 2)])
@@ -335,9 +336,9 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
             flap(cluster, regions, 50)
         changes = [(PeerChange.NIC_LOST, 1), (PeerChange.NIC_BACK, 1)]
         assert changes * 5 == [event[1:] for event in told]
-        assert a._worker.failover.rows > 5
-        assert not a._peers.links["sim", "b"].closed
-        assert not a._worker.members.busy, "a path that is open again is asked for, for ever"
+        assert worker_of(a).failover.rows > 5
+        assert not peers_of(a).links["sim", "b"].closed
+        assert not worker_of(a).members.busy, "a path that is open again is asked for, for ever"
         before = [rows_to(cluster, "b", nic) for nic in range(2)]
         sent = write(a, regions)
         sent.wait()
@@ -360,7 +361,7 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
             lost = write(a, regions, imm=next(FRESH))
             pass_time(cluster, 4_000)
             assert lost.error is not None
-            link = a._peers.links["sim", "b"]
+            link = peers_of(a).links["sim", "b"]
             states = {path.state for path in link.paths()}
             assert PathState.SUSPECT in states, "nobody was there to fence it"
             pass_time(cluster, 2_000)
@@ -381,7 +382,7 @@ def test_a_path_that_was_shut_at_a_removal_is_used_again() -> None:
         write(a, regions).wait()
         a.remove_peer(b.main_address).wait()
         write(a, regions).wait()
-        link = a._peers.links["sim", "b"]
+        link = peers_of(a).links["sim", "b"]
         assert [(0, 1)] == link.shut()
         for _ in range(20):
             write(a, regions).wait()
@@ -476,4 +477,4 @@ def test_an_old_descriptor_takes_no_fence_down() -> None:
         with pytest.raises(FabricError):
             write(a, stale).wait()
 
-        assert a._peers.link(later.main_address, "a message").barred
+        assert peers_of(a).link(later.main_address, "a message").barred

@@ -9,6 +9,7 @@ from tep.base.api import EngineOptions, Pages
 from tep.base.errors import BadRequest, BusyError, Cancelled, ClosedError, FabricError
 from tep.control.channel import sooner
 from tep.core.imm import ImmTable
+from tests.support.inside import machine_of, worker_of
 from tests.support.script import Scripted, memory, scripted
 
 
@@ -33,7 +34,7 @@ def test_messages_wait_for_room_and_keep_their_order() -> None:
     own.nics[0].acknowledge()
     own.turn()
     assert all(message.ok for message in sent)
-    assert not own.engine._machine.busy()
+    assert not machine_of(own.engine).busy()
 
 
 def test_payload_is_copied_at_submit() -> None:
@@ -185,7 +186,7 @@ def test_unknown_kinds_of_completion_are_a_bug_not_a_message() -> None:
     own = scripted()
     own.nics[0]._events.append((99, 0, 1, 0, 0, 0, 0))
     with pytest.raises(AssertionError, match="unknown kind 99"):
-        own.engine._machine.step()
+        machine_of(own.engine).step()
     assert 99 not in {int(kind) for kind in Kind}
 
 
@@ -221,7 +222,7 @@ def test_expectation_that_loses_a_race_with_a_claim_fails(monkeypatch) -> None:
     with monkeypatch.context() as moment:  # in which the claim was not there yet
         moment.setattr(ImmTable, "refuse_claimed", lambda table, imm: None)
         got = own.engine.expect_imm_count(12, 1)
-    own.engine._worker.imms.claim(range(10, 20), print)
+    worker_of(own.engine).imms.claim(range(10, 20), print)
     own.turn()
 
     with pytest.raises(BadRequest, match="imm=0xc is claimed by on_imm"):
@@ -263,8 +264,8 @@ def test_close_settles_everything_once_in_every_stage() -> None:
     with pytest.raises(FabricError, match="FLUSHED"):
         posted.result()
     assert all(nic.closed for nic in own.nics)
-    assert not own.engine._machine.step()
-    assert {} == own.engine._worker.open
+    assert not machine_of(own.engine).step()
+    assert {} == worker_of(own.engine).open
 
 
 def test_closing_with_all_rows_posted_reports_the_flush() -> None:
@@ -283,13 +284,13 @@ def test_submit_that_crosses_with_close_is_ended() -> None:
     own = scripted()
     engine = own.engine
     mr, desc = engine.reg_mr(memory(64))
-    real = engine._machine.check_open
-    engine._machine.check_open = lambda what: None
+    real = machine_of(engine).check_open
+    machine_of(engine).check_open = lambda what: None
     engine.close()
     seen: list[object] = []
     sent = engine.submit_single_write(8, (mr, 0), (desc, 0), on_done=seen.append)
     got = engine.expect_imm_count(1, 1, on_done=seen.append)
-    engine._machine.check_open = real
+    machine_of(engine).check_open = real
 
     assert [sent, got] == seen
     for handle in (sent, got):
@@ -352,7 +353,7 @@ def test_message_polled_before_the_close_is_still_handed_over() -> None:
     seen: list[bytes] = []
     own.engine.submit_recvs(8, 2, lambda view: seen.append(bytes(view)))
     own.nics[0].receive(b"one")
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     own.engine.close()
 
     assert [b"one"] == seen
@@ -398,10 +399,10 @@ def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch
 
     monkeypatch.setattr(nic, "poll", state_then_poll)
     nic.arrive(5)
-    assert own.engine._machine.step(), "a driver would not turn again"
-    assert own.engine._machine.busy()
+    assert machine_of(own.engine).step(), "a driver would not turn again"
+    assert machine_of(own.engine).busy()
     assert not stated[0].finished
-    own.engine._machine.step()
+    machine_of(own.engine).step()
     assert stated[0].ok
 
 
