@@ -18,7 +18,16 @@ from tep.backends.base import Domain, Status
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
 from tep.core.path import Acks, FarEnds, Link, Path, PathEvent, PeerNicDown, PeerRestarted
-from tep.core.posting import NO_ROWS, Pending, Posting, Retransmission, is_long, on_lanes, varies
+from tep.core.posting import (
+    NO_ROWS,
+    SHARED_ROWS,
+    Pending,
+    Posting,
+    Retransmission,
+    is_long,
+    on_lanes,
+    varies,
+)
 from tep.core.ready import Dealt, Ready
 from tep.core.stats import Journal
 
@@ -78,18 +87,23 @@ class DomainGroup(Posting):
         far_ends: the records of paths by address.
     """
 
-    __slots__ = ("_can_fence", "_reads_addresses", "failover", "far_ends", "losses", "why_not")
+    __slots__ = (
+        "_can_fence", "_reads_addresses", "_turn", "failover", "far_ends", "losses", "why_not",
+    )  # fmt: skip
 
     def __init__(
         self,
         domains: tuple[Domain, ...],
         rows_max: int,
         *,
+        now_s: Callable[[], float],
         failover: bool,
         why_not: str | None = None,
         journal: Journal | None = None,
     ) -> None:
-        super().__init__(domains, rows_max, journal or Journal(), Acks() if failover else None)
+        acks = Acks() if failover else None
+        super().__init__(domains, rows_max, journal or Journal(), acks, now_s)
+        self._turn = 0
         self.failover = failover
         self.why_not = why_not
         self.losses: list[Loss] = []
@@ -207,6 +221,7 @@ class DomainGroup(Posting):
         self.routes.version += 1
         for path in link.paths():
             path.silent &= not alive[path.nic]
+            path.pace = 1.0
 
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
@@ -255,6 +270,8 @@ class DomainGroup(Posting):
             columns = dealt.at(job.here, job.there)
             for part in dealt.parts:
                 self._push(part.pending(transfer, columns[part.place], job.imm))
+            if dealt.is_watched:
+                self._watch(len(dealt.parts))
             return
         base = self._ctx + 1
         self._ctx += len(dealt.parts)
@@ -281,6 +298,8 @@ class DomainGroup(Posting):
             nbytes[domain] += total
         transfer.queued = posts[-1]
         transfer.took = dealt.took
+        if dealt.is_watched:
+            self._watch(len(dealt.parts))
 
     def _stop(
         self,
@@ -363,7 +382,9 @@ class DomainGroup(Posting):
             if self.closing is not None:  # nobody would post it
                 raise self.closing
             self.first_alive()
-            (fresh,) = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
+            # Our NIC may be the one that failed. The rows of one NIC go to all others in turn.
+            self._turn = self._turn % max(1, len(self.domains) - 1) + 1
+            (fresh,) = self._moved(old, row, row + 1, self._turn)
             fresh.tries = old.tries + 1
         except TepError:
             self.lose(old.transfer, 1, self.closing or error, retransmission)
@@ -404,14 +425,22 @@ class DomainGroup(Posting):
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> list[Pending]:
         """The same rows with the keys of their new NICs; `turn` moves the choice on both sides.
 
-        Rows of one batch to several peers may need several NICs of ours: each peer has its paths.
+        Many rows to one peer are spread over all NICs that have a way there. Rows of one batch to
+        several peers may need several NICs of ours: each peer has its paths.
         """
-        targets = map(old.target, range(start, stop) if varies(old) else (start,))
-        routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
-        if not varies(old):
-            ((domain, nic),) = routes
-            return [on_lanes(old, start, stop, domain, [nic])]
         moved = []
+        if not varies(old):
+            (to, nic), n = old.target(start), stop - start
+            most = 1 if old.transfer.job.routing.domain is not None else max(1, n // SHARED_ROWS)
+            ways: dict[int, int] = {}
+            for k in range(turn, turn + min(most, len(self.domains))):
+                ways.setdefault(*self.route(old.domain + k, to.link, nic + k))
+            cuts = [start + n * k // len(ways) for k in range(len(ways) + 1)]
+            for (domain, nic), first, end in zip(ways.items(), cuts, cuts[1:], strict=False):
+                moved.append(on_lanes(old, first, end, domain, [nic]))
+            return moved
+        targets = map(old.target, range(start, stop))
+        routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         for domain, run in itertools.groupby(routes, key=lambda route: route[0]):
             nics = [nic for _, nic in run]
             moved.append(on_lanes(old, start, start + len(nics), domain, nics))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
@@ -378,6 +379,9 @@ class Arrivals:
 
 _UNKNOWN: Final = -1
 
+_AS_FAST: Final = 0.85
+"""A path that is nearly as fast as the fastest has the same share: equal NICs stay equal."""
+
 
 class PathState(Enum):
     """The state of a path: whether rows may be sent over it."""
@@ -474,10 +478,13 @@ class Path:
         seen: the batch that was last found to have rows in flight on it.
         asking: whether the peer is being asked to open it again, or to fence it before that.
         silent: whether it is why the peer's NIC was marked down.
+        pace: how fast it was lately, compared with the fastest path of the same transfers; at most
+            1. It is 1 where nothing was seen since the path opened.
     """
 
     __slots__ = (
-        "asking", "domain", "link", "losses", "nic", "peer_id", "seen", "silent", "state", "sums",
+        "asking", "domain", "link", "losses", "nic", "pace", "peer_id", "seen", "silent", "state",
+        "sums",
     )  # fmt: skip
 
     def __init__(self, link: Link, domain: int, nic: int) -> None:
@@ -489,6 +496,7 @@ class Path:
         self.losses: list[Unsettled] = []
         self.seen: Rows | None = None
         self.asking = self.silent = False
+        self.pace = 1.0
 
     def __getattr__(self, name: str) -> PathSums:
         """Make the sums when they are first used: engines that count none have many paths."""
@@ -524,6 +532,7 @@ class Path:
         if closed:
             self.link.closed += closed
             self.link.routes.version += 1
+            self.pace = 1.0
             if closed > 0:
                 self.link.routes.left(self)
         if now is not was and (told := _TOLD.get(now)) is not None:
@@ -536,17 +545,19 @@ class Routes:
     """The version of all routes of one engine: what was remembered is valid while it stays.
 
     Attributes:
-        version: how often it has changed which NICs and paths rows are sent over.
+        version: how often it has changed which NICs and paths rows are sent over, or how much.
+        alive: for each NIC of the engine, whether it works; () = all do.
         journal: where changes of paths are told.
         left: called with each path that leaves UP: it is to be opened again.
     """
 
-    __slots__ = ("journal", "left", "version")
+    __slots__ = ("alive", "journal", "left", "version")
 
     def __init__(
         self, journal: Journal | None = None, left: Callable[[Path], object] | None = None
     ) -> None:
         self.version = 0
+        self.alive: Sequence[bool] = ()
         self.journal = Journal() if journal is None else journal
         self.left = left or (lambda _: None)
 
@@ -564,11 +575,13 @@ class Link:
         barred: whether the fences of an earlier removal stay up, because since then it was named
             for messages only.
         routes: the engine's; its version changes with the state of any path.
+        weights: the share of each lane in a paged write, as of `weighed`; () = all are equal.
+        weighed: the version of the routes at the last weigh().
     """
 
     __slots__ = (
         "_domains", "_paths", "addr", "again", "alive", "barred", "closed", "current", "left",
-        "routes",
+        "routes", "weighed", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -580,6 +593,8 @@ class Link:
         self.closed = 0
         self.current = True
         self.again = self.barred = self.left = False
+        self.weights: tuple[int, ...] = ()
+        self.weighed = -1
         self._domains = domains
         self._paths: list[list[Path | None]] = [[None] * len(addr.domains) for _ in domains]
 
@@ -637,6 +652,34 @@ class Link:
         """Whether a path from one of these NICs of ours is UP, other than `but`."""
         paths = ((i, j) for i in ours for j in range(len(self.alive)))
         return any(path != but and self.is_up(*path) for path in paths)
+
+    def weigh(self) -> tuple[int, ...]:
+        """Weigh its lanes by the pace of their paths; one whose path is not in use gets nothing."""
+        here = self.routes.alive or [True] * len(self._domains)
+        found = []
+        for lane in range(math.lcm(len(here), len(self.alive))):
+            domain, nic = lane % len(here), lane % len(self.alive)
+            path = self._paths[domain][nic]
+            pace = 1.0 if path is None else path.pace
+            used = here[domain] and self.alive[nic] and self.is_up(domain, nic)
+            eighths = 8 if pace > _AS_FAST else max(1, round(8 * pace))
+            found.append(eighths if used else 0)
+        self.weights = tuple(found) if len(set(found)) > 1 else ()
+        self.weighed = self.routes.version
+        return self.weights
+
+    def learn(self, seen: Sequence[tuple[Path, float]]) -> None:
+        """Take note of the bytes a second that each path has carried of one transfer.
+
+        The half of what was known is kept, so that one odd transfer moves little, and each one
+        that follows forgets half of it.
+        """
+        fastest, before = max(pace for _, pace in seen), self.weights
+        for path, pace in seen:
+            path.pace += (pace / fastest - path.pace) / 2
+        if self.weigh() != before:
+            self.routes.version += 1
+            self.weighed = self.routes.version
 
     def forget(self) -> None:
         """Drop the sums of its paths, and make the NICs forget its connections."""

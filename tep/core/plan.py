@@ -7,6 +7,7 @@ and the remote NIC together, so that no row can be posted with another NIC's key
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -159,12 +160,18 @@ def plan_row(nlocal: int, nremote: int, cursor: int) -> tuple[tuple[int, int], i
 
 @lru_cache(maxsize=4096)
 def plan_paged(
-    npages: int, nlocal: int, nremote: int, cursor: int, domain: int | None = None
+    npages: int,
+    nlocal: int,
+    nremote: int,
+    cursor: int,
+    domain: int | None = None,
+    weights: tuple[int, ...] = (),
 ) -> Plan:
     """Share the pages of one request out over the lanes.
 
     Pages stay whole, and each lane gets one run of neighbouring list entries. With fewer pages than
-    lanes some lanes get none; the cursor moves on only past those that did.
+    lanes some lanes get none; the cursor moves on only past those that did. Weights change no
+    number of immediates: each page has one.
 
     Args:
         npages: 1 or more.
@@ -172,6 +179,8 @@ def plan_paged(
         nremote: NICs of the target.
         cursor: lane of the first run.
         domain: use this local NIC only.
+        weights: the share of each lane, by its number; 0: none, unless no lane has one. () = all
+            lanes are equal.
 
     Returns:
         A plan in rows; plan.imms == npages.
@@ -179,12 +188,17 @@ def plan_paged(
     Source: fabric-lib `submit_paged_transfer_request`; differs in allowing unequal NIC counts.
     """
     order = _lane_numbers(nlocal, nremote, cursor, domain)
-    nlanes = min(len(order), npages)
+    nlanes, count = min(len(order), npages), lanes(nlocal, nremote)
+    weighed = [(lane, weights[lane % count]) for lane in order if weights and weights[lane % count]]
+    used = (weighed or [(lane, 1) for lane in order])[:nlanes]
+    ends = [0, *itertools.accumulate(weight for _, weight in used)]
+    cuts = [npages * end // ends[-1] for end in ends]
     shares = tuple(
-        Share(lane % nlocal, lane % nremote, npages * k // nlanes, npages * (k + 1) // nlanes)
-        for k, lane in enumerate(order[:nlanes])
+        Share(lane % nlocal, lane % nremote, start, stop)
+        for (lane, _), start, stop in zip(used, cuts, cuts[1:], strict=False)
+        if start < stop
     )
-    return Plan(shares, npages, (cursor + nlanes) % lanes(nlocal, nremote))
+    return Plan(shares, npages, (cursor + nlanes) % count)
 
 
 def plan_targets(

@@ -19,15 +19,15 @@ import numpy.typing as npt
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Pace, Queued, Transfer
-from tep.core.path import Acks, Event, Link, PathShut, Routes
+from tep.core.path import Acks, Event, Link, Path, PathShut, Routes
 from tep.core.plan import plan_paged, plan_row, plan_single, plan_targets
 from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.stats import Journal
 
 __all__ = [
-    "IN_TURN_ROWS", "LONG_BYTES", "NO_ROWS", "PIECE_BYTES", "TURNS_MAX", "Pending", "Posting",
-    "Retransmission", "cut", "is_long", "on_lanes", "varies",
+    "IN_TURN_ROWS", "LONG_BYTES", "NO_ROWS", "PIECE_BYTES", "SEEN_BYTES", "SHARED_ROWS",
+    "TURNS_MAX", "Pending", "Posting", "Retransmission", "cut", "is_long", "on_lanes", "varies",
 ]  # fmt: skip
 
 TURNS_MAX: Final = 64
@@ -36,7 +36,7 @@ TURNS_MAX: Final = 64
 _TEMPLATES_MAX: Final = 256
 """Cursors for which a set of targets keeps its columns; unusual mixes of NIC counts have more."""
 
-_SHARED_ROWS: Final = 4
+SHARED_ROWS: Final = 4
 """With fewer rows it is not worth the time to share them with another NIC."""
 
 IN_TURN_ROWS: Final = 16
@@ -53,6 +53,11 @@ LONG_BYTES: Final = 32 << 20
 0.7 ms of such a link.
 """
 
+
+SEEN_BYTES: Final = 1 << 20
+"""A lane's share of a paged write is timed if it is as long as this, 20 us of such a link: of
+shorter ones latency is a large part.
+"""
 
 _LOOKED_AT: Final = 64
 """Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
@@ -155,6 +160,23 @@ class Pending:
         return remote, self.nics if isinstance(self.nics, int) else self.nics[row]
 
 
+class _Race:
+    """The shares of one paged write, which began together.
+
+    Attributes:
+        start_s: when they were dealt out.
+        of, left: how many there are, and how many are not over.
+        seen: paths and the bytes a second that each has carried.
+    """
+
+    __slots__ = ("left", "of", "seen", "start_s")
+
+    def __init__(self, start_s: float, nshares: int) -> None:
+        self.start_s = start_s
+        self.of = self.left = nshares
+        self.seen: list[tuple[Path, float]] = []
+
+
 class Posting:
     """The queues of all NICs of one engine.
 
@@ -178,9 +200,10 @@ class Posting:
     """
 
     __slots__ = (
-        "_back", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues", "_rows_max",
-        "_shares", "acks", "alive", "alone", "backlog", "batches", "closing", "domains", "ended",
-        "events", "journal", "nbytes", "offered", "queued_reads", "routes", "rows",
+        "_back", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_now_s", "_queues", "_races",
+        "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches", "closing",
+        "domains", "ended", "events", "journal", "nbytes", "offered", "queued_reads", "routes",
+        "rows",
     )  # fmt: skip
 
     # What a failure makes of rows is decided by DomainGroup.
@@ -190,7 +213,12 @@ class Posting:
     _fail_rows: Callable[..., bool]
 
     def __init__(
-        self, domains: tuple[Domain, ...], rows_max: int, journal: Journal, acks: Acks | None
+        self,
+        domains: tuple[Domain, ...],
+        rows_max: int,
+        journal: Journal,
+        acks: Acks | None,
+        now_s: Callable[[], float],
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
@@ -207,6 +235,9 @@ class Posting:
         self.journal = journal
         events = self.events = deque[Event]()
         self.routes = Routes(self.journal, lambda path: events.append(PathShut(path)))
+        self.routes.alive = self.alive
+        self._now_s = now_s
+        self._races: dict[int, _Race] = {}  # by ctx
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
@@ -291,7 +322,9 @@ class Posting:
     def _deal_paged(self, transfer: Transfer, job: Job, remote: Remote) -> None:
         nlocal = len(self.domains)
         cursor = self._cursor % math.lcm(nlocal, remote.nics)
-        plan = plan_paged(job.n, nlocal, remote.nics, cursor, job.routing.domain)
+        link, pinned = remote.link, job.routing.domain
+        weights = link.weights if link.weighed == self.routes.version else link.weigh()
+        plan = plan_paged(job.n, nlocal, remote.nics, cursor, pinned, weights)
         self._cursor = plan.cursor
         for share in plan.shares:
             start, stop = share.start, share.stop
@@ -300,6 +333,9 @@ class Posting:
                 columns = cut(columns, slice(start, stop))
             src, dst, imm = columns
             self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
+        nshares = len(plan.shares)
+        if job.total >= SEEN_BYTES * nshares > SEEN_BYTES:
+            self._watch(nshares)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write over all NICs."""
@@ -336,6 +372,23 @@ class Posting:
             pending = Pending(transfer, domain, batch, part.remotes, part.nics)
             pending.nbytes = total
             self._push(pending)
+
+    def _watch(self, nshares: int) -> None:
+        """See how long each of the last batches takes: the shares of one paged write."""
+        race = _Race(self._now_s(), nshares)
+        self._races.update(dict.fromkeys(range(self._ctx - nshares + 1, self._ctx + 1), race))
+
+    def _see(self, pending: Pending, race: _Race) -> None:
+        """A share of a paged write is over; after the last one, its paths are weighed."""
+        batch, link = pending.batch, pending.target(0)[0].link
+        if pending.stop == batch.n and not pending.lost:
+            assert isinstance(pending.nics, int)
+            took_s = max(self._now_s() - race.start_s, 1e-9)
+            path = link.path(pending.domain, pending.nics)
+            race.seen.append((path, pending.sum_bytes(0, batch.n) / took_s))
+        race.left -= 1
+        if not race.left and len(race.seen) == race.of:
+            link.learn(race.seen)
 
     def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:
         nlocal = len(self.domains)
@@ -455,7 +508,7 @@ class Posting:
             if queue and domain >= first:
                 work |= self._post_on(domain, queue)
         # A NIC is full. If another one has nothing left to do, the links are not equally fast.
-        if self.backlog >= _SHARED_ROWS and not all(self._queues):
+        if self.backlog >= SHARED_ROWS and not all(self._queues):
             work |= self._share_backlog()
         return work
 
@@ -475,7 +528,7 @@ class Posting:
                 pending = queue[0]
                 start, stop = pending.at, pending.stop
             batch = pending.batch
-            if self._shares and batch.n > _SHARED_ROWS and is_long(pending):
+            if self._shares and batch.n > SHARED_ROWS and is_long(pending):
                 if not self._cut_piece(pending, domain, queue):
                     refused += 1
                     queue.rotate(-1)
@@ -530,10 +583,9 @@ class Posting:
     #
     # Queued rows can move to another NIC, posted rows cannot. So a long batch is posted in pieces,
     # and a NIC that has nothing left takes half of the rows queued at another. Pieces grow while
-    # NICs keep up with each other; a NIC that falls behind gets small ones. No time is measured,
-    # and nothing is remembered beyond a transfer, so that a link that recovers has its full share
-    # at once. Rows are not divided, so that the number of immediates depends on the shape alone. A
-    # single write is one row for each NIC, and keeps its equal shards.
+    # NICs keep up with each other; a NIC that falls behind gets small ones. Rows are not divided,
+    # so that the number of immediates depends on the shape alone. A single write is one row for
+    # each NIC, and keeps its equal shards.
 
     def _share_backlog(self) -> bool:
         """Give a NIC that has nothing to post half of the largest batch queued at another."""
@@ -613,7 +665,7 @@ class Posting:
         if not held:
             transfer.left -= count
         if over:
-            if self.acks is None and not pending.is_piece:  # as _forget(), without the call
+            if self.acks is None and not (pending.is_piece or self._races):  # as _forget()
                 del self.batches[ctx]
             else:
                 self._forget(pending)
@@ -660,7 +712,10 @@ class Posting:
 
     def _forget(self, pending: Pending) -> None:
         """Forget a batch that is over."""
-        del self.batches[pending.batch.ctx]
+        ctx = pending.batch.ctx
+        del self.batches[ctx]
+        if self._races and (race := self._races.pop(ctx, None)) is not None:
+            self._see(pending, race)
         if self.acks is not None:
             self.acks.add(pending)
         if pending.is_piece and (pace := pending.transfer.pace) is not None:

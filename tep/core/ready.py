@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, WriteBatch
 from tep.core.handles import Transfer
-from tep.core.posting import IN_TURN_ROWS, Pending
+from tep.core.posting import IN_TURN_ROWS, SEEN_BYTES, Pending
 from tep.core.regions import Job, Remote, Targets, shifted, summand
 
 __all__ = ["Dealt", "Laid", "Part", "Ready"]
@@ -75,14 +75,14 @@ class Dealt:
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
         in_turn: some NIC has several parts that it takes in turn, so that they are queued.
+        is_watched: the pace of its parts is worth to be seen.
         took, places: NIC, rows and bytes of each part, and its place, as `by_nic`.
         kept: the batches, as `by_nic`.
     """
 
     __slots__ = (
-        "_at", "_moved", "by_nic", "columns", "cursor", "in_turn", "kept", "parts", "places",
-        "took",
-        "whole",
+        "_at", "_moved", "by_nic", "columns", "cursor", "in_turn", "is_watched", "kept", "parts",
+        "places", "took", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +100,8 @@ class Dealt:
         self.in_turn = len(parts) > len({part.domain for part in parts}) and any(
             part.n > IN_TURN_ROWS for part in parts
         )
+        least = SEEN_BYTES * max(2, len(parts))
+        self.is_watched = isinstance(parts[0].nics, int) and sum(p.total for p in parts) >= least
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
         self.kept: list[Pending] = []

@@ -129,7 +129,12 @@ class Worker:
         able = options.failover and why is None
         self.journal = journal = Journal(address.name, address.backend)
         self.group = group = DomainGroup(
-            domains, options.post_rows_max, failover=able, why_not=why, journal=journal
+            domains,
+            options.post_rows_max,
+            now_s=now_s,
+            failover=able,
+            why_not=why,
+            journal=journal,
         )
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}

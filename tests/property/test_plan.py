@@ -121,6 +121,34 @@ def test_paged_runs_tile_the_page_list(npages, nlocal, nremote, cursor, data) ->
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(npages=st.integers(1, 1 << 20), nlocal=NICS, nremote=NICS, cursor=CURSORS, data=st.data())
+def test_weighed_runs_tile_the_page_list(npages, nlocal, nremote, cursor, data) -> None:
+    """Weights move pages between lanes; they change no count, and give each lane what it is due."""
+    count = lanes(nlocal, nremote)
+    weights = data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count).map(tuple))
+    domain = data.draw(st.none() | st.integers(0, nlocal - 1))
+    plan = plan_paged(npages, nlocal, nremote, cursor, domain, weights)
+    plain = plan_paged(npages, nlocal, nremote, cursor, domain)
+
+    assert_tiles(plan, npages)
+    assert (plain.imms, plain.cursor) == (plan.imms, plan.cursor)
+    numbers = {(k % nlocal, k % nremote): k for k in range(count)}
+    mine = [k for k in range(count) if domain in {None, k % nlocal}]
+    used = [numbers[share[:2]] for share in plan.shares]
+    assert len(set(used)) == len(used)
+    assert set(used) <= set(mine)
+    if not any(weights[k] for k in mine):
+        assert plain.shares == plan.shares
+    elif npages >= len(mine):
+        total = sum(weights[k] for k in mine)
+        for k, share in zip(used, plan.shares, strict=True):
+            assert abs((share.stop - share.start) - npages * weights[k] / total) < 1
+        rest = [weights[k] for k in mine if k not in used]
+        assert all(npages * weight / total < 1 for weight in rest)
+    if len({weights[k] for k in mine}) == 1:
+        assert plain.shares == plan.shares
+
+
 @given(nlocal=NICS, nremote=NICS, requests=st.lists(st.integers(1, 16), min_size=1, max_size=20))
 def test_paged_cursor_deals_every_lane_its_turn(nlocal, nremote, requests) -> None:
     """Lanes used by many small requests differ by at most one turn: nothing is starved."""
