@@ -22,12 +22,12 @@ from tep.core.handles import Pace, Queued, Transfer
 from tep.core.path import Acks, Event, Link, Path, PathShut, Routes
 from tep.core.plan import plan_paged, plan_row, plan_single, plan_targets
 from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
-from tep.core.requests import DEFAULT, shares_of
+from tep.core.requests import DEFAULT
 from tep.core.stats import Journal
 
 __all__ = [
-    "IN_TURN_ROWS", "LONG_BYTES", "NO_ROWS", "PIECE_BYTES", "SEEN_BYTES", "SHARED_ROWS",
-    "TURNS_MAX", "Pending", "Posting", "Retransmission", "cut", "is_long", "on_lanes", "varies",
+    "IN_TURN_ROWS", "LONG_BYTES", "NO_ROWS", "PIECE_BYTES", "SHARED_ROWS", "TURNS_MAX",
+    "Pending", "Posting", "Retransmission", "cut", "is_long", "is_seen", "on_lanes", "varies",
 ]  # fmt: skip
 
 TURNS_MAX: Final = 64
@@ -333,9 +333,8 @@ class Posting:
                 columns = cut(columns, slice(start, stop))
             src, dst, imm = columns
             self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
-        nshares = len(plan.shares)
-        if job.total >= SEEN_BYTES * nshares > SEEN_BYTES:
-            self._watch(nshares)
+        if is_seen(len(plan.shares), job.total):
+            self._watch(len(plan.shares))
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write over all NICs."""
@@ -344,8 +343,9 @@ class Posting:
         for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
             dst = remote.bases[0] + offset
             cursor = self._cursor % math.lcm(nlocal, remote.nics)
-            shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
-            for share in shares:
+            plan = plan_single(nbytes, nlocal, remote.nics, cursor, job.routing)
+            self._cursor = plan.cursor
+            for share in plan.shares:
                 part = (src + share.start, dst + share.start, share.stop - share.start)
                 self._enqueue(transfer, share[:2], 1, part, job.imm, remote)
 
@@ -750,6 +750,11 @@ def _waiting(pending: Pending) -> int:
     if not isinstance(nbytes, int) or pending.transfer.job.routing.domain is not None:
         return 0
     return 0 if varies(pending) else nbytes * (pending.stop - pending.at)
+
+
+def is_seen(nshares: int, nbytes: int) -> bool:
+    """Whether the pace of so many shares of a paged write is to be seen."""
+    return nbytes >= SEEN_BYTES * nshares > SEEN_BYTES
 
 
 def is_long(pending: Pending) -> bool:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, WriteBatch
 from tep.core.handles import Transfer
-from tep.core.posting import IN_TURN_ROWS, SEEN_BYTES, Pending
+from tep.core.posting import IN_TURN_ROWS, Pending, is_seen
 from tep.core.regions import Job, Remote, Targets, shifted, summand
 
 __all__ = ["Dealt", "Laid", "Part", "Ready"]
@@ -100,8 +100,8 @@ class Dealt:
         self.in_turn = len(parts) > len({part.domain for part in parts}) and any(
             part.n > IN_TURN_ROWS for part in parts
         )
-        least = SEEN_BYTES * max(2, len(parts))
-        self.is_watched = isinstance(parts[0].nics, int) and sum(p.total for p in parts) >= least
+        total = sum(part.total for part in parts)
+        self.is_watched = isinstance(parts[0].nics, int) and is_seen(len(parts), total)
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
         self.kept: list[Pending] = []

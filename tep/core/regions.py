@@ -154,16 +154,6 @@ class MrView(MrHandle):
         return self.root.inflight
 
     @property
-    def readers(self) -> frozenset[int]:  # type: ignore[override]  # the region has it
-        """Same as MrHandle.readers."""
-        return self.root.readers
-
-    @property
-    def given_up(self) -> bool:  # type: ignore[override]  # the region has it
-        """Same as MrHandle.given_up."""
-        return self.root.given_up
-
-    @property
     def quarantined(self) -> tuple[Quarantine, ...]:
         """Same as MrHandle.quarantined, for these bytes; offsets are the view's."""
         at, nbytes = self.start, self.memory.nbytes
@@ -283,7 +273,7 @@ class Job:
         total: bytes of all rows.
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
-        split: the columns are whole writes that NICs share; `shares_of` makes their rows.
+        split: the columns are whole writes that NICs share; `plan_single` makes their rows.
         is_plain: it is neither a read nor a prepared write.
     """
 

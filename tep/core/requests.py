@@ -24,13 +24,13 @@ from tep.base.wire import MrDesc
 from tep.core.handles import Queued
 from tep.core.imm import Burnt, check_imm
 from tep.core.path import Link
-from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
+from tep.core.plan import ROW_BYTES_MAX, is_one_row, plan_single
 from tep.core.regions import Job, MrHandle, Places, Remote, Targets, check_source
 
 __all__ = [
     "DEFAULT", "ImmArg", "ReadJob", "Slices", "barrier_job", "check_pair", "check_sink",
     "imm_column", "longest_row", "no_pair", "paged_job", "paged_read_job", "scatter_job",
-    "shares_of", "single_job", "single_read_job", "slices_of",
+    "single_job", "single_read_job", "slices_of",
 ]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
@@ -286,14 +286,6 @@ def longest_row(job: Job, nlocal: int) -> int:
         slices = list(zip(job.nbytes.tolist(), job.remotes.nics, strict=True))
     plans = (plan_single(nbytes, nlocal, nics, 0, job.routing) for nbytes, nics in slices)
     return max(share.stop - share.start for plan in plans for share in plan.shares)
-
-
-def shares_of(
-    job: Job, nremote: int, nbytes: int, nlocal: int, cursor: int
-) -> tuple[tuple[Share, ...], int]:
-    """Shards of one byte-sharded slice, and where the cursor goes."""
-    plan = plan_single(nbytes, nlocal, nremote, cursor, job.routing)
-    return plan.shares, plan.cursor
 
 
 def _check_routing(verb: str, routing: Routing, nlocal: int) -> None:

@@ -22,7 +22,7 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.posting.LONG_BYTES": (40,),
     "core.posting.PIECE_BYTES": (16, 64),
     "core.posting._PIECES_MAX": (1000,),  # no least part of a transfer, where it has few rows
-    "core.posting._SHARED_ROWS": (1,),
+    "core.posting.SHARED_ROWS": (1,),
     "core.posting._LOOKED_AT": (1,),
     "core.posting._TEMPLATES_MAX": (1,),
     "core.imm._SCALAR_MAX": (1, 3),
@@ -36,6 +36,8 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.handles._TOOK_MAX": (1,),
     "engine.worker._SCALAR_MAX": (1, 3),
     "sim.chaos_target.CONTROL_BYTES": (340,),  # few values fit a control message
+    "core.posting.SEEN_BYTES": (8,),
+    "core.group.SHARED_ROWS": (1,),
 }
 """Small values of each constant; its own value is meant where a scenario does not name it."""
 

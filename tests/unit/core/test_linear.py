@@ -1,4 +1,4 @@
-"""Ending many handles costs as much for each of them as for one: counted, not timed."""
+"""Many open transfers cost as much each as one does, also to end them: counted, not timed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import tep
 from tep.core.handles import Handle
+from tests.bench.bench_open import KINDS, measure
 from tests.support.inside import machine_of
 from tests.support.opcodes import Opcodes
 from tests.support.pairs import Pair, pair
@@ -81,3 +82,11 @@ def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
     half, whole = (cost(monkeypatch, n, make, cancel) for n in (500, 1_000))
 
     assert whole < 2.3 * half
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_a_transfer_costs_the_same_however_many_are_open(what: str) -> None:
+    """A server with 10^5 requests in flight would get slower with each of them."""
+    few, many = (measure(what, n).calls for n in (200, 3_000))
+
+    assert many < 1.05 * few
