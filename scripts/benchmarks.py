@@ -46,6 +46,16 @@ def _figures(data: Any) -> list[Row]:
     ]
 
 
+def _busy(data: Any) -> list[Row]:
+    """Return the figures of `tep bench busy`, with their worst rounds."""
+    worst = {one["what"]: _number(one["worst"]) for one in data["figures"]}
+    return [
+        {"what": row["what"], "median": row["median"], "best": row["best"]}
+        | {"worst": worst[str(row["what"])], "aim": row["aim"]}
+        for row in _figures(data)
+    ]
+
+
 def _aim(one: Mapping[str, Any]) -> str:
     if one["aim"] is None:
         return ""
@@ -234,6 +244,15 @@ BENCHES: Final[dict[str, Bench]] = {
         "given as plain arrays. What these NICs take themselves is in every figure; the rows of "
         "null NICs alone say how much it is.",
         _engine_short,
+    ),
+    "busy": Bench(
+        "Beside a busy program",
+        _bench("tep bench busy"),
+        _busy,
+        "Two processes of this host; the load computes in the sender, in the receiver or in both. "
+        "Ratios are to the figure alone in the same round. A load in another process takes cores "
+        "and never the interpreter. [What it means](../concepts/busy.md).",
+        lambda data: [row for row in _busy(data) if "sender" not in str(row["what"])],
     ),
     "verbs-stub": Bench(
         "Over libibverbs",

@@ -261,7 +261,7 @@ def busy_figures(fabric: str, rounds: int = 5) -> Iterator[Figure]:
 
 
 def _figure(what: str, found: list[float], unit: str, aim: float | None = None) -> Figure:
-    less = unit == "us" or (aim or 0) > 1
+    less = _TRIP in what and unit != _KEEPS
     return Figure(
         what=what,
         value=statistics.median(found),

@@ -339,9 +339,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     envs = os.environ.get("TEP_PEER_ENVS")
     parser.add_argument("--envs", type=Path, default=envs, help="of peers: ENVS/nixl/bin/python")
+    parser.add_argument("--busy", action="store_true", help="a thread computes in each process")
     parser.add_argument("--rounds", type=int, default=9, help="3 or more")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if args.busy:
+        os.environ["TEP_BENCH_BUSY"] = "1"  # for the players
     try:
         found = peer_rows(find_peers(args.peer, args.envs and Path(args.envs)), args.rounds)
     except (LookupError, UsageError) as error:
