@@ -79,8 +79,9 @@ def router(servers):
 
 def ask(url, body=None):
     raw = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, raw, {"Content-Type": "application/json"})  # noqa: S310
-    with urllib.request.urlopen(request, timeout=60) as found:  # noqa: S310  # this machine's
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, raw, kind)  # noqa: S310  # a server of this test
+    with urllib.request.urlopen(request, timeout=60) as found:  # noqa: S310  # the same
         return found.read()
 
 
