@@ -4,9 +4,14 @@ here. And simulate a machine of yours: its profile, and changes to it.
 
 from __future__ import annotations
 
+import importlib
+import json as jsonlib
 import re
+import runpy
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +19,7 @@ from tep.base.errors import UsageError
 from tep.cli.show import Json, OutFile, Ray, busy, emit_json, print_table, progress, refuse_unused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tep.rendezvous import Place as RankPlace
     from tep.sim.row_log import RowLog
@@ -234,6 +239,93 @@ def whatif(
         emit_json(rows)
     else:
         print_table(f"{profile}, changed", list(rows[0]), rows)
+
+
+@app.command("sweep")
+def sweep_(
+    function: Annotated[
+        str, typer.Argument(help="FILE.py:NAME or MODULE:NAME; it takes the names and `seed`.")
+    ],
+    grid: Annotated[list[str], typer.Argument(help="NAME=VALUE,VALUE,... e.g. nbytes=4096,65536")],
+    seeds: Annotated[int, typer.Option(min=1, help="Of each point, from 0 on.")] = 1,
+    guessed: Annotated[
+        float, typer.Option(min=1.0, help="Also with the profile's guesses so much off.")
+    ] = 1.0,
+    processes: Annotated[int | None, typer.Option(min=1, help="None: one a core.")] = None,
+    out: Annotated[Path | None, OutFile("--out", help="The table: .csv or .json.")] = None,
+    resume: Annotated[
+        Path | None, OutFile("--resume", help="Keep runs here, and make none twice.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Call a function at every point of a grid; medians over the seeds, and intervals."""
+    from tep.sim.sweeps import sweep
+
+    with progress("runs", 1, quiet=json) as bar:
+
+        def done(count: int, total: int) -> None:
+            bar.update(bar.task_ids[0], completed=count, total=total)
+
+        table = sweep(
+            Named(function),
+            _grid(grid),
+            seeds=seeds,
+            guessed=guessed,
+            processes=processes,
+            path=resume,
+            done=done,
+        )
+    if out is not None:
+        table.write(out)
+    if json:
+        emit_json(list(table.rows))
+    else:
+        rows = [
+            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+            for row in table.rows
+        ]
+        print_table(function, list(rows[0]), rows)
+
+
+def _grid(words: list[str]) -> dict[str, list[object]]:
+    """Read NAME=VALUE,VALUE; a value is JSON, or else text."""
+    grid: dict[str, list[object]] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if not (name.isidentifier() and equals and values):
+            raise typer.BadParameter(f"{word!r}: NAME=VALUE,VALUE,... is asked for")
+        for text in values.split(","):
+            try:
+                value = jsonlib.loads(text)
+            except ValueError:
+                value = text
+            grid.setdefault(name, []).append(value)
+    return grid
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function by its place, which each process loads for itself."""
+
+    place: str
+
+    def __call__(self, **arguments: object) -> Any:
+        """Call it."""
+        return _loaded(self.place)(**arguments)
+
+
+@cache
+def _loaded(place: str) -> Callable[..., Any]:
+    where, _, name = place.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            found = runpy.run_path(where)[name]
+        else:
+            found = getattr(importlib.import_module(where), name)
+    except (OSError, ImportError, AttributeError, KeyError, ValueError) as error:
+        raise UsageError(f"{place}: FILE.py:NAME or MODULE:NAME is asked for") from error
+    function: Callable[..., Any] = found
+    return function
 
 
 def _search(

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from tep.sim.profile import profile_names as profiles
     from tep.sim.programs import Incarnation
     from tep.sim.row_log import RowLog
+    from tep.sim.sweeps import sweep
     from tep.sim.timing import TimingFabric
 
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
     "FlowFabric", "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart",
     "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "TimingFabric",
-    "current_env", "load_profile", "profiles", "run",
+    "current_env", "load_profile", "profiles", "run", "sweep",
 ]  # fmt: skip
 
 _ROOMS = {
@@ -61,6 +62,7 @@ _ROOMS = {
     "profile": ("Profile", "load_profile", "profiles"),
     "programs": ("Incarnation",),
     "row_log": ("RowLog",),
+    "sweeps": ("sweep",),
     "timing": ("TimingFabric",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

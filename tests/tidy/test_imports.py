@@ -85,6 +85,7 @@ def test_only_the_drivers_have_threads() -> None:
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
     A launch waits for its ranks in an event loop, also in a notebook, whose cells run inside one.
     bench/busy.py measures beside threads that compute; pace.py asks which thread is running.
+    A sweep feeds its processes, and runs no engine beside that.
 
     The shipped tests may: they play the users.
     """
@@ -97,6 +98,7 @@ def test_only_the_drivers_have_threads() -> None:
         "tep/compat/nixl/listener.py",
         "tep/integrations/weights/member.py",
         "tep/rendezvous/launch.py",
+        "tep/sim/sweeps.py",
     }
     homes = ["threading", "_thread", "concurrent.futures"]
     locks = {"threading", "threading.Lock", "threading.RLock"}

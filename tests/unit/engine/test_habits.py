@@ -30,6 +30,7 @@ from tep.host.nics import Found
 from tep.observe.trace import Mark
 from tep.rendezvous.ranks import AsyncGroup
 from tep.sim.driver import SimDriver
+from tep.sim.sweeps import Table
 from tests.support.pairs import pair
 
 ROOMS = (tep, tep.rendezvous, tep.sim)
@@ -174,6 +175,7 @@ def simulators() -> list[object]:
         sim.Faults(),
         sim.Network(),
         sim.load_profile("cx7_400"),
+        Table(({"x": 1, "value": 2.5},)),
         sim.Clog("a", 0, 5),
         sim.Cut("a", 0, "b", 1, 5),
         sim.Drift("a", 100, 5),

@@ -1,0 +1,193 @@
+"""Sweeps: a function of a simulation at every point of a grid, with intervals, on all cores.
+
+Nothing is simulated here. Rule: a row depends on its point, the seeds and the guessed numbers
+alone; how many processes there are, and what an earlier sweep left behind, changes only the time.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from tep.base.checks import check_int
+from tep.base.errors import UsageError
+from tep.sim.profile import FIELDS, Profile, load_profile
+
+__all__ = ["Table", "doubts", "sweep"]
+
+Values = Mapping[str, float]
+
+
+class _Run(NamedTuple):
+    """One call: its point, its seed, and the guessed number that is another one, if any is."""
+
+    point: dict[str, Any]
+    seed: int
+    doubt: str = ""
+
+    @property
+    def key(self) -> str:
+        """The run as text, for the file of runs; a profile is its name."""
+        point = {k: v.name if isinstance(v, Profile) else v for k, v in self.point.items()}
+        return json.dumps([point, self.seed, self.doubt], default=repr)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The results of a sweep.
+
+    Attributes:
+        rows: one a point: its values by name; then for each figure its median over the seeds, and
+            under "NAME low" and "NAME high" the least and the most of all its runs; and `runs`,
+            how many these were.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write a .csv or a .json.
+
+        Raises:
+            UsageError: another kind of file.
+        """
+        path = Path(path)
+        if path.suffix not in {".csv", ".json"}:
+            raise UsageError(f"table {path}: .csv or .json is asked for")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".json":
+                json.dump(self.rows, file, indent=1, default=repr)
+            else:
+                table = csv.DictWriter(file, list(self.rows[0]))
+                table.writeheader()
+                table.writerows(self.rows)
+
+    def frame(self) -> Any:
+        """Return a pandas DataFrame, where pandas is installed."""
+        return importlib.import_module("pandas").DataFrame(self.rows)
+
+
+def sweep(
+    function: Callable[..., float | Values],
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    seeds: int = 1,
+    guessed: float = 1.0,
+    processes: int | None = None,
+    path: str | PathLike[str] | None = None,
+    done: Callable[[int, int], object] = lambda _done, _all: None,
+) -> Table:
+    """Call a function at every point of a grid, for every seed.
+
+    Args:
+        function: takes the names of the grid and `seed` by name; returns one figure, or several by
+            name. It is pickled for other processes: a function of a module, not a lambda.
+        grid: name -> its values.
+        seeds: so many, from 0 on.
+        guessed: more than 1: each point with a `profile` is also run with each number that the
+            profile calls guessed so many times as large, and as small, which widens its interval.
+        processes: how many work; None: one a core; 1: this one.
+        path: a file that gets each run as it ends; runs that it has are not made again.
+        done: called with the number of runs that have ended, and of all.
+
+    Raises:
+        UsageError: an empty grid, or numbers that cannot be.
+    """
+    check_int("sweep: seeds", seeds, 1)
+    if guessed < 1:
+        raise UsageError(f"sweep: guessed={guessed}; a factor of 1 or more")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    plans = [[_Run(p, s) for s in range(seeds)] + list(_doubted(p, guessed)) for p in points]
+    if not points:
+        raise UsageError(f"sweep: no point: {dict(grid)}")
+    runs = [run for plan in plans for run in plan]
+    found = _read(path)
+    missing = [run for run in runs if run.key not in found]
+    with ExitStack() as stack:
+        log = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
+        done(len(runs) - len(missing), len(runs))
+        for count, (run, values) in enumerate(_called(function, missing, processes), 1):
+            found[run.key] = values
+            if log is not None:
+                log.write(json.dumps({"run": run.key, "values": values}) + "\n")
+                log.flush()
+            done(len(runs) - len(missing) + count, len(runs))
+    return Table(tuple(_row(plan, found) for plan in plans))
+
+
+def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
+    """Yield the profiles in which one guessed number is `factor` times as large, or as small."""
+    for field, number in profile.numbers.items():
+        value = getattr(profile, field)
+        for times in (factor, 1 / factor):
+            other = max(FIELDS[field].least, round(value * times))
+            if number.confidence != "guessed" or other == value:
+                continue
+            try:
+                yield f"{FIELDS[field].path} x {times:.3g}", replace(profile, **{field: other})
+            except UsageError:
+                continue  # it contradicts another number
+
+
+def _doubted(point: Mapping[str, Any], factor: float) -> Iterator[_Run]:
+    given = point.get("profile")
+    if factor > 1 and given is not None:
+        profile = given if isinstance(given, Profile) else load_profile(given)
+        for what, other in doubts(profile, factor):
+            yield _Run({**point, "profile": other}, 0, what)
+
+
+def _read(path: str | PathLike[str] | None) -> dict[str, Values]:
+    """Read the runs that a file has; a line that was not written to its end is none."""
+    found: dict[str, Values] = {}
+    if path is not None and Path(path).exists():
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+                found[entry["run"]] = entry["values"]
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
+
+
+def _called(
+    function: Callable[..., float | Values], runs: Sequence[_Run], processes: int | None
+) -> Iterator[tuple[_Run, Values]]:
+    """Yield runs as they end."""
+    count = min(len(runs), processes or os.cpu_count() or 1)
+    if count < 2:
+        for run in runs:
+            yield run, _values(function, run)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        begun = {pool.submit(_values, function, run): run for run in runs}
+        for ended in as_completed(begun):
+            yield begun[ended], ended.result()
+
+
+def _values(function: Callable[..., float | Values], run: _Run) -> dict[str, float]:
+    found = function(**run.point, seed=run.seed)
+    return dict(found) if isinstance(found, Mapping) else {"value": found}
+
+
+def _row(plan: Sequence[_Run], found: Mapping[str, Values]) -> dict[str, Any]:
+    all_values = [found[run.key] for run in plan]
+    seeded = [found[run.key] for run in plan if not run.doubt]
+    row: dict[str, Any] = dict(plan[0].point)
+    for name in all_values[0]:
+        row[name] = median(values[name] for values in seeded)
+        row[f"{name} low"] = min(values[name] for values in all_values)
+        row[f"{name} high"] = max(values[name] for values in all_values)
+    return row | {"runs": len(plan)}

@@ -1,0 +1,124 @@
+"""Sweeps: every point once, on any number of processes, with intervals of seeds and of guesses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tep.base.errors import UsageError
+from tep.cli import app
+from tep.sim import load_profile, sweep
+from tep.sim.sweeps import Table, doubts
+
+GRID = {"size": [2, 3], "name": ["a", "b"]}
+
+
+def area(size: int, name: str, seed: int) -> dict[str, float]:
+    """A figure of a point; another one for each seed."""
+    return {"area": size * size + seed, "ends": float(len(name))}
+
+
+def latency(profile: Any, seed: int) -> float:
+    """The latency of a profile, by name or as it is."""
+    return float((load_profile(profile) if isinstance(profile, str) else profile).latency_ps + seed)
+
+
+def test_every_point_is_a_row_with_its_interval() -> None:
+    """A median without its spread is believed to the last digit."""
+    table = sweep(area, GRID, seeds=3, processes=1)
+
+    assert [(2, "a"), (2, "b"), (3, "a"), (3, "b")] == [(r["size"], r["name"]) for r in table.rows]
+    first = {"size": 2, "name": "a", "area": 5, "area low": 4, "area high": 6}
+    assert first | {"ends": 1.0, "ends low": 1.0, "ends high": 1.0, "runs": 3} == table.rows[0]
+
+
+def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
+    """A table that depended on the machine it was made on could not be checked on another."""
+    seen: list[tuple[int, int]] = []
+    two = sweep(area, GRID, seeds=2, processes=2, done=lambda *count: seen.append(count))
+
+    assert sweep(area, GRID, seeds=2, processes=1) == two
+    assert [(k, 8) for k in range(9)] == seen
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """A day of runs must not be lost with the terminal that showed them."""
+    path, calls = tmp_path / "runs.jsonl", list[int]()
+
+    def counted(size: int, name: str, seed: int) -> float:
+        calls.append(seed)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return float(size)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(counted, GRID, processes=1, path=path)
+    with path.open("a") as file:
+        file.write('{"run": "cut o')
+    again = sweep(counted, GRID, processes=1, path=path)
+
+    assert 2 + 1 + 2 == len(calls)
+    assert [2.0, 2.0, 3.0, 3.0] == [row["value"] for row in again.rows]
+
+
+def test_guessed_numbers_widen_the_interval_and_move_no_median() -> None:
+    """What nobody has measured is the largest doubt about most predictions."""
+    (row,) = sweep(latency, {"profile": ["efa_2x200"]}, seeds=3, guessed=1.5, processes=1).rows
+    profile = load_profile("efa_2x200")
+    guesses = [n for n in profile.numbers.values() if n.confidence == "guessed"]
+
+    assert "guessed" == profile.numbers["latency_ps"].confidence
+    assert profile.latency_ps + 1 == row["value"]
+    assert round(1.5 * profile.latency_ps) == row["value high"]
+    assert round(profile.latency_ps / 1.5) == row["value low"]
+    assert 3 < row["runs"] <= 3 + 2 * len(guesses)
+    assert {"wire.latency x 1.5", "wire.latency x 0.667"} <= {w for w, _ in doubts(profile, 1.5)}
+
+
+def test_a_table_is_written_for_other_programs(tmp_path: Path) -> None:
+    """A figure that has to be copied by hand is copied wrongly."""
+    table = Table(({"x": 1, "value": 2.5}, {"x": 2, "value": 3.5}))
+    table.write(tmp_path / "t.csv")
+    table.write(tmp_path / "t.json")
+
+    assert "x,value\n1,2.5\n2,3.5\n" == (tmp_path / "t.csv").read_text().replace("\r", "")
+    assert list(table.rows) == json.loads((tmp_path / "t.json").read_text())
+    with pytest.raises(UsageError, match=r"\.csv or \.json is asked for"):
+        table.write(tmp_path / "t.txt")
+
+
+@pytest.mark.parametrize(
+    ("grid", "more", "why"),
+    [
+        ({"size": []}, {}, "no point"),
+        (GRID, {"seeds": 0}, "seeds"),
+        (GRID, {"guessed": 0.5}, "guessed=0.5"),
+    ],
+)
+def test_sweeps_that_cannot_be_are_refused(grid: Any, more: Any, why: str) -> None:
+    """An empty table looks like a result."""
+    with pytest.raises(UsageError, match=why):
+        sweep(area, grid, processes=1, **more)
+
+
+def test_the_command_sweeps_a_function_of_a_file_or_module(tmp_path: Path) -> None:
+    """The shell loop that it replaces printed no interval and used one core."""
+    mine, out = tmp_path / "mine.py", tmp_path / "t.json"
+    mine.write_text("def twice(x, seed):\n    return 2 * x\n")
+    words = ["sim", "sweep", f"{mine}:twice", "x=1,2", "--processes", "1", "--json"]
+    found = CliRunner().invoke(app, [*words, "--out", str(out)])
+
+    assert 0 == found.exit_code, found.output
+    assert [2, 4] == [row["value"] for row in json.loads(found.stdout)]
+    assert json.loads(found.stdout) == json.loads(out.read_text())
+    for wrong, why in (("x", "NAME=VALUE"), ("=3", "NAME=VALUE")):
+        refused = CliRunner().invoke(app, ["sim", "sweep", f"{mine}:twice", wrong])
+        assert 2 == refused.exit_code
+        assert why in refused.output
+    for place in ("none.py:twice", f"{mine}:thrice", "tep:none", "twice"):
+        refused = CliRunner().invoke(app, ["sim", "sweep", place, "x=1", "--processes", "1"])
+        assert isinstance(refused.exception, UsageError)
