@@ -331,6 +331,15 @@ def test_a_socket_of_another_user_is_not_believed(folder: Path) -> None:
     thread.join()
 
 
+def test_a_user_is_told_from_a_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whose group has another number would be shown none of the own processes."""
+    thread = _served(folder / "7.a", b"{}")
+    monkeypatch.setattr(sight, "_peer_of", lambda _: (7, os.geteuid(), os.geteuid() + 1))
+
+    assert {} == sight.ask(sight.Found(7, folder / "7.a", os.geteuid()), "top")
+    thread.join()
+
+
 @pytest.mark.parametrize(("user", "answered"), [(0, True), (4711, True), (4712, False)])
 def test_root_and_the_owner_may_ask_and_nobody_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, user: int, answered: bool

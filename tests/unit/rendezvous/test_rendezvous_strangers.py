@@ -143,15 +143,17 @@ def test_bytes_that_no_decoder_likes_end_one_connection(body: bytes) -> None:
 def test_silent_strangers_are_bounded_and_keep_nobody_out(capfd, monkeypatch) -> None:
     """Idle connections took all descriptors of rank 0, and no rank could join any more."""
     monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 8)
+    monkeypatch.setattr("tep.rendezvous.door.STRANGER_S", 1e9)  # their number ends them, not time
 
     async def main() -> tuple[int, list[list[bytes]]]:
         zero, port = begin(2)
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        while len([1 for reader, _ in crowd if reader.at_eof()]) < 50 - 8:
-            for reader, _ in crowd:
-                if reader._buffer:
-                    await reader.read(len(reader._buffer))
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while len([1 for reader, _ in crowd if reader.at_eof()]) < 50 - 8:
+                for reader, _ in crowd:
+                    if reader._buffer:
+                        await reader.read(len(reader._buffer))
+                await asyncio.sleep(0)
         inside = sum(not reader.at_eof() for reader, _ in crowd)
         groups = [await rendezvous.join_async(place(1, 2, port), timeout_s=20.0), await zero]
         found = await asyncio.gather(*(group.all_gather(b"%d" % group.rank) for group in groups))
