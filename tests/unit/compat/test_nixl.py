@@ -11,14 +11,16 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tep
 from tep.compat import nixl
 from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
-from tep.compat.nixl.wire import Grant, encode
+from tep.compat.nixl.wire import Grant, Region, encode
 from tests.abi import make_nixl_api
 
 RECORD = json.loads(Path(make_nixl_api.__file__).with_name("nixl_api.json").read_text("utf-8"))
@@ -335,11 +337,55 @@ def test_errors_are_nixls(world, name):
         ERRORS[name](world)
 
 
+def test_what_is_registered_in_part_is_given_back(world, monkeypatch):
+    """Memory would stay registered, and pinned, that no list names."""
+    engine, made, back = world.a.engine, [], []
+    reg_mr, deregister = engine.reg_mr, engine.deregister
+
+    def second_fails(memory, **rights):
+        if made:
+            raise tep.FabricError("no room", code="PROVIDER")
+        made.append(reg_mr(memory, **rights))
+        return made[0]
+
+    monkeypatch.setattr(engine, "reg_mr", second_fails)
+    monkeypatch.setattr(engine, "deregister", lambda mr: (back.append(mr), deregister(mr)))
+    spare = np.zeros(8192, np.uint8)
+    regs = [(spare.ctypes.data + at, 4096, 0, "") for at in (0, 4096)]
+    with pytest.raises(bindings.nixlBackendError, match="no room"):
+        world.a.register_memory(regs, "DRAM")
+
+    assert [mr for mr, _ in made] == back
+
+
+def test_a_tag_is_looked_for_in_front_unless_told_otherwise(world):
+    """The notification of another request would be taken for this one's."""
+    for message in (b"tag: 1", b"about a tag"):
+        world.a.send_notif("B", message)
+    world.notifs(2)
+
+    assert not world.b.check_remote_xfer_done("A", b"a tag")
+    assert world.b.check_remote_xfer_done("A", b"a tag", tag_is_prefix=False)
+    assert world.b.check_remote_xfer_done("A", b"tag")
+    assert not world.b.check_remote_xfer_done("A", b"tag", tag_is_prefix=False), "both are taken"
+
+
+def test_regions_travel_without_the_names_of_their_fields():
+    """An agent of the release before could not read them."""
+    region = Region(0, 1 << 40, 4096, 0, b"desc")
+
+    assert [0, 1 << 40, 4096, 0, b"desc"] == msgspec.msgpack.decode(msgspec.msgpack.encode(region))
+
+
 def test_prepared_lists_refuse_what_nixl_refuses(world):
     """An index that is not looked at moves another page."""
     mine = world.a.prep_xfer_dlist("", world.local((0, 8), (8, 8)))
     there = world.a.prep_xfer_dlist("B", world.remote((0, 8), (8, 8)))
-    for sides in ((mine, [0, 1], there, [0]), (mine, [2], there, [0]), (mine, [], there, [])):
+    square = [[0], [1]]
+    for sides in (
+        *((mine, [0, 1], there, [0]), (mine, [2], there, [0]), (mine, [], there, [])),
+        (mine, square, there, square),
+    ):
         with pytest.raises(bindings.nixlInvalidParamError):
             world.a.make_prepped_xfer("READ", *sides)
     with pytest.raises(bindings.nixlInvalidParamError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import msgspec
@@ -170,8 +171,15 @@ def test_a_question_that_is_lost_fails_its_transfer(agents, monkeypatch, kind):
     a, b = agents
     a.reads = False
     lose(a, monkeypatch, kind)
-    with pytest.raises(bindings.nixlRemoteDisconnectError):
-        finish(a, xfer(a, b, "WRITE" if kind is wire.WantGrant else "READ"))
+    handle = xfer(a, b, "WRITE" if kind is wire.WantGrant else "READ")
+    with pytest.raises(bindings.nixlRemoteDisconnectError) as raised:
+        finish(a, handle)
+    if kind is wire.WantGrant:  # nothing of it is on its way
+        raised.value.with_traceback(None)  # its frames have the handle
+        del handle, raised
+        gc.collect()
+        a.get_new_notifs()
+        assert {} == a._requests, "a handle that was dropped is kept for ever"
 
 
 def test_an_answer_that_is_lost_is_asked_for_again(agents, monkeypatch):

@@ -14,7 +14,7 @@ import tep
 from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm import loads
 from tep.integrations.vllm.scheduler import Scheduler
-from tep.integrations.vllm.terms import Asked, Load, Orders, Report, Source, Step, Terms
+from tep.integrations.vllm.terms import Asked, Load, Orders, Report, Source, Step, Terms, Told, Want
 from tep.integrations.vllm.worker import Worker
 
 TOKENS, BLOCK_BYTES, BLOCKS = 16, 1 << 18, 8
@@ -144,6 +144,32 @@ def test_only_the_prefiller_says_which_process_it_is(halves):
 
     assert load.ok
     assert (decoder.memory[1:3] == 7).all()
+
+
+def test_an_answer_counts_only_from_whom_was_asked_and_about_that(halves):
+    """Numbers of questions are small: a stranger would end the loads of others."""
+    prefiller, decoder = halves
+    where = source("k", prefiller.engine.main_address)
+    decoder.worker.obey(Orders(loads=[Load("r", where, ((1, 2),))]))
+    load, (ask,) = decoder.loads._loading["r"].load, decoder.loads._asks.values()
+    other = decoder.engine.main_address
+    for peer, key in ((other, ask.want.key), (ask.addr, "another"), (other, "another")):
+        assert not decoder.loads.answered(peer, Told(ask.want.number, key, "gone", "evil"))
+    assert "open" == load.state
+
+    assert decoder.loads.answered(ask.addr, Told(ask.want.number, ask.want.key, "gone", "true"))
+    assert "open" != load.state
+
+
+def test_what_was_dropped_before_it_was_computed_is_not_kept(halves):
+    """A decoder that gives up early would have its blocks held for a whole lease."""
+    prefiller, decoder = halves
+    states = [
+        prefiller.worker.holds.answer(decoder.engine.main_address, Want(n, "k", kind, True)).state
+        for n, kind in enumerate(("keep", "drop", "keep", "load"))
+    ]
+
+    assert ["kept", "gone", "gone", "gone"] == states
 
 
 @pytest.mark.parametrize("when", ["before", "while it loads"])
