@@ -202,6 +202,37 @@ def test_a_message_that_cannot_be_sent_is_told_at_once_and_alone():
         pair.channel.send(bytes(channel.BODY_MAX + 1))
 
 
+def test_the_name_of_an_agent_that_was_forgotten_is_free(monkeypatch):
+    """An agent that is started again, with another address, would be heard no more."""
+    monkeypatch.setattr(channel, "AGENTS_MAX", 2)
+    net, got = Net(), []
+    engine = net.engine("b")
+    Channels(engine, "B", lambda one, body: got.append((one.name, body)), lambda *_: None)
+    for address, name in (("e0", "A"), ("e1", "C"), ("e2", "D"), ("e3", "A"), ("e2", "D")):
+        own = Channels(net.engine(address), name, lambda *_: None, lambda *_: None)
+        one = own.to("B", engine.main_address.by_address())
+        one.send(address.encode(), lambda: None, lambda _: None)
+        net.end(0, "arrives")
+
+    assert [("A", b"e0"), ("C", b"e1"), ("D", b"e2"), ("A", b"e3")] == got[:4]
+
+
+def test_what_cannot_be_said_to_be_lost_has_one_verdict():
+    """A caller that is told twice fails a request of later."""
+    pair = Pair()
+    pair.send()
+    pair.net.end(0, "lost")
+    while pair.net.waiting:  # tries of it, and that it will not come
+        pair.send()
+        pair.net.end(0, "lost")
+        if pair.sent > 40:
+            break
+    while pair.net.waiting:
+        pair.net.end(0, "lost")
+
+    assert {1} == {len(told) for told in pair.verdicts.values()}
+
+
 NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])
 
 
