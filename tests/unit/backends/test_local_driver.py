@@ -175,6 +175,23 @@ def test_many_threads_wait_at_once(driver: TurnDriver, machine: Machine) -> None
     assert [True] * 6 == results
 
 
+def test_a_wait_takes_over_what_is_left_to_the_worker(
+    driver: TurnDriver, machine: Machine, monkeypatch
+) -> None:
+    """The worker is niced: on busy cores it moves bytes at a third of the caller's pace."""
+    handle = Handle()
+    monkeypatch.setattr(driver, "_ring", lambda: None)  # the worker stays asleep
+    machine.is_busy = True
+    machine.todo.append(lambda: None)
+    driver.kick()  # there is more to do: the worker is to go on
+    machine.settle(handle)
+
+    assert driver.wait(handle, PATIENCE_S)
+    assert threading.get_ident() == machine.turned_by[-1]
+    machine.is_busy = False
+    monkeypatch.undo()
+
+
 def test_threads_that_submit_and_wait_lose_nothing(
     driver: TurnDriver, machine: Machine, monkeypatch
 ) -> None:
