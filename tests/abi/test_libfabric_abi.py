@@ -227,20 +227,21 @@ def test_the_descriptor_record_is_made_of_the_structures():
     from tep.backends.libfabric import slots
 
     fields = slots._RECORD.fields
+    message = fields["p_iov"][1]
     for name, struct, field, base in (
         ("src", C.iovec, "iov_base", 0),
         ("src_len", C.iovec, "iov_len", 0),
         ("dst", ROWS.fi_rma_iov, "addr", 16),
         ("dst_len", ROWS.fi_rma_iov, "len", 16),
         ("rkey", ROWS.fi_rma_iov, "key", 16),
-        ("p_iov", ROWS.fi_msg_rma, "msg_iov", slots._MSG_AT),
-        ("p_desc", ROWS.fi_msg_rma, "desc", slots._MSG_AT),
-        ("iov_count", ROWS.fi_msg_rma, "iov_count", slots._MSG_AT),
-        ("peer", ROWS.fi_msg_rma, "addr", slots._MSG_AT),
-        ("p_rma", ROWS.fi_msg_rma, "rma_iov", slots._MSG_AT),
-        ("rma_count", ROWS.fi_msg_rma, "rma_iov_count", slots._MSG_AT),
-        ("context", ROWS.fi_msg_rma, "context", slots._MSG_AT),
-        ("data", ROWS.fi_msg_rma, "data", slots._MSG_AT),
+        ("p_iov", ROWS.fi_msg_rma, "msg_iov", message),
+        ("p_desc", ROWS.fi_msg_rma, "desc", message),
+        ("iov_count", ROWS.fi_msg_rma, "iov_count", message),
+        ("peer", ROWS.fi_msg_rma, "addr", message),
+        ("p_rma", ROWS.fi_msg_rma, "rma_iov", message),
+        ("rma_count", ROWS.fi_msg_rma, "rma_iov_count", message),
+        ("context", ROWS.fi_msg_rma, "context", message),
+        ("data", ROWS.fi_msg_rma, "data", message),
     ):
         assert base + getattr(struct, field).offset == fields[name][1], name
 

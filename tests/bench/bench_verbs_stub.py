@@ -79,7 +79,7 @@ class _Rig:
         self.group = self.here.add_peer_group([peer.main_address for peer in self.peers])
         end_s = time.monotonic() + _WARM_S
         domains = [self.domain(engine) for engine in (self.here, *self.peers)]
-        while not all(all(domain.connections) for domain in domains):
+        while not all(all(domain.peers.up) for domain in domains):
             self.turn()
             assert time.monotonic() < end_s, "the stub does not connect"
         post = domains[0].post
@@ -174,7 +174,7 @@ def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) ->
     rig = _Rig(stub, 1, _PAGE_BYTES)
     there = rig.peers[0]
     domain = rig.domain(there)
-    conn = domain.connections[0]
+    conn = domain.peers.up[0]
     assert conn is not None
     qpn, _ = conn.ids[1]
 

@@ -25,6 +25,7 @@ from tep.sim.timing import Node as TimingNode
 from tep.sim.timing import TimingFabric
 from tep.testing.world import Ability, Node, World
 from tests.support.loopbacks import MortalLoopback, open_made
+from tests.verbs.rig import die
 
 _TOKEN: Final = 0x7E57  # one number for all test hubs: equal worlds have equal addresses
 _CHAOS_TURN_PS: Final = 250 * PS_PER_NS  # about one undisturbed flight
@@ -232,7 +233,7 @@ class VerbsWorld(World):
 
     def kill(self, node: Node) -> None:
         for domain in node.domains:
-            _verbs(domain).die()
+            die(_verbs(domain))
 
     def restart(self, node: Node) -> Opened:
         assert isinstance(node, Opened), node

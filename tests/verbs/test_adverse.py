@@ -15,7 +15,7 @@ from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
 from tep.memory.source import adapt
 from tests.support.vm.shape import delay_by_queue_pair, netem, port_band
-from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
+from tests.verbs.rig import FAST, buffer, engine, machine, nics, noise, pages, pair
 
 PAGE = 4 * KiB
 
@@ -35,10 +35,10 @@ def test_spray_counts_do_not_need_order(soft_devices):
     order, early = [], []
     peer = a.connect(b.address)
     end_s = time.monotonic() + 20
-    while a._peers.up[peer] is None and time.monotonic() < end_s:
+    while a.peers.up[peer] is None and time.monotonic() < end_s:
         assert 0 == a.poll(out) + b.poll(out)
     # The fewer queue pairs share a delay, the shorter it is: nearly all rows have to be overtaken.
-    (left,), (right,) = (set(domain._peers.conns.values()) for domain in (a, b))
+    (left,), (right,) = (set(domain.peers.conns.values()) for domain in (a, b))
     shared = Counter(port_band(q[0], r[0], 16) for q, r in zip(left.ids[1:], right.ids[1:]))
     shortest_first = sorted(range(16), key=lambda band: shared[band] or 99)
     delays_ms = [20 * shortest_first.index(band) for band in range(16)]
@@ -109,7 +109,7 @@ def test_no_receives_hold_the_sender_until_there_are_some(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         alone_s = time.monotonic() + 0.3
         while time.monotonic() < alone_s:
-            a._machine.step()
+            machine(a).step()
         held = not sent.finished
         got = b.expect_imm_count(2, 64)
         got.wait(20)
@@ -126,8 +126,8 @@ def test_no_receives_for_too_long_is_an_error_that_says_so(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         end_s = time.monotonic() + 20
         while not sent.finished and time.monotonic() < end_s:
-            a._machine.step()
-            a._machine.deliver()
+            machine(a).step()
+            machine(a).deliver()
         with pytest.raises(FabricError, match="not being turned") as caught:
             sent.result()
 
@@ -167,7 +167,7 @@ def test_both_ends_connect_at_the_same_time(devices):
             for handle in (sent, back, there_got, here_got):
                 handle.wait(20)
 
-            assert [2] == [len(d._peers.conns) for d in a._domains]
+            assert [2] == [len(d.peers.conns) for d in nics(a)]
 
 
 def test_a_scatter_meets_peers_that_still_connect(devices):
@@ -214,7 +214,7 @@ def test_queue_pairs_are_made_with_the_operations_they_are_for(devices):
     with pair(devices[:1], devices[1:2]) as (a, b):
         (mr, _), (_, desc) = a.reg_mr(noise(PAGE)), b.reg_mr(buffer(PAGE))
         a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
-        device = a._domains[0].device
+        device = nics(a)[0].device
 
     assert 64 == device.wqe_bytes
     assert 28 == device.inline_max

@@ -34,7 +34,7 @@ from tep.backends.ffi.ibverbs import ENUMS, Struct
 from tep.backends.ffi.libc import Timer
 from tep.backends.handing import hand_out
 from tep.backends.ibevents import Events, rights
-from tep.backends.verbs.conns import Conn, Queues
+from tep.backends.verbs.conns import Queues
 from tep.backends.verbs.device import Device, peer_bytes, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of
 from tep.backends.verbs.messages import Datagrams, Messages
@@ -81,6 +81,7 @@ class VerbsDomain:
         cuda: whether CUDA memory can be registered.
 
     Attributes:
+        peers: who it knows, and the connections with them.
         spares: devices of the engine's other NICs.
         depths: of its queues.
     """
@@ -127,7 +128,7 @@ class VerbsDomain:
         self._write_bytes_max = self.caps.max_write_bytes
         self._credits, self._read_credits = depths.rows, depths.reads
         queues = Queues(self._cq, imms.srq, self._messages.srq, depths)
-        self._peers = Peers(
+        self.peers = Peers(
             device,
             queues,
             self._messages,
@@ -137,8 +138,8 @@ class VerbsDomain:
             self._on_devices,
             self._link_lost,
         )
-        self._writer, self._up = self._peers.writer, self._peers.writer.up
-        self._poller = Poller(device, self._cq, imms, self._peers, self._ready, self._queues_failed)
+        self._writer, self._up = self.peers.writer, self.peers.writer.up
+        self._poller = Poller(device, self._cq, imms, self.peers, self._ready, self._queues_failed)
         self._poll_cq, self._wc_ptr = device.data.poll_cq, self._poller.wc_ptr
         orphan_at_fork(self)
 
@@ -200,7 +201,7 @@ class VerbsDomain:
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
-        return self._peers.connect(peer)
+        return self.peers.connect(peer)
 
     # --- writes
 
@@ -242,14 +243,14 @@ class VerbsDomain:
             conn = self._up[peer]
             if conn is not None:
                 return writer.post_up(conn, batch, start, stop)
-            self._peers.hold(peer, batch, start, stop)
+            self.peers.hold(peer, batch, start, stop)
         elif not writer.scatter(batch, start, stop):
             for row, one in enumerate(peer[start:stop].tolist(), start):
                 conn = self._up[one]
                 if conn is not None:
                     writer.post_loose([conn], batch, row)
                 else:
-                    self._peers.hold(one, batch, row, row + 1)
+                    self.peers.hold(one, batch, row, row + 1)
         return stop - start
 
     def _fail(self, batch: Batch, start: int, stop: int, status: Status) -> int:
@@ -284,11 +285,11 @@ class VerbsDomain:
             peer = int(peer[start])
         conn = self._up[peer]
         if conn is None:
-            self._peers.hold(peer, batch, start, stop)
+            self.peers.hold(peer, batch, start, stop)
         else:
             taken = self._writer.post_reads(conn, batch, start, stop)
             if start + taken < stop:
-                self._peers.keep(peer, batch, start + taken, stop)
+                self.peers.keep(peer, batch, start + taken, stop)
         return stop
 
     # --- messages
@@ -303,9 +304,9 @@ class VerbsDomain:
         slot = self._messages.reserve(payload, ctx)
         if slot is None:
             return False
-        to = self._peers.table[peer]
+        to = self.peers.table[peer]
         if to.live is None or not self._messages.post(slot, to.live):
-            self._peers.hold_message(to, slot)
+            self.peers.hold_message(to, slot)
         return True
 
     def post_recvs(self, nbytes: int, count: int) -> None:
@@ -326,27 +327,27 @@ class VerbsDomain:
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
         assert len(payload) <= self.caps.control_bytes, len(payload)
-        return self._peers.controls.post(self._peers.table[peer], payload, ctx, time.monotonic())
+        return self.peers.controls.post(self.peers.table[peer], payload, ctx, time.monotonic())
 
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
-        return self._peers.controls.unread.take(slot)
+        return self.peers.controls.unread.take(slot)
 
     engine_of = staticmethod(engine_of)
 
     def source(self, number: int) -> bytes:
-        return self._peers.table[number].where.encode()
+        return self.peers.table[number].where.encode()
 
     def fence(self, source: bytes, ctx: int) -> None:
         self._check_open()
-        self._peers.fence(source, ctx)
+        self.peers.fence(source, ctx)
         if self._state is _State.DOWN:  # then no completion will come of what there was
-            self._peers.draining.progress(time.monotonic(), 0, whole=True)
+            self.peers.draining.progress(time.monotonic(), 0, whole=True)
         self._waker()
 
     def unfence(self, source: bytes) -> None:
         self._check_open()
         if self._state is _State.OPEN:
-            self._peers.unfence(source, time.monotonic())
+            self.peers.unfence(source, time.monotonic())
 
     # --- completions
 
@@ -364,7 +365,7 @@ class VerbsDomain:
                 self._polls += 1
                 if self._polls % _EVENTS_EVERY == 0:
                     self._look_at_events()
-            if any(self._peers.work):
+            if any(self.peers.work):
                 self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
             if self._ready and filled < len(out):
                 filled = self._hand_out(out, filled)
@@ -372,10 +373,10 @@ class VerbsDomain:
 
     def _progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Let go on what no completion moves; `n` were read, `whole` if there are no more."""
-        draining = self._peers.draining
+        draining = self.peers.draining
         if draining.conns:
             self._look_at_events()
-        self._peers.progress(now_s, n, whole=whole)
+        self.peers.progress(now_s, n, whole=whole)
         if self._state is _State.DYING and not draining.conns:
             self._go_down()
 
@@ -388,7 +389,7 @@ class VerbsDomain:
     def status_text(self, status: int) -> str:
         said = self._poller.said.get(status, "")
         if status == Status.PROVIDER:
-            said = said or self._writer.refusal or self._peers.trouble
+            said = said or self._writer.refusal or self.peers.trouble
         return says(said, STATUS_TEXT.get(status, ""))
 
     # --- waking
@@ -418,11 +419,11 @@ class VerbsDomain:
         # What came before the request makes no event: look once more.
         n = self._poller.take_all()
         now_s = time.monotonic()
-        if any(self._peers.work):
+        if any(self.peers.work):
             self._progress(now_s, n, whole=n < POLL_MAX)
-        if n > 0 or self._ready or not self._reads or self._peers.has_steps:
+        if n > 0 or self._ready or not self._reads or self.peers.has_steps:
             return False
-        next_s = self._peers.next_s(now_s)
+        next_s = self.peers.next_s(now_s)
         self._wakeup.set_timer(None if next_s is None else next_s - now_s)
         return True
 
@@ -434,11 +435,11 @@ class VerbsDomain:
             elif kind in _BROKEN:
                 self._queues_failed(_BROKEN[kind])
             elif kind == _LAST_WQE:
-                self._peers.draining.take_last(element)
+                self.peers.draining.take_last(element)
             elif kind in _QP_EVENTS:
-                for conn in set(self._peers.conns.values()):
+                for conn in set(self.peers.conns.values()):
                     if conn.holds(element):
-                        self._peers.fail(conn, int(Status.PROVIDER))
+                        self.peers.fail(conn, int(Status.PROVIDER))
 
     def _link_lost(self) -> bool:
         """Whether it is our own port that is down, beside another NIC's that is up.
@@ -454,7 +455,7 @@ class VerbsDomain:
 
     def _queues_failed(self, why: str) -> None:
         """Completions were lost: this NIC can be used no more, nor can it say what had landed."""
-        self._peers.blur(why)
+        self.peers.blur(why)
         self.fail_device(why)
 
     def fail_device(self, why: str = "it was given up") -> None:
@@ -464,35 +465,30 @@ class VerbsDomain:
         self._poller.said[int(Status.NIC_DOWN)] = why
         _LOG.warning("verbs: %s is down: %s", self.device.name, why)
         self._state = _State.DYING
-        self._peers.sink(Status.NIC_DOWN)
-        if not self._peers.draining.conns:
+        self.peers.sink(Status.NIC_DOWN)
+        if not self.peers.draining.conns:
             self._go_down()
 
     def _go_down(self) -> None:
         self._state, self._reads = _State.DOWN, False
         self._wakeup.ignore_device()
-        self._peers.close(Status.NIC_DOWN)
+        self.peers.close(Status.NIC_DOWN)
         self._messages.fail_all(int(Status.NIC_DOWN))
         self._ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
         self._waker()
 
     # --- reports
 
-    @property
-    def connections(self) -> list[Conn | None]:
-        """By PeerId, the connection in use, or None."""
-        return list(self._peers.up)
-
     def describe(self) -> str:
         """Say which device, port and address are in use, and with how many peers."""
-        up = sum(conn is not None for conn in self._peers.up)
+        up = sum(conn is not None for conn in self.peers.up)
         depths = self.depths
         cost = peer_bytes(self.device, depths.rows, depths.reads)
         return (
             f"{self.device.describe()}; {depths.rows} rows, {depths.reads} reads, {depths.imms} "
             f"immediates and {depths.messages_in} messages at a time; a peer takes {cost // 1024} "
             f"KiB of send queues ({self.device.wqe_bytes} bytes a request); {up} of "
-            f"{len(self._peers.table)} peers connected"
+            f"{len(self.peers.table)} peers connected"
         )
 
     # --- the end
@@ -503,20 +499,13 @@ class VerbsDomain:
         if self._state is _State.OPEN:
             self._say_goodbye()
         self._state, self._reads = _State.CLOSED, False
-        self._peers.close(Status.FLUSHED)
+        self.peers.close(Status.FLUSHED)
         self._messages.fail_all(int(Status.FLUSHED))
         self._free()
 
-    def die(self) -> None:
-        """Vanish as a killed process does: peers are told nothing, no completion is handed out."""
-        self._state, self._reads = _State.CLOSED, False
-        self._peers.close(Status.FLUSHED)
-        self._free()
-        self._ready.clear()
-
     def _say_goodbye(self) -> None:
         """Take what has come, tell the peers, and let the datagrams leave."""
-        self._peers.say_goodbye()
+        self.peers.say_goodbye()
         until_s = time.monotonic() + _GOODBYE_S
         while True:
             if not self._poller.take_all() and (

@@ -43,7 +43,7 @@ class Pair:
         self.seen = {"a": [], "b": []}
         self.a.connect(self.b.address)
         self.b.connect(self.a.address)
-        self.until(lambda: self.a.connections[0] and self.b.connections[0])
+        self.until(lambda: self.a.peers.up[0] and self.b.peers.up[0])
 
     def turn(self, *names):
         for name in names or "ab":
@@ -86,12 +86,12 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
     for _ in range(messages):
         assert pair.a.post_send(0, b"in", 1)
     assert imms == pair.write("a", "b", imms, imm=7)
-    to_b = pair.a._peers.table[0].where
+    to_b = pair.a.peers.table[0].where
     for _ in range(0, DATAGRAMS_IN, DATAGRAMS_OUT):
         pair.turn("a")
         for _ in range(DATAGRAMS_OUT):
             pair.a._datagrams.send(to_b, b"no handshake")
-    to_a = pair.b._peers.table[0].where
+    to_a = pair.b.peers.table[0].where
     for _ in range(DATAGRAMS_OUT):
         pair.b._datagrams.send(to_a, b"no handshake")
     assert rows == pair.write("b", "a", rows, rkey=12345)  # one fails, all others are flushed
@@ -99,7 +99,7 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
     reads = pair.b.depths.reads
     batch = ReadBatch(reads, 0, at, key, at, 12345, PAGE, None, 2)
     assert reads == pair.b.post_read(batch, 0, reads) > 0
-    pair.b._peers.drop(pair.b.connections[0])
+    pair.b.peers.drop(pair.b.peers.up[0])
     overruns = stub.count("overruns") - before
     pair.until(lambda: len(pair.ended("b")) == rows)
     pair.until(lambda: len(pair.ended("b", Kind.READ)) == reads)
@@ -125,7 +125,7 @@ def test_a_nic_with_many_peers_that_dies_does_not_overrun_its_queue(stub):
     out, seen = new_completions(512), []
     numbers = [hub.connect(peer.address) for peer in peers]
     end_s = time.monotonic() + 20
-    while not all(hub.connections[number] for number in numbers):
+    while not all(hub.peers.up[number] for number in numbers):
         for nic in (hub, *peers):
             nic.poll(out)
         assert time.monotonic() < end_s, "they do not connect"
@@ -171,7 +171,7 @@ def test_an_overrun_ends_what_is_open_and_hangs_nobody(stub):
     pair, before = Pair(stub, sq_depth=16), stub.count("overruns")
     stub.set(Knob.ON_OVERRUN, 1)
     stub.set(Knob.SINK, 1)  # rows are completed whether or not somebody has room for it
-    (conn,) = pair.a.connections
+    (conn,) = pair.a.peers.up
     for _ in range(pair.a.depths.cq // 16 + 1):
         for _ in range(16):
             pair.a._writer.post_marker(conn.qp, 3 << 60)

@@ -30,11 +30,11 @@ def test_both_ends_use_what_both_can_do(stub, asking, here, there, options, expe
         if asking in {name, "both"}:
             nic.connect(other.address)
     out, end_s = new_completions(8), time.monotonic() + 5
-    while not (any(a.connections) and any(b.connections)):
+    while not (any(a.peers.up) and any(b.peers.up)):
         a.poll(out)
         b.poll(out)
         assert time.monotonic() < end_s, "they do not connect"
-    conns = [nic.connections[0] for nic in (a, b)]
+    conns = [nic.peers.up[0] for nic in (a, b)]
     found = {stub.ece_in_use(number) for conn in conns for number, _ in conn.ids}
     told = {conn.ece[1] for conn in conns}
     for nic in (a, b):

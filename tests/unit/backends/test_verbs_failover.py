@@ -50,7 +50,7 @@ class Nodes:
     def connect(self, a, b):
         nic = self.nics[a]
         peer = nic.connect(self.nics[b].address)
-        self.until(lambda: nic.connections[peer] is not None)
+        self.until(lambda: nic.peers.up[peer] is not None)
 
     def write(self, a, b, n=1, imm=1, ctx=1):
         nic, keys = self.nics[a], self.keys
@@ -108,9 +108,9 @@ def test_a_burst_of_two_senders_is_told_apart(stub, nodes, distinct):
     for name in "ac":
         nodes.connect(name, "b")
     numbers = {name: nodes.nics["b"].connect(nodes.nics[name].address) for name in "ac"}
-    nodes.until(lambda: all(nodes.nics["b"].connections[k] for k in numbers.values()))
+    nodes.until(lambda: all(nodes.nics["b"].peers.up[k] for k in numbers.values()))
     for name in "ac":  # in one poll, so that columns meet both
-        conn = nodes.nics["b"].connections[numbers[name]]
+        conn = nodes.nics["b"].peers.up[numbers[name]]
         stub.inject_imms(conn.ids[1][0], n, 5, step)
     nodes.turn()
 
@@ -160,7 +160,7 @@ def test_rows_of_a_fenced_pair_end_unreachable_both_ways_and_messages_pass(nodes
 def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     """A queue pair that keeps what it holds may keep immediates that landed, too."""
     nodes.connect("a", "b")
-    (conn,) = (conn for conn in nodes.nics["b"].connections if conn is not None)
+    (conn,) = (conn for conn in nodes.nics["b"].peers.up if conn is not None)
     conn._stuck = True
     found = nodes.fence("b", "a")
 
@@ -215,8 +215,8 @@ def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
     nodes.connect("a", "b")
     here, there = nodes.nics["b"], nodes.nics["a"].address
     peer = here.connect(there)
-    nodes.until(lambda: here.connections[peer])
-    conn = here.connections[peer]
+    nodes.until(lambda: here.peers.up[peer])
+    conn = here.peers.up[peer]
     nodes.write("a", "b", 30, imm=1)
     with mock.patch.object(conn, "is_drained", return_value=False):
         here.fence(there, 7)
@@ -225,7 +225,7 @@ def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
         nodes.unfence("a", "b")
         for _ in range(50):
             nodes.turn()
-        assert None is here.connections[peer]
+        assert None is here.peers.up[peer]
         assert 0 == nodes.ended("b", Kind.FENCED).total()
     nodes.until(lambda: nodes.ended("b", Kind.FENCED))
     nodes.write("a", "b", 3, imm=3, ctx=3)
@@ -245,8 +245,8 @@ def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
 def test_where_no_fence_is_the_connection_stays(nodes):
     """A question that is put again must not flush the rows of the new life, or cost messages."""
     nodes.connect("a", "b")
-    nodes.until(lambda: nodes.nics["b"].connections[0] is not None)
-    before = nodes.nics["a"].connections, nodes.nics["b"].connections
+    nodes.until(lambda: nodes.nics["b"].peers.up[0] is not None)
+    before = list(nodes.nics["a"].peers.up), list(nodes.nics["b"].peers.up)
     nodes.nics["b"].post_recvs(100, 1)
     for k in range(6):
         nodes.write("a", "b", 30, imm=k, ctx=k)
@@ -258,7 +258,7 @@ def test_where_no_fence_is_the_connection_stays(nodes):
     nodes.until(lambda: nodes.ended("b", Kind.RECV))
     nodes.until(lambda: nodes.ended("a")[Status.OK] == nodes.ended("b")[Status.OK] == 180)
 
-    assert before == (nodes.nics["a"].connections, nodes.nics["b"].connections)
+    assert before == (nodes.nics["a"].peers.up, nodes.nics["b"].peers.up)
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def _settle(nodes, posted, fences):
 def test_a_nic_that_dies_hands_out_what_had_come(stub, nodes):
     """Its peers were told that these rows are there: nobody writes them again."""
     nodes.connect("a", "b")
-    nodes.until(lambda: nodes.nics["b"].connections[0] is not None)
+    nodes.until(lambda: nodes.nics["b"].peers.up[0] is not None)
     nodes.nics["a"].poll(nodes.out)
     nodes.write("a", "b", 30, imm=1)
     nodes.nics["b"].fail_device()

@@ -13,6 +13,7 @@ from tep.base.errors import FabricError
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tests.support.verbs_stub import Knob
+from tests.verbs.rig import die, machine, nics, worker
 
 PAGE = 64
 FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}
@@ -44,9 +45,9 @@ class Engines:
         return self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), imm=imm)
 
     def turn(self):
-        for machine in tuple(self.ring):
-            machine.step()
-            machine.deliver()
+        for each in tuple(self.ring):
+            each.step()
+            each.deliver()
 
     def check_once(self):
         """Whatever comes late has come: b has the bytes, and no immediate beyond those counted."""
@@ -97,7 +98,7 @@ def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost
     got.wait(10)
 
     engines.check_once()
-    assert 0 < engines.a._worker.failover.rows
+    assert 0 < worker(engines.a).failover.rows
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_writes_both_ways_outlive_what_happens_to_a_nic(stub, engines, what, tur
         engines.turn()
     how, which = what.split()
     if how == "kill":
-        getattr(engines, which[0])._domains[int(which[1])].fail_device()
+        nics(getattr(engines, which[0]))[int(which[1])].fail_device()
     else:
         stub.set(Knob.CUT_LINK if how == "cut" else Knob.LOSE_ACK, int(which) + (how == "cut"))
     for handle in handles:
@@ -165,7 +166,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
             engines.turn()
     assert 0 == write_all(7)
     assert 6 <= sum(
-        far.reopened for e in (a, b) for far in e._machine.worker.group.far_ends._known.values()
+        far.reopened for e in (a, b) for far in worker(e).group.far_ends._known.values()
     )
 
 
@@ -173,8 +174,8 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
 def test_without_another_way_the_error_says_what_failed(stub, engines):
     """Both of a peer's NICs are gone: an error that names them, and no wait without end."""
     engines.write(1).wait(5)
-    for domain in engines.b._domains:
-        domain.die()
-    engines.ring.remove(engines.b._machine)
+    for domain in nics(engines.b):
+        die(domain)
+    engines.ring.remove(machine(engines.b))
     with pytest.raises(FabricError, match="UNREACHABLE"):
         engines.write(2).wait(20)

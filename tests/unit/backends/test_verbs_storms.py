@@ -129,11 +129,11 @@ def test_a_nic_that_many_ask_gets_on_with_its_rows(stub):
     storm = Storm(stub, 100)
     hub, first = storm.ranks[0], storm.ranks[1]
     hub.connect(first.address)
-    while not hub.connections[0]:
+    while not hub.peers.up[0]:
         storm.turn()
     for nic in storm.ranks[2:]:
         nic.connect(hub.address)
-        while not nic._peers.table[0].negotiation.attempt:
+        while not nic.peers.table[0].negotiation.attempt:
             nic.poll(storm.out)
     before, turns = stub.count("commands"), 0
     assert storm.write(0, 1)

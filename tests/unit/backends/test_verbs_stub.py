@@ -36,7 +36,7 @@ class Rig:
         self.there = self.b.register(adapt(self.target), Access.SOURCE_AND_TARGET)
         self.peer = self.a.connect(self.b.address)
         self.out = new_completions(4096)
-        self.until(lambda: self.a.connections[0] is not None)
+        self.until(lambda: self.a.peers.up[0] is not None)
 
     def until(self, done):
         end_s = time.monotonic() + 5
@@ -185,7 +185,7 @@ def peers(stub, rig):
     third = open_domains(["stub2"], name="c", library=stub.path).domains[0]
     other = rig.a.connect(third.address)
     poll = new_completions(8)
-    rig.until(lambda: third.poll(poll) == 0 and all(rig.a.connections))
+    rig.until(lambda: third.poll(poll) == 0 and all(rig.a.peers.up))
     yield np.array([rig.peer, other] * 5, np.uint64)
     third.close()
 
@@ -195,7 +195,7 @@ def test_a_scatter_is_one_request_a_peer(stub, rig, peers):
     mark = stub.seen()
     rig.a.post(rig.rows(range(10), nbytes=0, imm=5, peer=peers), 0, 10)
     seen = stub.since(mark)
-    qps = [conn.qp for conn in rig.a.connections]
+    qps = [conn.qp for conn in rig.a.peers.up]
     back = rig.settle(10)
 
     assert qps * 5 == [row.qp for row in seen]
@@ -220,7 +220,7 @@ def fan(stub, rig, peers):
 def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
     """State kept from the scatter before would send rows to the wrong place, or too far."""
     rig, post = fan
-    qps = [conn.qp for conn in rig.a.connections]
+    qps = [conn.qp for conn in rig.a.peers.up]
     sizes = np.arange(10, dtype=np.uint64)
     for k, (nbytes, imm) in enumerate(
         ((PAGE, 7), (PAGE, 7), (PAGE, 8), (sizes, 8), (sizes + np.uint64(1), None), (0, 2**32 - 1))
@@ -423,7 +423,7 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
 
 def test_immediates_of_a_burst_are_counted_by_columns(stub, rig):
     """Equal ones become one entry; different ones keep every bit, in their own order."""
-    (conn,) = rig.b.connections
+    (conn,) = rig.b.peers.up
     number = conn.ids[1][0]
     stub.inject_imms(number, 300, 0x01020304)
     equal = rig.poll(rig.b)
@@ -438,7 +438,7 @@ def test_immediates_of_a_burst_are_counted_by_columns(stub, rig):
 
 def test_receives_are_put_back_as_they_are_used(stub, rig):
     """A depth that drifts ends in a stalled sender hours later."""
-    (conn,) = rig.b.connections
+    (conn,) = rig.b.peers.up
     for _ in range(50):
         stub.inject_imms(conn.ids[1][0], 2000, 1)
         while rig.poll(rig.b):
