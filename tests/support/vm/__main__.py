@@ -12,6 +12,7 @@ import sys
 
 from tests.support.vm.guest import Options, run_in_guest, show_on_stdout
 from tests.support.vm.kernel import GuestError, cache_folder, fetch, install
+from tests.support.vm.pair import Cables, show_both, two_guests
 
 
 def main(argv: list[str]) -> int:
@@ -25,6 +26,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mtu", type=int, default=4200, help="of their network (default 4200)")
     parser.add_argument("--memory", default="1G", help="of the machine (default 1G)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds (default 600)")
+    parser.add_argument(
+        "--two",
+        nargs=2,
+        metavar=("COMMAND0", "COMMAND1"),
+        help="what two machines run, in a shell, with a cable for each NIC between them",
+    )
     parser.add_argument("--install", action="store_true", help="apt-get what is missing, as root")
     parser.add_argument("--shell", action="store_true", help="give the command this terminal")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
@@ -32,6 +39,8 @@ def main(argv: list[str]) -> int:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.install:
         return _install()
+    if given.two:
+        return _two(given.two, given)
     if not command:
         if not given.shell:
             parser.error("no command; scripts/rxe --shell gives a shell")
@@ -51,6 +60,17 @@ def main(argv: list[str]) -> int:
     if found.status and found.kept is not None:
         sys.stderr.write(f"rxe: status {found.status}; logs are in {found.kept}\n")
     return found.status
+
+
+def _two(commands: list[str], given: argparse.Namespace) -> int:
+    wires = Cables(nics=given.nics, mtu=given.mtu, memory=given.memory)
+    try:
+        with two_guests(commands, wires) as guests:
+            statuses = show_both(guests, given.timeout)
+    except GuestError as error:
+        sys.stderr.write(f"rxe: {error}\n")
+        return 2
+    return max(statuses)
 
 
 def _install() -> int:

@@ -98,21 +98,16 @@ def run_in_guest(
     Raises:
         GuestError: a tool or the kernel cannot be had; says which, and what would bring it.
     """
-    if missing := missing_tools():
-        raise GuestError(f"not installed: {', '.join(missing)}; run scripts/rxe --install as root")
     if not 1 <= options.nics <= NICS_MAX:
         raise GuestError(f"{options.nics} NICs; 1 to {NICS_MAX} are possible")
     cache = cache_folder()
-    kernel, version = fetch(cache / "kernel")
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tep-guest-") as scratch:
         out = Path(scratch, "out")
         out.mkdir()
-        initramfs = Path(scratch, "initramfs")
-        busybox = find_tool("busybox")
-        assert busybox is not None
-        write_initramfs(initramfs, Path(busybox), module_files(cache / "kernel", version))
-        _write_job(out, command, options)
+        kernel, initramfs = boot_files(Path(scratch))
+        wiring = network(options.nics, options.mtu)
+        write_job(out, command, wiring, interactive=options.interactive)
         console = Path(scratch, "console")
         timed_out = _boot(kernel, initramfs, out, console, options, show)
         status = _status(out)
@@ -131,8 +126,32 @@ def run_in_guest(
     )
 
 
-def _write_job(out: Path, command: Sequence[str], options: Options) -> None:
-    setup, ip_batch, rdma_batch = network(options.nics, options.mtu)
+def boot_files(scratch: Path) -> tuple[Path, Path]:
+    """The kernel, and the initramfs, which is written into a folder.
+
+    Raises:
+        GuestError: as run_in_guest().
+    """
+    if missing := missing_tools():
+        raise GuestError(f"not installed: {', '.join(missing)}; run scripts/rxe --install as root")
+    cache = cache_folder()
+    kernel, version = fetch(cache / "kernel")
+    initramfs = scratch / "initramfs"
+    busybox = find_tool("busybox")
+    assert busybox is not None
+    write_initramfs(initramfs, Path(busybox), module_files(cache / "kernel", version))
+    return kernel, initramfs
+
+
+def write_job(
+    out: Path,
+    command: Sequence[str],
+    wiring: tuple[str, str, str],
+    *,
+    interactive: bool = False,
+) -> None:
+    """Write down what a guest does; `wiring` is (shell lines, `ip` batch, `rdma` batch)."""
+    setup, ip_batch, rdma_batch = wiring
     (out / "ip.batch").write_text(ip_batch)
     (out / "rdma.batch").write_text(rdma_batch)
     environment = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
@@ -144,9 +163,26 @@ def _write_job(out: Path, command: Sequence[str], options: Options) -> None:
         path=os.environ.get("PATH", os.defpath),
         environment=environment,
         setup=setup,
-        interactive=options.interactive,
+        interactive=interactive,
     )
     (out / "job.sh").write_text(script)
+
+
+def qemu_command(kernel: Path, initramfs: Path, out: Path, memory: str) -> list[str]:
+    """The command that boots a guest, but for its console and its NICs."""
+    qemu = find_tool("qemu-system-x86_64")
+    assert qemu is not None
+    share = "security_model=none,multidevs=remap"
+    return [
+        *(qemu, "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max", "-M", "q35"),
+        *("-m", memory, "-smp", "1", "-nodefaults", "-no-user-config", "-no-reboot"),
+        *("-display", "none", "-kernel", str(kernel), "-initrd", str(initramfs)),
+        *("-fsdev", f"local,id=host,path=/,readonly=on,{share}"),
+        *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
+        *("-fsdev", f"local,id=out,path={out},{share}"),
+        *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
+        *("-append", _KERNEL_ARGUMENTS),
+    ]
 
 
 def _boot(
@@ -158,19 +194,7 @@ def _boot(
     show: Callable[[str], object] | None,
 ) -> bool:
     """Run the guest to its end; return whether it ran out of time."""
-    qemu = find_tool("qemu-system-x86_64")
-    assert qemu is not None
-    share = "security_model=none,multidevs=remap"
-    command = [
-        *(qemu, "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max", "-M", "q35"),
-        *("-m", options.memory, "-smp", "1", "-nodefaults", "-no-user-config", "-no-reboot"),
-        *("-display", "none", "-kernel", str(kernel), "-initrd", str(initramfs)),
-        *("-fsdev", f"local,id=host,path=/,readonly=on,{share}"),
-        *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
-        *("-fsdev", f"local,id=out,path={out},{share}"),
-        *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
-        *("-append", _KERNEL_ARGUMENTS),
-    ]
+    command = qemu_command(kernel, initramfs, out, options.memory)
     if options.interactive:
         command += ["-serial", "mon:stdio"]
         return subprocess.run(command, check=False).returncode < 0  # qemu, as above

@@ -88,6 +88,36 @@ def network(nics: int, mtu: int) -> tuple[str, str, str]:
     return _NETWORK, "\n".join([*lines, ""]), "\n".join([*links, ""])
 
 
+def cables(me: int, nics: int, mtu: int, *, ipv6: bool, hosts: str) -> tuple[str, str, str]:
+    """The NICs of guest `me`, 0 or 1, each with a cable to the same NIC of the other; as network().
+
+    NIC k is rxe<k> on the network interface nic<k>; it is 10.77.<k>.<me + 1>, or fd77:<k>::<me + 1>
+    and nothing else. The guest is called nodea or nodeb.
+
+    Args:
+        me: which guest.
+        nics: cables.
+        mtu: of all of them.
+        ipv6: whether there is no IPv4.
+        hosts: /etc/hosts.
+    """
+    lines = ["link set lo up"]
+    for k in range(nics):
+        lines += [
+            f"link set eth{k} name nic{k}",
+            f"link set nic{k} mtu {mtu} up",
+            f"addr add {cable_address(me, k, ipv6=ipv6)} dev nic{k}{' nodad' if ipv6 else ''}",
+        ]
+    links = [f"link add rxe{k} type rxe netdev nic{k}" for k in range(nics)]
+    name = f"hostname node{'ab'[me]}\ncat >/etc/hosts <<'END'\n{hosts}END\n"
+    return name + _NETWORK, "\n".join([*lines, ""]), "\n".join([*links, ""])
+
+
+def cable_address(me: int, k: int, *, ipv6: bool) -> str:
+    """The address of NIC k of guest `me`, with the length of its network."""
+    return f"fd77:{k}::{me + 1}/64" if ipv6 else f"10.77.{k}.{me + 1}/24"
+
+
 def _mac(k: int) -> str:
     return f"02:00:00:00:00:{k + 1:02x}"
 
