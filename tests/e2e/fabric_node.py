@@ -82,11 +82,9 @@ class Node:
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
         options = {"nics": nics, "name": name, "epoch": epoch, "peer_timeout_s": timeout_s}
-        backend, _, way = provider.rpartition(":")
-        if backend == "efa":
-            options["post"] = way
-        else:
-            backend, options["provider"] = "libfabric", provider
+        backend = "efa" if provider == "srd" else "libfabric"
+        if backend == "libfabric":
+            options["provider"] = provider
         # Here, and not above: a test's processes need one of them, and each takes 0.1 s.
         opened = importlib.import_module(f"tep.backends.{backend}").open_domains(**options)
         self.engine = tep.TransferEngine(

@@ -31,7 +31,7 @@ def open_engine(backend, rank):
         nics = ["127.0.0.1", "127.0.0.2"] if provider == "tcp" else 2
         options |= {"provider": provider, "nics": nics}
     elif name == "efa":
-        options |= {"post": provider, "nics": 2}
+        options["nics"] = 2
     return tep.TransferEngine.open(name, **options)
 
 

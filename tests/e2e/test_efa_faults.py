@@ -19,7 +19,6 @@ from tests.support.here import need_fake_efa
 
 pytestmark = pytest.mark.slow  # a compiler, processes
 
-WAYS = ["efa:columns", pytest.param("efa:rows", marks=pytest.mark.long)]
 PAGES = 2000
 TRANSFERS = 500 if os.environ.get("TEP_LONG") else 20
 TIMEOUT_S = 1.0
@@ -29,8 +28,8 @@ IMM = 7
 class Two:
     """Two processes on two hosts, and how their transfers ended."""
 
-    def __init__(self, run, way, nics=1, timeout_s=TIMEOUT_S):
-        self.run, self.way, self.nics, self.timeout_s = run, way, nics, timeout_s
+    def __init__(self, run, nics=1, timeout_s=TIMEOUT_S):
+        self.run, self.nics, self.timeout_s = run, nics, timeout_s
         self.ended = {}
         self.a, self.b = self.start(0), self.start(1)
         self.desc = self.target(self.b)
@@ -39,7 +38,7 @@ class Two:
     def start(self, host):
         child = Child(self.run.environment(host))
         name = "ab"[host]
-        how = {"provider": self.way, "nics": self.nics, "timeout_s": self.timeout_s}
+        how = {"provider": "srd", "nics": self.nics, "timeout_s": self.timeout_s}
         child.do("open", name=name, **how)
         return child
 
@@ -95,9 +94,9 @@ def two():
     need_fake_efa()
     with contextlib.ExitStack() as stack:
 
-        def start(way, nics=1, patience_s=TIMEOUT_S, **settings):
+        def start(nics=1, patience_s=TIMEOUT_S, **settings):
             run = stack.enter_context(fabric({"nics": nics, "seed": 11, **settings}))
-            pair = Two(run, way, nics, patience_s)
+            pair = Two(run, nics, patience_s)
             stack.callback(pair.end)
             assert "done" == pair.write()
             return pair
@@ -118,13 +117,12 @@ ROW_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_that_fail_fail_alone(two, way):
+def test_rows_that_fail_fail_alone(two):
     """Each row that the device refuses ends its transfer by its own code; none is counted twice.
 
     One fault after the other between the same two processes, which have to be well after each.
     """
-    pair = two(way)
+    pair = two()
     for fault, codes in ROW_FAULTS.items():
         pair.ended.clear()
         pair.run.fault(fault)
@@ -145,10 +143,9 @@ READ_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_reads_that_fail_fail_alone(two, way):
+def test_reads_that_fail_fail_alone(two):
     """A failed read must not fail others, like a write; the pages that came are the owner's."""
-    pair = two(way)
+    pair = two()
     pair.desc = pair.b.do("reg", nbytes=8 * PAGES, seed=9, access="READABLE")
 
     def read():
@@ -172,10 +169,9 @@ def test_reads_that_fail_fail_alone(two, way):
     pair.a.do("forget_region")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_reads_of_a_killed_owner_end(two, way):
+def test_reads_of_a_killed_owner_end(two):
     """Whoever pulls from the dead must hear of it, in time, and get the memory back."""
-    pair = two(way)
+    pair = two()
     pair.desc = pair.b.do("reg", nbytes=8 * PAGES, seed=9, access="READABLE")
     pair.run.fault("slow us=200 host=0")
     pair.a.do("read", tag="r", desc=pair.desc, page_bytes=8, npages=PAGES, seed=9)
@@ -184,20 +180,18 @@ def test_reads_of_a_killed_owner_end(two, way):
     pair.a.do("forget_region")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_mute_peer(two, way):
+def test_a_mute_peer(two):
     """Rows to it fail in time; it is written to again as soon as it answers."""
-    pair = two(way)
+    pair = two()
     pair.run.fault("mute host=1")
     assert "UNREACHABLE" == pair.write()
     pair.run.clear()
     pair.all_is_well()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_peer_that_restarts_at_the_same_address(two, way):
+def test_a_peer_that_restarts_at_the_same_address(two):
     """Rows meant for the dead must not reach its successor, which has its queue pair's number."""
-    pair = two(way)
+    pair = two()
     pair.a.do("stream", desc=pair.desc, page_bytes=8, npages=PAGES, imm=IMM)
     wait_until(lambda: pair.a.do("rounds") > 1, "the stream to flow")
     old = pair.b
@@ -221,10 +215,9 @@ def test_a_peer_that_restarts_at_the_same_address(two, way):
     pair.a.do("forget_region")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_device_that_disappears_under_the_sender(two, way):
+def test_a_device_that_disappears_under_the_sender(two):
     """Rows that it had end as NIC_DOWN; the other NIC carries what comes next."""
-    pair = two(way, nics=2)
+    pair = two(nics=2)
     pair.run.fault("slow host=0 nic=1 us=2000")
     how = {"page_bytes": 8, "npages": PAGES, "seed": 5, "imm": IMM}
     pair.a.do("write", tag="late", desc=pair.desc, **how)
@@ -237,10 +230,9 @@ def test_a_device_that_disappears_under_the_sender(two, way):
     assert pair.a.do("rows")[0] >= 3 * PAGES
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_device_that_disappears_under_the_target(two, way):
+def test_a_device_that_disappears_under_the_target(two):
     """Waits at the target must end with the error, and writers must get theirs in time."""
-    pair = two(way, nics=2)
+    pair = two(nics=2)
     pair.run.fault("gone host=1 nic=1")
     assert pair.write() in {"UNREACHABLE", "done"}
     wait_until(lambda: "done" == pair.write(), "the NIC that is left to be used alone", 30)
@@ -248,10 +240,9 @@ def test_a_device_that_disappears_under_the_target(two, way):
 
 
 @pytest.mark.parametrize("queues", [{"sq": 128, "rq": 64, "cqe": 256}, {"sq": 4096, "cqe": 600}])
-@pytest.mark.parametrize("way", WAYS)
-def test_short_queues(two, way, queues):
+def test_short_queues(two, queues):
     """Queues of the smallest useful size: they are full all the time, and turn over and over."""
-    pair = two(way, patience_s=10.0, **queues)
+    pair = two(patience_s=10.0, **queues)
     for _ in range(TRANSFERS):
         assert "done" == pair.write()
     pair.all_is_well()
@@ -263,7 +254,7 @@ def test_queues_that_are_too_short_are_refused():
     with fabric({"nics": 1, "sq": 100}) as run:
         child = Child(run.environment())
         try:
-            said = child.ask("open", provider="efa:columns", nics=1, name="a")
+            said = child.ask("open", provider="srd", nics=1, name="a")
         finally:
             child.end()
 

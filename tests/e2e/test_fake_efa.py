@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROVIDERS = ["efa", "efa-direct"]
-WAYS = [*PROVIDERS, "efa:columns", pytest.param("efa:rows", marks=pytest.mark.long)]
+WAYS = [*PROVIDERS, "srd"]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run():
         yield run
 
 
-@pytest.mark.parametrize("provider", [*PROVIDERS, "srd"])
+@pytest.mark.parametrize("provider", WAYS)
 def test_verify_efa_holds(run, provider):
     """A new user of an instance starts with this script: each of its checks has to hold."""
     done = subprocess.run(

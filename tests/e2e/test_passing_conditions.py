@@ -69,7 +69,7 @@ BACKENDS = {
     "local": {"backend": "local"},
     "tcp": {"backend": "libfabric", "provider": "tcp", "nics": ["127.0.0.1"], "peer_timeout_s": 2},
     "efa": {"backend": "libfabric", "provider": "efa", "nics": 1, "peer_timeout_s": 2},
-    "efa:columns": {"backend": "efa", "post": "columns", "nics": 1, "peer_timeout_s": 2},
+    "srd": {"backend": "efa", "nics": 1, "peer_timeout_s": 2},
 }
 CURES = {"descriptors": "ulimit -n", "memory": "ulimit -v"}
 

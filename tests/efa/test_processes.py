@@ -19,8 +19,7 @@ from tests.e2e.test_rl_processes import SMALL, Scenario
 from tests.support.children import Child, transfer
 
 LONG = pytest.mark.long
-WAYS = [pytest.param("efa:rows", marks=LONG), "efa:columns"]
-PROVIDERS = ["efa", "efa-direct", *WAYS]
+PROVIDERS = ["efa", "efa-direct", "srd"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def in_three(provider, test):
         three.end()
 
 
-@pytest.mark.parametrize("provider", ["efa", "efa-direct", pytest.param("efa:columns", marks=LONG)])
+@pytest.mark.parametrize("provider", ["efa", "efa-direct", pytest.param("srd", marks=LONG)])
 def test_watched(provider):
     """Heartbeats tell who was lost, is back or was started again, at the address of the dead."""
     nodes = watched.Nodes(provider)
@@ -88,11 +87,10 @@ def test_four_processes_of_four_nics(provider):
 
 def opening(provider):
     """The backend, and its options, as TransferEngine.open takes them."""
-    backend, _, way = provider.partition(":")
-    return ("efa", {"post": way}) if way else ("libfabric", {"provider": backend})
+    return ("efa", {}) if provider == "srd" else ("libfabric", {"provider": provider})
 
 
-@pytest.mark.parametrize("provider", ["efa", "efa-direct", "efa:columns"])
+@pytest.mark.parametrize("provider", ["efa", "efa-direct", "srd"])
 def test_kvcache(provider):
     """Two prefillers and two decoders say what one process says alone."""
     asked = prompts([1, 9, 40, 100])
@@ -106,7 +104,7 @@ def test_kvcache(provider):
     check(asked, asyncio.run(main()))
 
 
-@pytest.mark.parametrize("provider", ["libfabric:efa", "libfabric:efa-direct", "efa:columns"])
+@pytest.mark.parametrize("provider", ["libfabric:efa", "libfabric:efa-direct", "efa"])
 def test_moe(provider):
     """Four ranks dispatch and combine; outputs equal the dense layer's, byte for byte."""
     said = run_processes(provider, turns=1)
@@ -116,7 +114,7 @@ def test_moe(provider):
 
 @pytest.mark.parametrize(
     "provider",
-    [pytest.param("efa", marks=LONG), "efa-direct", pytest.param("efa:columns", marks=LONG)],
+    [pytest.param("efa", marks=LONG), "efa-direct", pytest.param("srd", marks=LONG)],
 )
 def test_rl(provider, tmp_path):
     """Six processes update a model twice while they serve: every byte and every answer."""

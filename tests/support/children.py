@@ -22,8 +22,7 @@ NICS = {
     "local": 2,
     "efa": 2,
     "efa-direct": 2,
-    "efa:rows": 2,  # the backend `efa`, both of its ways
-    "efa:columns": 2,
+    "srd": 2,  # the backend `efa`
 }
 
 
