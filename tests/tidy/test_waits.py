@@ -22,6 +22,7 @@ TIME = re.compile(r"(_s|_ms|timeout|deadline|delay|pause|left|until)$")
 CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")
 
 OWN = {
+    "tep/compat/mooncake/__init__.py": "an agent's wait, which sleeps a second at a time",
     "tep/compat/nixl/api.py: one.wait": "a handle, whose driver clamps the time",
     "tep/core/handles.py": "a handle gives its time to its driver, which clamps it",
     "tep/drivers/threads.py: self.wait": "a driver's own wait, begun again after a signal",

@@ -9,15 +9,18 @@ from pathlib import Path
 
 __all__ = ["main"]
 
+_PATH = Path(__file__).with_name("path")
 _USAGE = """usage: python -m tep.compat.nixl -- COMMAND [ARGUMENT ...]
+       python -m tep.compat.mooncake -- COMMAND [ARGUMENT ...]
 
-COMMAND and all that it starts import `nixl` from tep. TEP_NIXL_BACKEND names the backend (default:
-auto), TEP_NIXL_OPTIONS its options as JSON, e.g. '{"provider": "tcp", "nics": ["127.0.0.1"]}'.
+COMMAND and all that it starts import `nixl`, or `mooncake.engine`, from tep. TEP_NIXL_BACKEND names
+the backend (default: auto), TEP_NIXL_OPTIONS its options as JSON, e.g.
+'{"provider": "tcp", "nics": ["127.0.0.1"]}'.
 """
 
 
-def main(argv: list[str]) -> int:
-    """Replace this process by the command; return only if that fails."""
+def main(argv: list[str], path: Path = _PATH) -> int:
+    """Replace this process by the command, with `path` before others; return if that fails."""
     command = argv[1:] if argv[:1] == ["--"] else []
     if not command:
         sys.stderr.write(_USAGE)
@@ -26,7 +29,7 @@ def main(argv: list[str]) -> int:
     if program is None:
         sys.stderr.write(f"tep.compat.nixl: there is no program {command[0]!r}\n")
         return 127
-    paths = [str(Path(__file__).with_name("path")), os.environ.get("PYTHONPATH", "")]
+    paths = [str(path), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     sys.stdout.flush()
     return os.execv(program, command)

@@ -14,14 +14,35 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "DEFAULT_COMM_PORT", "HAVE_UCX_GPU_DEVICE_API", "NIXL_INIT_AGENT",
-    "NIXL_THREAD_SYNC_DEFAULT", "Rows", "nixlAgent", "nixlAgentConfig", "nixlBackendError",
-    "nixlCancelledError", "nixlInvalidParamError", "nixlMismatchError", "nixlNoTelemetryError",
+    "DEFAULT_COMM_PORT",
+    "HAVE_UCX_GPU_DEVICE_API",
+    "NIXL_INIT_AGENT",
+    "NIXL_THREAD_SYNC_DEFAULT",
+    "Error",
+    "Rows",
+    "nixlAgent",
+    "nixlAgentConfig",
+    "nixlBackendError",
+    "nixlCancelledError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNoTelemetryError",
     "nixlNotAllowedError",
-    "nixlNotFoundError", "nixlNotPostedError", "nixlNotSupportedError", "nixlRegDList",
-    "nixlRemoteDList", "nixlRemoteDisconnectError", "nixlRepostActiveError", "nixlUnknownError",
-    "nixlXferDList", "nixlXferTelemetry", "nixl_cost_t", "nixl_mem_t", "nixl_status_t",
-    "nixl_thread_sync_t", "nixl_xfer_op_t",
+    "nixlNotFoundError",
+    "nixlNotPostedError",
+    "nixlNotSupportedError",
+    "nixlRegDList",
+    "nixlRemoteDList",
+    "nixlRemoteDisconnectError",
+    "nixlRepostActiveError",
+    "nixlUnknownError",
+    "nixlXferDList",
+    "nixlXferTelemetry",
+    "nixl_cost_t",
+    "nixl_mem_t",
+    "nixl_status_t",
+    "nixl_thread_sync_t",
+    "nixl_xfer_op_t",
 ]  # fmt: skip
 
 Rows = npt.NDArray[np.int64]
@@ -97,7 +118,7 @@ class nixl_mem_t(IntEnum):
 DRAM_SEG, VRAM_SEG, BLK_SEG, OBJ_SEG, FILE_SEG = nixl_mem_t
 
 
-class _Error(Exception):
+class Error(Exception):
     """An error of NIXL's: its status, followed by tep's message."""
 
     status = "NIXL_ERR_UNKNOWN"
@@ -106,10 +127,8 @@ class _Error(Exception):
         super().__init__(f"{self.status}: {why}" if why else self.status)
 
 
-def _error(name: str, status: str) -> type[_Error]:
-    return type(
-        name, (_Error,), {"status": status, "__doc__": f"{status}.", "__module__": __name__}
-    )
+def _error(name: str, status: str) -> type[Error]:
+    return type(name, (Error,), {"status": status, "__doc__": f"{status}.", "__module__": __name__})
 
 
 nixlBackendError = _error("nixlBackendError", "NIXL_ERR_BACKEND")

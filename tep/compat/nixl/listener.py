@@ -57,12 +57,21 @@ class Listener:
         """Make a call, without waiting for it; done(answer) is called with an answer."""
         self._calls.submit(self._call, host, port, call, done)
 
+    @staticmethod
+    def ask(host: str, port: int, call: Call) -> bytes:
+        """Make a call, and return its answer.
+
+        Raises:
+            OSError, TepError: nobody answers there.
+        """
+        with socket.create_connection((host, port), _CALL_S) as peer:
+            peer.sendall(encode(call))
+            peer.shutdown(socket.SHUT_WR)
+            return _read(peer, _CALL_S)
+
     def _call(self, host: str, port: int, call: Call, done: Callable[[bytes], object]) -> None:
         try:
-            with socket.create_connection((host, port), _CALL_S) as peer:
-                peer.sendall(encode(call))
-                peer.shutdown(socket.SHUT_WR)
-                raw = _read(peer, _CALL_S)
+            raw = self.ask(host, port, call)
             if raw:
                 done(raw)
         except Exception as error:  # noqa: BLE001  # nobody waits for it; NIXL logs it, too

@@ -350,6 +350,18 @@ class Registry:
         """Ask the agent that listens there to forget this one."""
         self._call(ip_addr, port, Forget(self.name))
 
+    def meet(self, ip_addr: str, port: int) -> str:
+        """Add the agent that listens there, and return its name. Not part of NIXL's interface.
+
+        Raises:
+            OSError, TepError: nobody answers there.
+        """
+        return self.add_remote_agent(self._listener.ask(ip_addr, port, Give())).decode()
+
+    def itself(self) -> Remote:
+        """Return this agent as others know it. Not part of NIXL's interface."""
+        return self._remote(self.name)
+
     def _call(self, host: str, port: int, call: Call) -> None:
         if not host:
             raise nixlBind.nixlInvalidParamError("an address is needed: tep has no metadata server")
