@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 __all__ = [
-    "InFile", "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
+    "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
     "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
 ]  # fmt: skip
 
@@ -44,12 +44,7 @@ _NUMBER: Final = re.compile(
 """A number, perhaps with a unit."""
 
 
-def InFile(*names: str, help: str) -> Any:  # noqa: A002  # as typer.Option, whose value it is
-    """An option whose file must be there."""
-    return typer.Option(*names, help=help, exists=True, dir_okay=False, readable=True)
-
-
-def InPath(*names: str, help: str) -> Any:  # noqa: A002  # as above
+def InPath(*names: str, help: str) -> Any:  # noqa: A002  # as typer.Option, whose value it is
     """An option whose file or folder must be there."""
     return typer.Option(*names, help=help, exists=True, readable=True)
 

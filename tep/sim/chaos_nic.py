@@ -22,8 +22,16 @@ from tep.backends.base import Kind, ReadBatch, ReadRow, Row, Status, WriteBatch
 from tep.base.errors import UsageError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_NS
-from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Link, Nic, NicState
-from tep.sim.chaos_target import ACK_PS, ChaosTarget
+from tep.sim.chaos_parts import NicState
+from tep.sim.chaos_target import (
+    ACK_PS,
+    ChaosNode,
+    ChaosTarget,
+    Fabric,
+    Flight,
+    Fragment,
+    Link,
+)
 from tep.sim.driver import nobody
 from tep.sim.faults import KillNic
 from tep.sim.row_log import What
@@ -58,7 +66,7 @@ class ChaosNic(ChaosTarget):
         link: its way to and from the others.
     """
 
-    def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
+    def __init__(self, fabric: Fabric, node: ChaosNode, number: int) -> None:
         super().__init__(fabric, node, number)
         skews = self._chaos.skew_ps
         self._latency_ps = _LATENCY_PS + skews[number % len(skews)]
@@ -397,7 +405,7 @@ class ChaosNic(ChaosTarget):
     def _is_stuck(
         self,
         read: Flight,
-        target: Nic,
+        target: ChaosTarget,
         again: Callable[[Any], object],
         arg: object,
         *,
@@ -554,7 +562,7 @@ class ChaosNic(ChaosTarget):
         self.revoke()
         self.fabric.lost(self, status, acks_lost=True)
 
-    def peer_lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
+    def peer_lost(self, target: ChaosTarget, status: Status, *, acks_lost: bool) -> None:
         """Fail rows towards a NIC that is gone; answered ones only if the answers are lost.
 
         Where an error flushes, one row of a connection meets it, and the others are flushed after.

@@ -1,4 +1,4 @@
-"""The target side of a chaos NIC: its regions and peers, and what lands here.
+"""The fabric and its nodes as NICs see them, rows and links, and the target side of a NIC.
 
 Fragments are placed, immediates come out, messages find buffers, fences keep rows out. `chaos_nic`
 has the other side: what is posted here, and how it ends. Rule 1: the immediate of a row comes after
@@ -9,31 +9,31 @@ and bases are made up here.
 from __future__ import annotations
 
 import errno
+import re
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from tep.backends.base import Access, Completions, DomainCaps, DomainKey, Kind, Status
 from tep.backends.common import check_memory
-from tep.base.errors import ClosedError, FabricError
+from tep.base.errors import BadDescriptor, ClosedError, FabricError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_MS, PS_PER_NS, PS_PER_S, GiB, KiB
 from tep.memory.source import Memory
-from tep.sim.chaos_parts import (
-    CompletionQueue,
-    Fabric,
-    Flight,
-    Fragment,
-    Host,
-    NicState,
-    Peer,
-    Region,
-)
-from tep.sim.faults import KillNic
+from tep.sim.chaos_parts import CompletionQueue, NicState, Region
+from tep.sim.clock import FabricEnv
+from tep.sim.draws import Draws
+from tep.sim.driver import SimNode
+from tep.sim.faults import Chaos, Fault, KillNic
 from tep.sim.row_log import Record, RowLog, What
 
-__all__ = ["ACK_PS", "CONTROL_BYTES", "ChaosTarget"]
+__all__ = [
+    "ACK_PS", "CONTROL_BYTES", "ChaosNode", "ChaosTarget", "Fabric", "Flight", "Fragment", "Link",
+    "Peer", "Trouble", "is_address",
+]  # fmt: skip
+
+_ADDRESS: Final = re.compile(rb"sim:([^\0]{1,200})/(\d{1,3})#(\d{1,18})")
 
 ACK_PS: Final = 100 * PS_PER_NS
 """The shortest way of an answer; a choice, as all sizes of an undisturbed row."""
@@ -65,16 +65,362 @@ _TEXTS: Final = {
 }
 
 
+Trouble = Literal["clog", "deaf", "mute"]
+
+
+class Link:
+    """The link of one NIC: slow, clogged, deaf, cut off from some, or without acknowledgements.
+
+    It holds what cannot pass and releases it in the order it came. How a row ends that waits too
+    long is the NIC's matter.
+
+    Attributes:
+        clogs: number of current faults that let nothing pass.
+        deafs: number of current faults that let nothing in.
+        mutes: number of current faults that let no acknowledgement in.
+        cuts: link -> number of current faults that let nothing in from it; never 0.
+        factor: everything takes so many times as long as usual.
+
+    Args:
+        env: the clock.
+        land: takes a fragment again that was held.
+        acknowledge: takes a row again whose acknowledgement was held.
+    """
+
+    __slots__ = (
+        "_acknowledge",
+        "_acks",
+        "_env",
+        "_fragments",
+        "_healed",
+        "_land",
+        "_slows",
+        "clogs",
+        "cuts",
+        "deafs",
+        "factor",
+        "mutes",
+    )
+
+    def __init__(
+        self,
+        env: FabricEnv,
+        land: Callable[[Fragment], None],
+        acknowledge: Callable[[Flight], None],
+    ) -> None:
+        self.clogs = 0
+        self.deafs = 0
+        self.mutes = 0
+        self.cuts: dict[Link, int] = {}
+        self.factor = 1
+        self._env = env
+        self._land = land
+        self._acknowledge = acknowledge
+        self._slows: list[int] = []
+        self._fragments: list[Fragment] = []
+        self._acks: list[Flight] = []
+        self._healed = 0
+
+    def lets_in(self, source: Link) -> bool:
+        """Whether fragments from another link come in here now."""
+        return not (self.clogs or self.deafs or source.clogs or source in self.cuts)
+
+    def lets_acks_in(self, target: Link) -> bool:
+        """Whether answers of another link to what was sent from here come in now."""
+        return not self.mutes and self.lets_in(target)
+
+    def hold(self, fragment: Fragment) -> None:
+        """Keep a fragment until the clog is gone."""
+        self._fragments.append(fragment)
+
+    def hold_ack(self, row: Flight) -> None:
+        """Keep an acknowledgement until it can pass."""
+        self._acks.append(row)
+
+    def trouble(self, what: Trouble, for_ps: int | None) -> None:
+        """Begin a clog, or deafness."""
+        self._count(what, 1)
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
+
+    def cut(self, source: Link, for_ps: int | None) -> None:
+        """Let nothing in that comes from another link."""
+        self.cuts[source] = self.cuts.get(source, 0) + 1
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._joins, (source, self._healed))
+
+    def slow(self, factor: int, for_ps: int | None) -> None:
+        """Take `factor` times as long; of several the slowest counts."""
+        self._slows.append(factor)
+        self.factor = max(self._slows)
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._hurries, (factor, self._healed))
+
+    def heal(self) -> None:
+        """End every trouble at once."""
+        self._healed += 1
+        self.clogs = self.deafs = self.mutes = 0
+        self.cuts.clear()
+        self._slows.clear()
+        self.factor = 1
+        self._let_go()
+
+    def _ends(self, which: tuple[Trouble, int]) -> None:
+        what, healed = which
+        if healed != self._healed:
+            return
+        self._count(what, -1)
+        self._let_go()
+
+    def _joins(self, which: tuple[Link, int]) -> None:
+        source, healed = which
+        if healed != self._healed:
+            return
+        self.cuts[source] -= 1
+        if not self.cuts[source]:
+            del self.cuts[source]
+            self._let_go()
+
+    def _count(self, what: Trouble, change: int) -> None:
+        match what:
+            case "clog":
+                self.clogs += change
+            case "deaf":
+                self.deafs += change
+            case "mute":
+                self.mutes += change
+
+    def _hurries(self, which: tuple[int, int]) -> None:
+        factor, healed = which
+        if healed == self._healed:
+            self._slows.remove(factor)
+            self.factor = max(self._slows, default=1)
+
+    def _let_go(self) -> None:
+        if self.clogs:
+            return
+        fragments, self._fragments = self._fragments, []
+        for fragment in fragments:
+            self._land(fragment)
+        acks, self._acks = self._acks, []
+        for row in acks:  # one that cannot pass yet is held again, at the sender's link
+            self._acknowledge(row)
+
+
+class Peer:
+    """One address that a NIC has connected to.
+
+    Attributes:
+        name, nic, epoch: of the address.
+        target: the NIC at that address; None until somebody opens it.
+        landed_ps: ordered fabrics: when the last fragment lands that was sent so far.
+        held: ordered fabrics: fragments behind a row that waits for a receive; None: none waits.
+        rows: to that address that have not ended, messages not counted.
+    """
+
+    __slots__ = ("epoch", "held", "landed_ps", "name", "nic", "rows", "target")
+
+    def __init__(self, name: str, nic: int, epoch: int) -> None:
+        self.name = name
+        self.nic = nic
+        self.epoch = epoch
+        self.target: ChaosTarget | None = None
+        self.landed_ps = 0
+        self.held: list[Fragment] | None = None
+        self.rows = 0
+
+
+class Flight:
+    """One write, read or message, from its post to its completion.
+
+    Attributes:
+        nic: that posted it.
+        peer: its other end.
+        number: in order of posting, over the whole fabric.
+        bits: drawn once; separate fields of it serve separate decisions.
+        ctx, index: named by its completion.
+        kind: Kind.WRITE, READ or SENT.
+        flying: False once it is acknowledged or doomed; its fragments then change nothing.
+        left: fragments that have not landed, of a read those that are not placed yet. A write has
+            -1 once its target has answered, a read until its owner has.
+        parked: whether it has waited for a receive.
+        stuck_ps: since when it is stuck on a link, while its time for that runs; else -1.
+        ack_lost: a message whose acknowledgement is lost on the way.
+        is_control: whether its payload is for the peer's engine, not for a user's buffer.
+        ghost: the bytes of a write that has failed, while more of them may land. A read has b""
+            while more of it may be placed after its end. None: nothing may.
+        payload: of a message; None for others.
+        region: memory here: a write's source, or a read's sink; None for 0 bytes.
+        at: first byte in that region.
+        remote, rkey: address and key at the peer.
+        nbytes, imm: as posted.
+    """
+
+    __slots__ = (
+        "ack_lost", "at", "bits", "ctx", "flying", "ghost", "imm", "index", "is_control", "kind",
+        "left", "nbytes", "nic", "number", "parked", "payload", "peer", "region", "remote", "rkey",
+        "stuck_ps",
+    )  # fmt: skip
+
+    def __init__(
+        self, nic: ChaosTarget, peer: Peer, number: int, bits: int, ctx: int, kind: int
+    ) -> None:
+        self.nic = nic
+        self.peer = peer
+        self.number = number
+        self.bits = bits
+        self.ctx = ctx
+        self.kind = kind
+        self.index = 0
+        self.flying = True
+        self.left = 1
+        self.parked = False
+        self.stuck_ps = -1
+        self.ack_lost = False
+        self.is_control = False
+        self.ghost: bytes | None = None
+        self.payload: bytes | None = None
+        self.region: Region | None = None
+        self.at = 0
+        self.remote = 0
+        self.rkey = 0
+        self.nbytes = 0
+        self.imm: int | None = None
+
+
+Fragment = tuple[Flight, int, int, bytes | None]
+"""Bytes from..to of a row, and the bytes if they were read early. A message is one fragment."""
+
+
+def is_address(address: bytes) -> bool:
+    """Whether these bytes can be the address of a simulated NIC."""
+    return _ADDRESS.fullmatch(address) is not None
+
+
+class Fabric:
+    """Nodes on one clock, as their NICs see them.
+
+    Attributes:
+        env, chaos, row_log: the clock, the knobs, and the log; None: nothing is recorded.
+        draws: of the knobs' seed.
+        nodes: the incarnation of each host that runs now.
+        rows: rows and messages posted so far.
+        failed: (NIC, ctx, row, status) of every row and message that ended in an error.
+        violations: things that no correct engine does, in words.
+        happened: faults that nobody asked for: those that the fabric's own load brought about.
+        seen: name -> count of events that a suite should have met.
+        healed: whether heal() was called: nothing of the fabric's own will goes wrong any more.
+    """
+
+    def __init__(self, env: FabricEnv, chaos: Chaos, row_log: RowLog | None) -> None:
+        self.env = env
+        self.chaos = chaos
+        self.row_log = row_log if row_log is not None and row_log.on else None
+        self.draws = Draws.of(chaos.seed, chaos.kept)
+        self.nodes: dict[str, ChaosNode] = {}
+        self.rows = 0
+        self.failed: list[tuple[str, int, int, Status]] = []
+        self.violations: list[str] = []
+        self.happened: list[Fault] = []
+        self.seen: Counter[str] = Counter()
+        self.healed = False
+
+    def parse(self, address: bytes) -> tuple[str, int, int]:
+        """Read an address: name, NIC, epoch. Raises BadDescriptor."""
+        found = _ADDRESS.fullmatch(address)
+        try:
+            if found is not None:
+                return found[1].decode(), int(found[2]), int(found[3])
+        except UnicodeDecodeError:
+            pass
+        raise BadDescriptor(f"{address[:80]!r} is not the address of a simulated NIC")
+
+    def find(self, name: str, nic: int, epoch: int) -> ChaosTarget | None:
+        """The NIC of an address, if that incarnation is the one that runs."""
+        node = self.nodes.get(name)
+        if node is None or node.epoch != epoch or nic >= len(node.nics):
+            return None
+        return node.nics[nic]
+
+    def why_lost(self, name: str, epoch: int) -> Status:
+        """Why an address cannot be reached."""
+        node = self.nodes.get(name)
+        return Status.STALE_PEER if node and node.epoch > epoch else Status.UNREACHABLE
+
+    def lost(self, target: ChaosTarget, status: Status, *, acks_lost: bool) -> None:
+        """Notify every other NIC that one is gone."""
+        for node in self.nodes.values():
+            for nic in node.nics:
+                if nic is not target and nic.state in (NicState.UP, NicState.DEAD):
+                    nic.peer_lost(target, status, acks_lost=acks_lost)
+
+
+class ChaosNode(SimNode):
+    """One incarnation of one host.
+
+    A worker is never charged for its time, and every completion wakes it.
+
+    Attributes:
+        epoch: 1 for the first incarnation, then 2, ...
+        uid: number of the host on its fabric; part of every draw.
+        nics: its NICs, which the fabric makes; `domains` to its engine.
+    """
+
+    nics: tuple[ChaosTarget, ...]
+
+    def __init__(self, fabric: Fabric, name: str, uid: int, epoch: int) -> None:
+        super().__init__(name, epoch)
+        self.fabric = fabric
+        self.uid = uid
+        self._paused_ps = 0
+        self._steps = uid << 32  # of this incarnation; part of every draw
+        self._next_step = fabric.draws.steps(self._steps + 1)
+        self._delay_ps, self._pause_ps = fabric.chaos.poll_delay_ps, fabric.chaos.pause_ps
+        self._first_key = uid << 24
+        if not fabric.chaos.key_reuse:
+            self._first_key += (epoch & 0xFF) << 16
+
+    def next_key(self) -> int:
+        """Number the next region; with `key_reuse` each incarnation starts from the first."""
+        self._first_key += 1
+        return self._first_key
+
+    def step_delay_ps(self) -> int:
+        """Draw how long this kick takes to become a step."""
+        self._steps = entity = self._steps + 1
+        bits = self._next_step()
+        delay_ps = 1 + below(bits, self._delay_ps)
+        if self._pause_ps and bits & 0x3F == 0 and not self.fabric.healed:
+            delay_ps += below(self.fabric.draws.step(entity, 1), self._pause_ps)
+        if self._paused_ps:
+            return max(delay_ps, self._paused_ps - self.fabric.env.now)
+        return delay_ps
+
+    def has_more(self) -> bool:
+        """Whether a poll has left entries behind, for which there was no room."""
+        for nic in self.nics:  # noqa: SIM110  # any() takes three times as long
+            if nic.entries:
+                return True
+        return False
+
+    def pause(self, for_ps: int) -> None:
+        """Have the worker's next steps wait; 0 ends a pause."""
+        self._paused_ps = self.fabric.env.now + for_ps
+
+
 class ChaosTarget:
     """One NIC as far as others reach it.
 
     Attributes:
         state: whether it is up, dead, closed or gone.
+        link: its way to and from the others.
         rows: rows and messages accepted so far.
         entries: those that poll() can return now.
     """
 
-    def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
+    link: Link
+
+    def __init__(self, fabric: Fabric, node: ChaosNode, number: int) -> None:
         chaos = fabric.chaos
         self.fabric = fabric
         self.node = node
@@ -231,8 +577,30 @@ class ChaosTarget:
 
     # ------------------------------------------------------------------ landing
 
+    # The sending side, `ChaosNic`, knows how to do these.
+
     def kill(self) -> None:
-        """Die; the sending side knows how."""
+        """Die."""
+        raise NotImplementedError
+
+    def vanish(self, status: Status) -> None:
+        """Crash with the host."""
+        raise NotImplementedError
+
+    def peer_lost(self, target: ChaosTarget, status: Status, *, acks_lost: bool) -> None:
+        """Learn that another NIC is gone."""
+        raise NotImplementedError
+
+    def acknowledge(self, row: Flight) -> None:
+        """Learn that a row of this NIC has landed."""
+        raise NotImplementedError
+
+    def refuse(self, row: Flight, status: Status) -> None:
+        """Learn that the target refused a row of this NIC."""
+        raise NotImplementedError
+
+    def stuck(self, row: Flight) -> None:
+        """Learn that a row of this NIC, or its answer, waits on a link."""
         raise NotImplementedError
 
     def land(self, fragment: Fragment) -> None:

@@ -16,7 +16,7 @@ from tep.base.checks import check_seconds
 from tep.base.errors import ClosedError, UsageError
 from tep.base.hashing import below
 from tep.base.units import PS_PER_NS, PS_PER_US
-from tep.sim.chaos_parts import Fabric
+from tep.sim.chaos_target import Fabric
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.loop import SimLoop
 

@@ -47,7 +47,6 @@ from tests.tidy.sources import python_files, text
 NAMES = {"from_bytes", "decode", "_decode", "parse", "check_address", "unpack_hellos"}
 NO_DECODERS = {
     "tep/apps/kvcache/decoder.py::Decoder._decode": "makes tokens",
-    "tep/sim/chaos_parts.py::Fabric.parse": "a protocol",
     "tep/base/wire.py::_Wire.from_bytes": "listed by its subclasses",
 }
 READERS = {
@@ -197,7 +196,7 @@ CASES: dict[str, list[Case]] = {
     "tep/control/messages.py::decode": [Case(messages.decode, structs(messages))],
     "tep/rendezvous/calls.py::_decode": [Case(rendezvous_calls._decode, structs(rendezvous_calls))],
     "tep/rendezvous/wire.py::decode": [Case(rendezvous_wire.decode, structs(rendezvous_wire))],
-    "tep/sim/chaos.py::ChaosFabric.parse": [
+    "tep/sim/chaos_target.py::Fabric.parse": [
         Case(lambda data: ChaosFabric.parse(None, data), [b"sim:a/0#1", b"sim:\xff/0#1"])
     ],
 }

@@ -13,7 +13,7 @@ from tep.backends.base import Access, Kind, Status
 from tep.base.errors import FabricError
 from tep.memory.source import adapt
 from tep.sim.chaos import ChaosFabric
-from tep.sim.chaos_parts import Trouble
+from tep.sim.chaos_target import Trouble
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Clog, Cut, KillNic, Mute
 from tests.unit.sim.sim_seam import CALM, NS, Seam
