@@ -380,15 +380,14 @@ class Posting:
 
     def _see(self, pending: Pending, race: _Race) -> None:
         """A share of a paged write is over; after the last one, its paths are weighed."""
-        batch, link = pending.batch, pending.target(0)[0].link
-        if pending.stop == batch.n and not pending.lost:
-            assert isinstance(pending.nics, int)
+        n, (remote, nic) = pending.batch.n, pending.target(0)
+        if pending.stop == n and not pending.lost:
             took_s = max(self._now_s() - race.start_s, 1e-9)
-            path = link.path(pending.domain, pending.nics)
-            race.seen.append((path, pending.sum_bytes(0, batch.n) / took_s))
+            path = remote.link.path(pending.domain, nic)
+            race.seen.append((path, pending.sum_bytes(0, n) / took_s))
         race.left -= 1
         if not race.left and len(race.seen) == race.of:
-            link.learn(race.seen)
+            remote.link.learn(race.seen)
 
     def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:
         nlocal = len(self.domains)
