@@ -12,6 +12,7 @@ import pytest
 from tep.apps.kvcache.cluster import Cluster, Shape
 from tep.base.units import KiB, MiB
 from tests.e2e import test_killed_and_stopped as killed
+from tests.e2e import test_passing_conditions as passing
 from tests.e2e import test_watched_processes as watched
 from tests.e2e.test_kvcache_processes import check, prompts
 from tests.e2e.test_moe_processes import WORLD, run_processes
@@ -35,6 +36,21 @@ PROVIDERS = ["efa", "efa-direct", "srd"]
 def test_killed_and_stopped(provider, test):
     """A sender, a receiver and a third process must behave here as on other wires."""
     in_three(provider, test)
+
+
+@pytest.mark.parametrize("of", passing.CURES)
+@pytest.mark.parametrize("provider", ["efa", "srd"])
+def test_short_for_a_while(provider, of):
+    """At either end, of memory or of descriptors: a passing condition is not the end."""
+    for test in (
+        passing.test_a_receiver_that_was_short_is_reached_again,
+        passing.test_a_sender_that_was_short_reaches_its_peers_again,
+    ):
+        node = passing.Node(provider)
+        try:
+            test(provider, node, of)
+        finally:
+            node.end()
 
 
 # What the engine does above the seam: once on EFA is enough, where nothing else has to be proved.
