@@ -330,8 +330,9 @@ class DomainGroup(Posting):
         if self.alive[domain]:
             self.alive[domain] = False
             self.routes.version += 1
-            why, up = "" if error is None else f": {error}", sum(self.alive)
-            text = f"NIC {domain} ({self.domains[domain].caps.nic}) is down{why}; {up} are left"
+            self.why_down, up = "" if error is None else f": {error!r}", sum(self.alive)
+            nic = self.domains[domain].caps.nic
+            text = f"NIC {domain} ({nic}) is down{self.why_down}; {up} are left"
             level = logging.WARNING if error is None else logging.ERROR
             self.journal.say("nic_down", text, level, error)
             self._reroute(lambda pending: pending.domain == domain)

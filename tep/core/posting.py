@@ -203,7 +203,7 @@ class Posting:
         "_back", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_now_s", "_queues", "_races",
         "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches", "closing",
         "domains", "ended", "events", "journal", "nbytes", "offered", "queued_reads", "routes",
-        "rows",
+        "rows", "why_down",
     )  # fmt: skip
 
     # What a failure makes of rows is decided by DomainGroup.
@@ -222,6 +222,7 @@ class Posting:
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
+        self.why_down = ""  # of the last NIC that raised
         self.backlog = self.offered = self.queued_reads = 0
         self.rows = [0] * len(domains)
         self.nbytes = [0] * len(domains)
@@ -728,7 +729,8 @@ class Posting:
 
     def _down_error(self) -> FabricError:
         names = ", ".join(domain.caps.nic for domain in self.domains)
-        return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
+        text = f"no NIC of this engine is alive ({names}){self.why_down}; open it anew"
+        return FabricError(text, code="NIC_DOWN")
 
 
 def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:

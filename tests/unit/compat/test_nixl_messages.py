@@ -352,11 +352,11 @@ def test_pieces_out_of_order_are_few(monkeypatch):
     monkeypatch.setattr(channel, "EARLY_MAX", 4)
     owner = SimpleNamespace(garbled=0)
     line = channel.Channel(owner, "A", None)
-    pieces = [channel._Frame("A", b"", k, 0, (0, 0), 0, 0, b"%d" % k) for k in range(10)]
+    pieces = [channel.Frame("A", b"", k, 0, (0, 0), 0, 0, b"%d" % k) for k in range(10)]
 
     assert [] == [message for piece in pieces[1:] for message in line.take(piece)]
     assert 5 == owner.garbled
     assert [b"0", b"1", b"2", b"3", b"4"] == list(line.take(pieces[0]))
     for k in range(20, 40, 2):  # gaps are no way around it
-        assert not list(line.take(channel._Frame("A", b"", -1, 0, (k, k + 1), 0, 0, b"")))
+        assert not list(line.take(channel.Frame("A", b"", -1, 0, (k, k + 1), 0, 0, b"")))
     assert 5 + 6 == owner.garbled
