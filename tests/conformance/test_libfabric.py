@@ -181,7 +181,7 @@ def test_a_peer_for_whom_no_endpoint_can_be_opened_is_tried_again(times):
         net = Net(world)
         a, b = net.pair()
         (domain,) = a.domains
-        open_endpoint, left = domain._nic.open_endpoint, [times]
+        open_endpoint, left = domain.nic.open_endpoint, [times]
 
         def refuse(options=()):
             left[0] -= 1
@@ -189,7 +189,7 @@ def test_a_peer_for_whom_no_endpoint_can_be_opened_is_tried_again(times):
                 raise FabricError("fi_endpoint: Too many open files", code="PROVIDER")
             return open_endpoint(options)
 
-        domain._nic.open_endpoint = refuse
+        domain.nic.open_endpoint = refuse
         b.post(b.batch(a, imm=1))  # its greeting is met in poll()
         a.post(a.batch(b, imm=2))
         net.until(lambda: not a.rows_open and not b.rows_open, "both ends")
@@ -211,8 +211,8 @@ def test_c28_a_peer_that_asks_while_it_is_forgotten_is_answered(monkeypatch):
         net.write(a.batch(b, imm=1), a)
         net.write(b.batch(a, imm=3), b)
         (domain,) = a.domains
-        peer = domain._peers.all[a.peer(b)]
-        asks, cut = b.batch(a, imm=2), domain._peers.cut
+        peer = domain.peers.all[a.peer(b)]
+        asks, cut = b.batch(a, imm=2), domain.peers.cut
 
         def ask(closing):
             cut(closing)
@@ -224,8 +224,8 @@ def test_c28_a_peer_that_asks_while_it_is_forgotten_is_answered(monkeypatch):
             net.until(lambda: not any(to.outbox for to in b_peers), "b's question")
             net.sides.append(a)
 
-        b_peers = b.domains[0]._peers.all
-        monkeypatch.setattr(domain._peers, "cut", ask)
+        b_peers = b.domains[0].peers.all
+        monkeypatch.setattr(domain.peers, "cut", ask)
         domain.forget(a.peer(b))
         net.until(lambda: peer.forget_s == 0.0, "the end of the endpoint")
         net.settle()
@@ -243,7 +243,7 @@ def fail_read(domain):
 def fail_readerr(domain):
     """An error is announced, and cannot be read."""
     domain._queue._read = lambda *_: -FI_EAVAIL
-    domain._nic._readerr = lambda *_: -errno.EIO
+    domain.nic._readerr = lambda *_: -errno.EIO
     return "fi_cq_readerr: "
 
 
@@ -302,7 +302,7 @@ def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(fail):
         a.source.deregister()
         a.source = None
         assert fail is fail_recv or memory() is not None
-        fabric = domain._nic._open[0]
+        fabric = domain.nic._open[0]
         true_close = fabric._close
         fabric._close = lambda address: true_close(address) - errno.EBUSY
         domain.close()
@@ -377,7 +377,7 @@ def silent(monkeypatch):
 def test_c17_a_row_has_its_own_time_however_old_the_greeting_is(silent):
     """A peer that is back in time for a row is reached, though earlier rows were too early."""
     net, a, b, clock = silent
-    within_s = a.domains[0]._timeout_s
+    within_s = a.domains[0].timeout_s
     early, late = a.batch(b, imm=1), a.batch(b, imm=2)  # connects: the greeting is on its way
     a.try_post(early, 0, 1)
     assert [] == clock.pass_s(0.9 * within_s)
@@ -395,7 +395,7 @@ def test_c17_a_silent_peer_fails_every_row_in_time(silent):
     """Rows that come one after the other must not keep each other waiting for ever."""
     _, a, b, clock = silent
     batch = a.batch(b)
-    step_s = 0.1 * a.domains[0]._timeout_s
+    step_s = 0.1 * a.domains[0].timeout_s
     for k in range(25):
         a.try_post(batch, 0, 1)
         ended = clock.pass_s(step_s)
@@ -412,7 +412,7 @@ def test_c17_a_row_after_the_end_of_others_is_tried_anew(silent):
     net, a, b, clock = silent
     a.try_post(a.batch(b, imm=1), 0, 1)
     a.try_post(a.batch(b, imm=2), 0, 1)
-    clock.pass_s(0.9 * a.domains[0]._timeout_s)
+    clock.pass_s(0.9 * a.domains[0].timeout_s)
     while a.rows_open:
         clock.pass_s(0.1)
     assert [Status.UNREACHABLE] * 2 == [seen.status for seen in a.seen]
@@ -429,7 +429,7 @@ def test_c17_rows_are_not_tried_anew_before_the_end_of_others_is_known(silent):
     (domain,) = a.domains
     batch = a.batch(b, src=[0] * 40)
     a.try_post(batch, 0, 20)
-    clock.pass_s(0.9 * domain._timeout_s)
+    clock.pass_s(0.9 * domain.timeout_s)
     while not domain._done:
         clock.ahead_s += 0.15
         domain.poll(new_completions(0))
@@ -450,5 +450,5 @@ def test_c17_a_peer_that_dies_before_it_grants_a_lease_is_an_error(silent):
     net.forget(b)
     a.try_post(batch, 0, 1)
 
-    assert [] == clock.pass_s(0.9 * a.domains[0]._timeout_s)
-    assert [Status.UNREACHABLE] == clock.pass_s(0.2 * a.domains[0]._timeout_s)
+    assert [] == clock.pass_s(0.9 * a.domains[0].timeout_s)
+    assert [Status.UNREACHABLE] == clock.pass_s(0.2 * a.domains[0].timeout_s)

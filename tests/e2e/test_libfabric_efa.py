@@ -341,9 +341,9 @@ for life in range(4):
         pass
 slots = a._domains[0]._slots
 until_s = time.monotonic() + 20
-while (slots.adrift or slots.open or a._domains[0]._peers.departed) and time.monotonic() < until_s:
+while (slots.adrift or slots.open or a._domains[0].peers.departed) and time.monotonic() < until_s:
     time.sleep(0.01)
-print(slots.adrift, slots.open, len(slots._free) - slots._top, a._domains[0]._peers.departed)
+print(slots.adrift, slots.open, len(slots._free) - slots._top, a._domains[0].peers.departed)
 a.close()
 """,
         )

@@ -166,9 +166,9 @@ def test_a_failed_insert_is_an_error_and_never_an_address():
     domain = libfabric.open_domains().domains[0]
     try:
         for answer in (0, -22, -12):  # it returns how many it took, or an error
-            domain._nic._insert = lambda *_, answer=answer: answer
+            domain.nic._insert = lambda *_, answer=answer: answer
             with pytest.raises(FabricError, match=r"fi_av_insert"):
-                domain._nic.insert(parse(domain.address, "tcp").raw)
+                domain.nic.insert(parse(domain.address, "tcp").raw)
     finally:
         domain.close()
 
@@ -189,7 +189,7 @@ def test_a_nic_is_bound_to_the_address_that_names_it():
 def test_rows_on_tcp_wait_for_the_target():
     """Without FI_DELIVERY_COMPLETE tcp calls rows done that never arrive, and loses the next."""
     domain = libfabric.open_domains().domains[0]
-    info = domain._nic.info.contents.tx_attr.contents.op_flags
+    info = domain.nic.info.contents.tx_attr.contents.op_flags
     try:
         assert domain._slots.flags & fi.FI_DELIVERY_COMPLETE
         assert info & fi.FI_DELIVERY_COMPLETE

@@ -108,7 +108,7 @@ class EfaDomain(FabricDomain):
         """Post what is simple without a detour: one peer that is ready, one key."""
         number, rkey = batch.peer, batch.rkey
         if type(number) is int and type(rkey) is int and not (self._closed or self._device.closed):
-            peer = self._peers.all[number]
+            peer = self.peers.all[number]
             region = self._regions.by_lkey.get(batch.lkey)
             if region is not None and peer.state is _READY and not peer.held:
                 slots, rows = self._slots, self._rows
@@ -132,7 +132,7 @@ class EfaDomain(FabricDomain):
             return None
         if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
             return None
-        due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+        due_s = time.monotonic() + self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         return self._flight.post_row(_no_call, None, ticket, src, dst, rkey, nbytes, imm)
 
@@ -159,7 +159,7 @@ class EfaDomain(FabricDomain):
             return None
         # Whether the rows lie in the region is looked at by the device, which ends each that does
         # not by itself (status 5); two passes over the column here cost 3 us a batch.
-        due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
+        due_s = time.monotonic() + self.timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, start, peer, region, due_s)
         return slots.post_columns(ticket, n, src, dst, nbytes, imm)
 

@@ -74,6 +74,10 @@ class FabricDomain:
         options: of every endpoint.
         dmabuf: exports device memory, see Regions.
         about: what `explain` says of this NIC.
+
+    Attributes:
+        nic, peers: its parts of that name.
+        timeout_s: how long a peer may owe an answer.
     """
 
     _rows_kind: type[Rows] = Rows
@@ -95,7 +99,7 @@ class FabricDomain:
     ) -> None:
         self.caps = caps
         self._about = about
-        self._nic = nic
+        self.nic = nic
         self._rules = rules
         self._main = nic.open_endpoint(options)
         if rules.software:
@@ -106,25 +110,25 @@ class FabricDomain:
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
-        self._timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
+        self.timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
         self._slots, self._regions, self._mailbox, self._queue = self._parts(nic, rules, dmabuf)
         self._mailbox.start(self._main)
-        self._peers = Peers(
-            nic, self._mailbox, rules, me, self._main, self._timeout_s, self._peer_over
+        self.peers = Peers(
+            nic, self._mailbox, rules, me, self._main, self.timeout_s, self._peer_over
         )
-        self._dying, self._departed = self._regions.dying, self._peers.departed
-        self._outgoing = Outgoing(self._peers, self._done, self._timeout_s)
-        self._inbox = Inbox(self._peers, self._done)
+        self._dying, self._departed = self._regions.dying, self.peers.departed
+        self._outgoing = Outgoing(self.peers, self._done, self.timeout_s)
+        self._inbox = Inbox(self.peers, self._done)
         self._unread = Unread(self._done.append)
         self._rows = self._rows_kind(
             caps,
             rules,
             self._slots,
             self._regions,
-            self._peers,
+            self.peers,
             self._mailbox.region,
             self._done,
-            self._timeout_s,
+            self.timeout_s,
             self._stir,
         )
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
@@ -152,7 +156,7 @@ class FabricDomain:
         self._texts[status] = error.text
         self._rows.fail(ticket.batch.ctx, row, status)
         if status is Status.PROVIDER:  # that says nothing of the peer: is it there?
-            self._peers.doubt(ticket.peer, time.monotonic())
+            self.peers.doubt(ticket.peer, time.monotonic())
             self._stir(ticket.peer)
 
     def _why_nobody(self) -> str:
@@ -181,7 +185,7 @@ class FabricDomain:
         if self._sleeper is not None:
             sleeper, self._sleeper = self._sleeper, None
             sleeper.close()
-        self._nic.close()
+        self.nic.close()
 
     # --- the seam
 
@@ -197,16 +201,16 @@ class FabricDomain:
         return self._regions.add(memory, access).key
 
     def deregister(self, key: DomainKey) -> None:
-        if self._closed or self._nic.closed:
+        if self._closed or self.nic.closed:
             return
         self._cut(key)
         self._regions.remove(key)
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
-        found = self._peers.find(peer)
+        found = self.peers.find(peer)
         if found.state is not State.READY:
-            self._peers.greet(found, time.monotonic())
+            self.peers.greet(found, time.monotonic())
             self._stir(found)
         return found.index
 
@@ -216,7 +220,7 @@ class FabricDomain:
     # --- writes
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        if self._closed or self._nic.closed:
+        if self._closed or self.nic.closed:
             self._check_open()
         return self._rows.post(batch, start, stop)
 
@@ -262,9 +266,9 @@ class FabricDomain:
 
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
-        to = self._peers.all[peer]
+        to = self.peers.all[peer]
         now_s = time.monotonic()
-        self._peers.greet_again(to, now_s)
+        self.peers.greet_again(to, now_s)
         taken = self._outgoing.send(to, payload, ctx, now_s, is_control=is_control)
         self._stir(to)
         return taken
@@ -291,17 +295,17 @@ class FabricDomain:
             self._stir_all()
 
     def _say(self, peer: Peer, frame: frames.Frame) -> None:
-        self._peers.say(peer, frame)
+        self.peers.say(peer, frame)
         self._stir(peer)
 
     def _stir(self, peer: Peer) -> None:
         """Try to send what a peer's outbox holds; look after it until all is settled."""
-        self._peers.flush(peer, time.monotonic())
+        self.peers.flush(peer, time.monotonic())
         if peer.unsettled:
             self._restless.add(peer)
 
     def _stir_all(self) -> None:
-        for peer in self._peers.all:
+        for peer in self.peers.all:
             if peer.outbox:
                 self._stir(peer)
 
@@ -311,7 +315,7 @@ class FabricDomain:
         filled = 0
         if self._done:
             filled = self._hand_out(out)
-        if self._nic.closed:
+        if self.nic.closed:
             return filled
         rows, queue = self._rows, self._queue
         rows.budget_bytes = self._rules.turn_bytes
@@ -341,7 +345,7 @@ class FabricDomain:
         if self._dying:
             self._regions.bury()
         if self._departed:
-            self._peers.settle()
+            self.peers.settle()
         return filled
 
     def _read_on(self, out: Completions, filled: int) -> int:
@@ -368,7 +372,7 @@ class FabricDomain:
         queue = self._queue
         while queue.errors:
             self._take_error(queue.errors.popleft())
-        if self._nic.failure and not self._lost:
+        if self.nic.failure and not self._lost:
             self._go_down()
 
     def _drain(self) -> None:
@@ -382,7 +386,7 @@ class FabricDomain:
         return filled
 
     def _take_frame(self, data: bytes) -> None:
-        frame, peers = frames.decode(memoryview(data)), self._peers
+        frame, peers = frames.decode(memoryview(data)), self.peers
         # Whoever has another's address now is met as the later incarnation, which ends the earlier.
         peer = peers.known(frame.sender) if frame is not None else None
         if frame is None or peer is None:
@@ -403,7 +407,7 @@ class FabricDomain:
 
     def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
         """Handle what is said between greeting and goodbye."""
-        peers = self._peers
+        peers = self.peers
         match frame:
             case frames.Data():
                 self._inbox.take_data(peer, frame)
@@ -430,7 +434,7 @@ class FabricDomain:
             if to is not None and not to.over:
                 self._texts[Status.UNREACHABLE] = error.text
                 self._outgoing.interrupt(to)
-                self._peers.frame_failed(to, now_s)
+                self.peers.frame_failed(to, now_s)
                 to.pause_until_s = now_s + _RETRY_S
                 self._restless.add(to)
 
@@ -442,8 +446,8 @@ class FabricDomain:
         self._lost = True
         self._drain()
         self._queue.stop()
-        self._texts[Status.NIC_DOWN] = self._nic.failure
-        self._peers.give_up()
+        self._texts[Status.NIC_DOWN] = self.nic.failure
+        self.peers.give_up()
         self._end_all(Status.NIC_DOWN, gone=False)
         if self._sleeper is not None:
             self._sleeper.forget_queue()
@@ -462,7 +466,7 @@ class FabricDomain:
         now_s = time.monotonic()
         for peer in list(self._restless):
             if now_s >= peer.pause_until_s:
-                self._peers.flush(peer, now_s)
+                self.peers.flush(peer, now_s)
             self._go_on(peer, now_s)
             if not peer.unsettled:
                 self._restless.discard(peer)
@@ -471,16 +475,16 @@ class FabricDomain:
         if peer.state is State.READY:
             self._rows.go_on(peer)
         elif peer.state is State.LEAVING:
-            self._peers.see_off(peer, now_s)
+            self.peers.see_off(peer, now_s)
 
     def _look_at_deadlines(self, now_s: float) -> None:
         # What went wrong with no operation of ours: an answer that found nobody, say.
-        while event := self._nic.read_event():
+        while event := self.nic.read_event():
             _LOG.warning("%s: %s", self.caps.nic, event)
         due = self._slots.oldest_due()
         for peer in {*due, *self._restless}:
             self._rows.expire(peer, now_s)
-            self._peers.look(peer, due.get(peer), now_s)
+            self.peers.look(peer, due.get(peer), now_s)
             if peer.unsettled:
                 self._restless.add(peer)
         self._outgoing.look(now_s)
@@ -494,10 +498,10 @@ class FabricDomain:
     def status_text(self, status: int) -> str:
         own = self._texts.get(status, "")
         if status == Status.PROVIDER and self._rows.refusal:
-            own = says(f"a post was refused: {self._nic.strerror(self._rows.refusal)}", own)
+            own = says(f"a post was refused: {self.nic.strerror(self._rows.refusal)}", own)
         if status == Status.UNREACHABLE:
-            own = self._peers.refusal or own
-            if not self._peers.answered:
+            own = self.peers.refusal or own
+            if not self.peers.answered:
                 own = says(own, self._why_nobody())
         return says(_USUALLY.get(status, ""), own)
 
@@ -508,7 +512,7 @@ class FabricDomain:
         return self._sleeper.fd if self._sleeper is not None else None
 
     def arm(self) -> bool:
-        if self._done or self._nic.closed or self._lost:
+        if self._done or self.nic.closed or self._lost:
             return not self._done
         if self._queue.frames or self._queue.errors:
             return False
@@ -522,37 +526,37 @@ class FabricDomain:
             timer_s = self._chore_s
         self._sleeper.quiet()
         self._sleeper.set_timer(timer_s)
-        return self._nic.trywait()
+        return self.nic.trywait()
 
     # --- ends
 
     def _check_open(self) -> None:
-        if self._closed or self._nic.closed:
+        if self._closed or self.nic.closed:
             raise closed(self.caps.nic)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._nic.closed:  # in a forked child
+        if self.nic.closed:  # in a forked child
             self._end_all(Status.FLUSHED)
             return
         self._say_bye()
-        self._peers.close()
+        self.peers.close()
         self._drain()
         self._shut()
         self._end_all(Status.FLUSHED)
 
     def _say_bye(self) -> None:
         """Tell the peers, and let what we owe them leave: answers still in this process."""
-        listening = self._peers.farewell()
+        listening = self.peers.farewell()
         start_s = quiet_s = time.monotonic()
         while True:
             before = len(self._done)
             self._drain()
             now_s = time.monotonic()
             for peer in listening:
-                self._peers.flush(peer, now_s)
+                self.peers.flush(peer, now_s)
             if len(self._done) != before:
                 quiet_s = now_s
             owing = any(peer.outbox and not peer.over for peer in listening)
@@ -562,7 +566,7 @@ class FabricDomain:
 
     def _end_all(self, status: Status, *, gone: bool = True) -> None:
         """End every open row and message; `gone` as in Rows.end()."""
-        for peer in self._peers.all:
+        for peer in self.peers.all:
             self._rows.end(peer, status, gone=gone)
         self._outgoing.close(status)
         self._restless.clear()

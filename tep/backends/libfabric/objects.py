@@ -43,18 +43,11 @@ class CqError(NamedTuple):
     text: str
 
 
-class Option(NamedTuple):
-    """A boolean option of an endpoint, set before it is enabled.
+Option = tuple[int, bool, bool]
+"""FI_OPT_... of an endpoint, its value, and whether a provider that does not know it is an error.
 
-    Attributes:
-        number: FI_OPT_...
-        value: what it is set to.
-        needed: a provider that does not know it is an error.
-    """
-
-    number: int
-    value: bool
-    needed: bool = True
+It is set before the endpoint is enabled.
+"""
 
 
 class _Handle:

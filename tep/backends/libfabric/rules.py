@@ -200,13 +200,11 @@ def endpoint_options(*, cuda: bool) -> tuple[Option, ...]:
     completion queue is full, and are lost. Before 2.3.1 the environment alone says so, see
     tep.backends.ffi.libfabric.load().
     """
-    options = [
-        Option(fi.FI_OPT_SHARED_MEMORY_PERMITTED, False),
-        Option(fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, needed=False),
-    ]
-    if cuda:
-        options.append(Option(fi.FI_OPT_CUDA_API_PERMITTED, False))
-    return tuple(options)
+    wanted: tuple[Option, ...] = (
+        (fi.FI_OPT_SHARED_MEMORY_PERMITTED, False, True),
+        (fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, False),
+    )
+    return (*wanted, (fi.FI_OPT_CUDA_API_PERMITTED, False, True)) if cuda else wanted
 
 
 def check_version(nic: str, version: tuple[int, int]) -> None:

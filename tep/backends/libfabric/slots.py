@@ -327,18 +327,14 @@ class Slots:
 
     def give_back(self, contexts: list[int]) -> dict[int, int]:
         """Take finished rows back; return how many of each batch, by its ctx."""
-        owners, base, frees, top = self._owners, self._base, self._frees, self._top
-        finished: dict[int, int] = {}
+        batches: dict[int, int] = {}
         for context in contexts:
-            slot = (context - base) >> 6
-            number = owners[slot]
-            assert number != _FREE, f"a row completed twice: slot {slot}"
-            owners[slot] = _FREE
-            frees[top] = context
-            top += 1
-            finished[number] = finished.get(number, 0) + 1
-        self._top = top
-        return self._settle(finished)
+            ticket = self.take_back(context)
+            if ticket is not None:
+                ticket.peer.heard = True
+                ctx = ticket.batch.ctx
+                batches[ctx] = batches.get(ctx, 0) + 1
+        return batches
 
     def give_back_many(self, contexts: I64) -> dict[int, int]:
         """Take dozens of finished rows back, by columns; return what give_back() does."""

@@ -183,21 +183,21 @@ class TcpDomain(FabricDomain):
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         # sockaddr_in and sockaddr_in6 have the port there
         self._strangers = Strangers(int.from_bytes(self._main.name()[2:4], "big"))
-        self._reads = TcpReads(caps, nic, self._regions, self._peers, self._done, self._timeout_s)
+        self._reads = TcpReads(caps, nic, self._regions, self.peers, self._done, self.timeout_s)
         self._queue.landed, self._queue.landed_many = self._reads.landed, self._reads.landed_many
 
     def _why_nobody(self) -> str:
-        met = [peer.address for peer in self._peers.all]
-        own = parse(self._peers.me, self._rules.provider)
+        met = [peer.address for peer in self.peers.all]
+        own = parse(self.peers.me, self._rules.provider)
         return _LOOPBACK if any(is_loopback(one.raw) for one in (own, *met)) else ""
 
     # --- leases
 
     def deregister(self, key: DomainKey) -> None:
         super().deregister(key)
-        if not (self._closed or self._nic.closed):
+        if not (self._closed or self.nic.closed):
             for index in self._askers.pop(key.rkey, ()):
-                self._say(self._peers.all[index], frames.Revoke(self.address, key.rkey))
+                self._say(self.peers.all[index], frames.Revoke(self.address, key.rkey))
 
     def _cut(self, key: DomainKey) -> None:
         """Nothing to do: a registration that is closed early would lose the rows in flight."""
@@ -209,7 +209,7 @@ class TcpDomain(FabricDomain):
                 found = regions.readable_range(rkey) if number else regions.range_of(rkey)
                 if found[1]:
                     self._askers.setdefault(rkey, set()).add(peer.index)
-                self._peers.say(peer, frames.Lease(self.address, rkey, *found, number))
+                self.peers.say(peer, frames.Lease(self.address, rkey, *found, number))
             case frames.Lease(number=0):
                 peer.leases[frame.rkey] = frame.base, frame.nbytes
             case frames.Lease():
@@ -252,7 +252,7 @@ class TcpDomain(FabricDomain):
     def _look_at_deadlines(self, now_s: float) -> None:
         for peer in [peer for peer in self._restless if peer.reading]:
             if self._reads.expire(peer, now_s):
-                self._peers.doubt(peer, now_s)
+                self.peers.doubt(peer, now_s)
                 self._stir(peer)
         super()._look_at_deadlines(now_s)
         if now_s >= self._next_chore_s:
@@ -261,25 +261,25 @@ class TcpDomain(FabricDomain):
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
         self._texts[Status.PROVIDER] = error.text
         self._rows.lose(ticket, row)
-        self._peers.doubt(ticket.peer, time.monotonic())
+        self.peers.doubt(ticket.peer, time.monotonic())
         self._stir(ticket.peer)
 
     # --- looking after peers
 
     def forget(self, peer: int) -> None:
-        if self._closed or self._nic.closed or not self._rules.endpoint_per_peer:
+        if self._closed or self.nic.closed or not self._rules.endpoint_per_peer:
             return  # all peers share one endpoint
-        found = self._peers.all[peer]
-        found.forget_s = time.monotonic() + self._timeout_s
+        found = self.peers.all[peer]
+        found.forget_s = time.monotonic() + self.timeout_s
         self._stir(found)
 
     def _go_on(self, peer: Peer, now_s: float) -> None:
         super()._go_on(peer, now_s)
         if peer.reading:
             self._reads.advance(peer)
-            self._peers.flush(peer, now_s)
+            self.peers.flush(peer, now_s)
         if peer.forget_s:
-            self._peers.let_go(peer, now_s)
+            self.peers.let_go(peer, now_s)
 
     def _do_chores(self, now_s: float) -> None:
         self._next_chore_s = now_s + _STRANGERS_S
@@ -299,7 +299,7 @@ class TcpDomain(FabricDomain):
             self._take_rest()
 
     def _end_all(self, status: Status, *, gone: bool = True) -> None:
-        for peer in self._peers.all:
+        for peer in self.peers.all:
             if peer.reading:  # they end in buffers of ours, so that they are over in any case
                 self._reads.end(peer, Status.FLUSHED, gone=gone)
         super()._end_all(status, gone=gone)
