@@ -40,7 +40,6 @@ def test_info_says_what_is_here_and_why_the_rest_is_not() -> None:
     states = {state["backend"]: state for state in document("info")["backends"]}
 
     assert states["loopback"]["available"]
-    assert states["sim"]["available"]
     for state in states.values():
         assert state["detail"]
         assert state["available"] or (state["cure"] and state["tried"])
