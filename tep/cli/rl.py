@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tep.apps.rl.job import Job, RankedJob
+    from tep.apps.rl.metadata import Schedule
     from tep.apps.rl.ports import UpdateReport
     from tep.apps.rl.predict import Prediction
-    from tep.apps.rl.routes import Schedule
     from tep.apps.rl.study import Deployment
     from tep.rendezvous import Place
 
@@ -139,10 +139,8 @@ def _document(
 ) -> dict[str, object]:
     from tep.apps.rl.predict import KIMI_K2, TOTAL_MS
 
-    known, train, infer = KIMI_K2, deployment.train, deployment.infer
-    layout = (train.fsdp, train.pp, train.ep, infer.ep, infer.replicas)
-    published = layout == (known.fsdp, known.pp, known.ep, known.infer_ep, known.replicas)
-    published = published and deployment.model.name == known.model
+    train, infer = deployment.train, deployment.infer
+    published = (deployment.model.name, train, infer) == KIMI_K2
     spread = {"calls": "number", "roofline": "bytes and number"}.get(
         deployment.attribution, "bytes"
     )

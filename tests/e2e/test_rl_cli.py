@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tep
+from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import PUBLISHED
-from tep.apps.rl.routes import Schedule
 from tep.cli.rl import app
 
 

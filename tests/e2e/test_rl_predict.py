@@ -9,11 +9,10 @@ import pytest
 
 import tep
 from tep.apps.rl import study
-from tep.apps.rl.compute import Timed
 from tep.apps.rl.models import PUBLISHED, InferLayout, TrainLayout, load_model, model_from_config
 from tep.apps.rl.predict import OPERATIONS, TOTAL_MS, SlowNic, StageTimes, predict
 from tep.apps.rl.study import comparison
-from tests.unit.apps.rl_worlds import World, make_cluster
+from tests.unit.apps.rl_worlds import Timed, World, make_cluster
 
 GIB = 1 << 30
 MIB = 1 << 20

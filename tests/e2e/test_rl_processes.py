@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tep.apps.rl.compute import numpy_dtype
-from tep.apps.rl.job import Job, LocalJob, RankedJob, work_as_rank
+from tep.apps.rl.job import Job, RankedJob, work_as_rank
 from tep.apps.rl.models import InferLayout, TrainLayout, load_model, rollout_metas
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tep.base.errors import UsageError
@@ -21,6 +21,7 @@ from tep.cli.rl import app
 from tep.rendezvous import Place
 from tep.rendezvous.launch import launch
 from tests.support.here import require
+from tests.support.rl_serving import Fleet
 from tests.unit.apps.rl_reference import reference_region
 
 CONFIG = {
@@ -107,9 +108,8 @@ class Scenario:
             infer=INFER,
             backend=backend,
             options={"nics": 1, **(options or {"provider": "tcp"})},
-            load=True,
         )
-        self.fleet = LocalJob(job, folder)
+        self.fleet = Fleet(job, folder)
         self.served = dict.fromkeys(expected(model, tensors), 0)
 
     async def check(self, weights, version, names=("rollout0", "rollout1")):
@@ -121,8 +121,8 @@ class Scenario:
 
     async def check_load(self, weights_of):
         """All requests of a version got the same, right answer."""
-        for name, actor in self.fleet.rollouts.items():
-            report = await actor.load_report()
+        for name in self.fleet.rollouts:
+            report = await self.fleet.load_report(name)
             self.served[name] += report.served
             for version, answers in report.answers.items():
                 assert [self.wanted[weights_of[version]][name][1]] == answers

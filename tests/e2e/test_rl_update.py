@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import tep
-from tep.apps.rl.compute import AtOnce, Timed
+from tep.apps.rl.compute import AtOnce
 from tep.apps.rl.ports import Kind, Regions, make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
-from tests.unit.apps.rl_worlds import InferLayout, TrainLayout, World, make_cluster
+from tests.unit.apps.rl_worlds import InferLayout, Timed, TrainLayout, World, make_cluster
 
 
 def some(first, *others):

@@ -27,8 +27,8 @@ from tep.apps.kvcache.blocks import messages as block_messages
 from tep.apps.kvcache.layout import Placed
 from tep.apps.moe.config import MoeConfig
 from tep.apps.moe.proxy import pack_hello, unpack_hellos
+from tep.apps.rl import metadata as rl_metadata
 from tep.apps.rl import ports as rl_ports
-from tep.apps.rl import routes as rl_routes
 from tep.backends import loopback
 from tep.backends.libfabric import frames as libfabric_frames
 from tep.backends.libfabric import rules as libfabric_rules
@@ -122,7 +122,7 @@ GREETINGS = [
     for kind in verbs_handshake.Kind
     for qps in ((), ((5, 6), (7, 8)))
 ]
-SCHEDULE = rl_routes._Wire(rl_routes._VERSION, 1, ("a",), ("b",), (), b"", 1)
+SCHEDULE = rl_metadata._Wire(rl_metadata._VERSION, 1, ("a",), ("b",), (), b"", 1)
 
 
 def loopback_address() -> bytes:
@@ -171,8 +171,8 @@ CASES: dict[str, list[Case]] = {
     "tep/apps/rl/ports.py::Regions.from_bytes": [
         Case(rl_ports.Regions.from_bytes, [rl_ports.Regions((0, 64), (DESC, DESC)).to_bytes()])
     ],
-    "tep/apps/rl/routes.py::Schedule.from_bytes": [
-        Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
+    "tep/apps/rl/metadata.py::Schedule.from_bytes": [
+        Case(rl_metadata.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])
     ],
     "tep/backends/libfabric/rules.py::parse": [
         Case(functools.partial(libfabric_rules.parse, provider=provider), [TCP, EFA])

@@ -14,6 +14,7 @@ from tep.apps.rl.compute import load_shards, make_outs, needed_outs, numpy_dtype
 from tep.apps.rl.metadata import (
     MeshGroup,
     RolloutMeta,
+    Schedule,
     SourceShard,
     TargetShard,
     TrainMeta,
@@ -30,7 +31,6 @@ from tep.apps.rl.models import (
     rollout_metas,
     train_metas,
 )
-from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import PIECE_BYTES_MIN, make_schedule, ring_layout
 from tests.unit.apps.rl_reference import reference_region
 

@@ -298,14 +298,6 @@ class RankedCluster:
         ]
         return list(await asyncio.gather(*map(self.scheduler.submit, requests)))
 
-    async def kill(self, name: str) -> None:
-        """Not from here: whoever has started a process can kill it.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(f"{name} was started by another program; kill its process on its host")
-
     # ------------------------------------------------------------------ coming and going
 
     async def __aenter__(self) -> Self:
@@ -403,10 +395,6 @@ class Cluster(RankedCluster):
     async def _add(self, role: str, name: str) -> None:
         adding = super()._add(role, name)
         await self._processes.unless_ended(self._ranks[name], f"{role} {name}", adding)
-
-    async def kill(self, name: str) -> None:
-        """Kill a process, as a machine's failure would."""
-        await self._processes.kill(self._ranks[name])
 
     async def _status(self, name: str) -> object:
         return await self._processes.ended(self._ranks[name])

@@ -23,7 +23,11 @@ from tep.apps.rl.metadata import (
     SCALINGS,
     Box,
     DType,
+    Gather,
+    Out,
+    Rows,
     Scaling,
+    Task,
     box_bytes,
     box_shape,
     joined_axis,
@@ -31,14 +35,13 @@ from tep.apps.rl.metadata import (
     nbytes_of,
     scale_shape,
 )
-from tep.apps.rl.routes import Gather, Out, Rows, Task
 from tep.base.distribution import need
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 __all__ = [
-    "FP8_MAX", "AtOnce", "Compute", "Threads", "Timed", "as_array", "check_finite", "load_shards",
+    "FP8_MAX", "AtOnce", "Compute", "Threads", "as_array", "check_finite", "load_shards",
     "make_outs", "needed_outs", "numpy_dtype", "quantise", "scale_dtype", "unshard",
 ]  # fmt: skip
 
@@ -329,20 +332,3 @@ class Threads:
     async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
         del stage, nbytes
         return await asyncio.to_thread(function)
-
-
-class Timed:
-    """At once, but the stage takes the time of a device: bytes over a rate.
-
-    Args:
-        bytes_per_s: rate of each stage; a stage that is not named takes no time.
-    """
-
-    def __init__(self, bytes_per_s: Mapping[str, float]) -> None:
-        self._rates = dict(bytes_per_s)
-
-    async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
-        rate = self._rates.get(stage)
-        if rate:
-            await asyncio.sleep(nbytes / rate)
-        return function()

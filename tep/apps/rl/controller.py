@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 
 from tep import TepError, UsageError
-from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.apps.rl.metadata import RolloutMeta, Schedule, TrainMeta
 from tep.apps.rl.ports import (
     PeerResult,
     RolloutPort,
@@ -24,7 +24,6 @@ from tep.apps.rl.ports import (
     UpdateReport,
     count_rows,
 )
-from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
 
 __all__ = ["Controller"]

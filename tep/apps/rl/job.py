@@ -23,7 +23,7 @@ import msgspec
 from tep import FabricError, TepError, TransferEngine, UsageError
 from tep.apps.rl.compute import Threads
 from tep.apps.rl.controller import Controller
-from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.apps.rl.metadata import TrainMeta
 from tep.apps.rl.models import (
     InferLayout,
     Model,
@@ -32,7 +32,7 @@ from tep.apps.rl.models import (
     rollout_metas,
     train_metas,
 )
-from tep.apps.rl.ports import LoadReport, RemoteRollout, RemoteTraining
+from tep.apps.rl.ports import RemoteRollout, RemoteTraining
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
@@ -47,7 +47,6 @@ __all__ = [
 
 _START_S: Final = 120.0
 _END_S: Final = 10.0
-_REQUEST_BYTES: Final = 1 << 20  # of the weights that one request of the load looks at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,6 @@ class Job:
         train, infer: layouts.
         backend: a name of `tep info`.
         options: of the backend, e.g. {"provider": "tcp", "nics": 1}.
-        load: rollout workers serve requests all the time.
     """
 
     model: str
@@ -69,7 +67,6 @@ class Job:
     infer: InferLayout
     backend: str = "libfabric"
     options: dict[str, str | int | list[str]] = field(default_factory=dict)
-    load: bool = False
 
     @classmethod
     def read(cls, path: str) -> Job:
@@ -111,39 +108,11 @@ class TrainingService(TrainingWorker):
 
 
 class RolloutService(RolloutWorker):
-    """A rollout worker that answers a load of requests, if asked for."""
-
-    def __init__(self, engine: TransferEngine, meta: RolloutMeta) -> None:
-        super().__init__(engine, meta)
-        self._served = self._refused = 0
-        self._answers: dict[int, dict[str, None]] = {}
+    """A rollout worker whose weights can be compared with a checkpoint."""
 
     async def digest(self) -> str:
         """SHA-256 of the weight region."""
         return hashlib.sha256(self.region.data).hexdigest()
-
-    async def load_report(self) -> LoadReport:
-        """Report what was served since the last report."""
-        answers = {version: list(found) for version, found in self._answers.items()}
-        report = LoadReport(self._served, self._refused, answers)
-        self._served, self._refused, self._answers = 0, 0, {}
-        return report
-
-    async def serve(self) -> None:
-        """Answer requests for ever: each reads a slice of every part of the weights."""
-        region = self.region
-        step = max(1, len(region) // _REQUEST_BYTES)
-        while True:
-            try:
-                with self.lease() as version:
-                    found = await asyncio.to_thread(
-                        lambda: hashlib.sha256(region[::step].tobytes()).hexdigest()
-                    )
-                    self._answers.setdefault(version, {})[found] = None
-                self._served += 1
-            except UsageError:
-                self._refused += 1
-                await asyncio.sleep(0.005)
 
 
 class RankedJob:
@@ -228,6 +197,8 @@ class LocalJob(RankedJob):
         sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
     """
 
+    module = "tep.apps.rl.job"
+
     def __init__(self, job: Job, folder: str | os.PathLike[str], **sizes: Any) -> None:
         token = secrets.token_hex(16)
         super().__init__(job, Place(rank=0, size=1 + len(_roles(job)), token=token), **sizes)
@@ -239,7 +210,7 @@ class LocalJob(RankedJob):
         self._processes = RankProcesses(place, self._folder)
         path = str(self._folder / "job.json")
         self.job.write(path)
-        self._command = (sys.executable, "-m", "tep.apps.rl.job", path)
+        self._command = (sys.executable, "-m", self.module, path)
         await asyncio.gather(*map(self._start, self._ranks))
         await super()._gather()
 
@@ -249,26 +220,6 @@ class LocalJob(RankedJob):
     async def _caller(self, role: str, name: str) -> Caller:
         coming = super()._caller(role, name)
         return await self._processes.unless_ended(self._ranks[name], name, coming)
-
-    async def kill(self, name: str) -> None:
-        """Kill a worker's process, as a machine that fails would."""
-        await self._processes.kill(self._ranks[name])
-
-    async def restart_rollout(self, name: str) -> RemoteRollout:
-        """Start a rollout worker again and have it join."""
-        await self._start(name)
-        self.rollouts[name] = RemoteRollout(await self._caller("rollout", name))
-        self.controller.add(self.rollouts[name])
-        return self.rollouts[name]
-
-    async def restart_train(self, rank: int, weights: str) -> RemoteTraining:
-        """Start a training rank again, with the weights of a checkpoint."""
-        name = f"train{rank}"
-        await self._start(name)
-        self.trains[rank] = RemoteTraining(await self._caller("train", name))
-        await self.trains[rank].load(weights)
-        self.controller.replace(rank, self.trains[rank])
-        return self.trains[rank]
 
     async def __aexit__(self, *_: object) -> None:
         await super().__aexit__()
@@ -314,14 +265,8 @@ async def _work(job: Job, place: Place, hello: Hello) -> None:
             await answer(TrainingService(engine, meta, model, weights), *controller)
             return
         metas = rollout_metas(model, job.infer, nics)
-        service = RolloutService(engine, metas[place.rank - 1 - job.train.world])
-        load = asyncio.ensure_future(service.serve()) if job.load else None
-        try:
-            await answer(service, *controller)
-        finally:
-            if load is not None:
-                load.cancel()
-                await asyncio.gather(load, return_exceptions=True)
+        mine = metas[place.rank - 1 - job.train.world]
+        await answer(RolloutService(engine, mine), *controller)
 
 
 def main(argv: Sequence[str]) -> int:

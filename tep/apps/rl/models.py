@@ -7,12 +7,13 @@ other as well. Rule 2: shards of quantised parameters begin at multiples of the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from tep import UsageError
 from tep.apps.rl.metadata import (
@@ -34,7 +35,7 @@ from tep.apps.rl.metadata import (
 )
 
 __all__ = [
-    "PUBLISHED", "Fused", "InferLayout", "Model", "Published", "TrainLayout", "cut", "lay_out",
+    "PUBLISHED", "Fused", "InferLayout", "Model", "TrainLayout", "cut", "lay_out",
     "load_model", "model_from_config", "rollout_metas", "target_shards", "train_metas",
 ]  # fmt: skip
 
@@ -86,13 +87,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        total = 0
-        for tensor in self.tensors:
-            count = 1
-            for extent in tensor.shape:
-                count *= extent
-            total += count
-        return total
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def quantised_as(self, dtype: DType) -> Model:
         """The same model with another dtype for what inference has in fp8, e.g. "bf16"."""
@@ -102,71 +97,11 @@ class Model:
         return replace(self, fused=fused)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The keys of a published config.json that say shapes, and where they are from."""
-
-    source: str
-    config: Mapping[str, object]
-
-
-_DEEPSEEK: Final = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "n_shared_experts": 1,
-    "topk_method": "noaux_tc",
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "tie_word_embeddings": False,
-}
-
-PUBLISHED: Final[Mapping[str, Published]] = {
-    "kimi-k2": Published(
-        "config.json of moonshotai/Kimi-K2-Instruct on Hugging Face; quoted",
-        _DEEPSEEK
-        | {
-            "model_type": "kimi_k2",
-            "n_routed_experts": 384,
-            "first_k_dense_replace": 1,
-            "num_attention_heads": 64,
-            "vocab_size": 163840,
-        },
-    ),
-    "deepseek-v3": Published(
-        "config.json of deepseek-ai/DeepSeek-V3 on Hugging Face, without its one layer for "
-        "multi-token prediction; quoted",
-        _DEEPSEEK
-        | {
-            "n_routed_experts": 256,
-            "first_k_dense_replace": 3,
-            "num_attention_heads": 128,
-            "vocab_size": 129280,
-        },
-    ),
-    "qwen3-235b": Published(
-        "config.json of Qwen/Qwen3-235B-A22B on Hugging Face; quoted",
-        {
-            "model_type": "qwen3_moe",
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-            "num_hidden_layers": 94,
-            "num_experts": 128,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": False,
-        },
-    ),
-}
-"""Models by the names that `tep rl` takes."""
+PUBLISHED: Final[Mapping[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("published.json").read_text(encoding="utf-8")
+)
+"""Models by the names that `tep rl` takes: `source`, and `config`, the keys of a config.json that
+say shapes."""
 
 
 def load_model(name: str | PathLike[str]) -> Model:
@@ -177,7 +112,7 @@ def load_model(name: str | PathLike[str]) -> Model:
     """
     known = PUBLISHED.get(str(name))
     if known is not None:
-        return model_from_config(known.config, name=str(name), source=known.source)
+        return model_from_config(name=str(name), **known)
     path = Path(name)
     if not path.is_file():
         raise UsageError(

@@ -18,7 +18,7 @@ from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.rendezvous.calls import Call, Remote
 
 __all__ = [
-    "ATTEMPTS", "ROUTING", "Kind", "LoadReport", "PeerResult", "Regions", "RemoteRollout",
+    "ATTEMPTS", "ROUTING", "Kind", "PeerResult", "Regions", "RemoteRollout",
     "RemoteTraining", "RolloutPort", "RolloutState", "Span", "TrainReport", "TrainingPort",
     "UpdateReport", "count_rows", "cut_rows", "make_imm",
 ]  # fmt: skip
@@ -70,21 +70,6 @@ class RolloutState:
     attempt: int
     arrived: int
     expected: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The requests that a rollout worker served.
-
-    Attributes:
-        served: requests answered.
-        refused: requests that came while the weights were mixed.
-        answers: version -> the different answers that it gave; more than one is a mixed version.
-    """
-
-    served: int
-    refused: int
-    answers: dict[int, list[str]]
 
 
 class TrainingPort(Protocol):
@@ -149,7 +134,6 @@ class RemoteRollout(Remote):
     abort = Call(RolloutState)
     state = Call(RolloutState)
     digest = Call(str)
-    load_report = Call(LoadReport)
 
     async def param_meta(self) -> RolloutMeta:
         found, name = await self.caller.call(RolloutMeta, "param_meta"), self.caller.hello.name

@@ -19,8 +19,9 @@ import numpy as np
 
 import tep
 from tep import Expectation, ScatterDst, Transfer
+from tep.apps.rl.metadata import Schedule, Task
+from tep.apps.rl.models import InferLayout, TrainLayout
 from tep.apps.rl.ports import ROUTING, Kind, count_rows, make_imm
-from tep.apps.rl.routes import Schedule, Task
 from tep.base.units import MiB
 from tep.sim import Network, Profile, load_profile
 
@@ -166,7 +167,7 @@ def predict(
         rollout_profile=rollout_profile,
     ) as fleet:
         if slow is not None:
-            fleet.slow_down(*slow)
+            fleet.cluster.slow_down(*slow)
         run = _Run(fleet, schedule, times, gpus_per_node, spans, drains)
         total_ms = fleet.cluster.run(run.main()) * 1e3
         links = _links(fleet, schedule, slow, total_ms)
@@ -215,15 +216,6 @@ def _links(
     return tuple(sorted(found, key=lambda busy: -busy.fraction))
 
 
-class _Mesh:
-    """The ranks of one sub-mesh: how far their tasks are."""
-
-    def __init__(self, name: str, members: tuple[int, ...]) -> None:
-        self.name = name
-        self.members = members
-        self.unsent = 0
-
-
 class _Run:
     """One update being simulated."""
 
@@ -236,7 +228,6 @@ class _Run:
         spans: bool,
         drains: bool,
     ) -> None:
-        self.gather_bytes = 0
         self.stages_ms: dict[str, float] = {}
         self.groups: list[tuple[str, float]] = []
         self.spans: list[MeshSpan] = []
@@ -266,10 +257,7 @@ class _Run:
                 if task.group == number:
                     meshes.setdefault(task.members, []).append(task)
             await asyncio.gather(
-                *(
-                    self._mesh(_Mesh(f"{name} {k}", members), tasks)
-                    for k, (members, tasks) in enumerate(meshes.items())
-                )
+                *(self._mesh(f"{name} {k}", tasks) for k, tasks in enumerate(meshes.values()))
             )
             await self._barrier(number)
             self.groups.append((name, (loop.time() - start_s) * 1e3))
@@ -283,12 +271,12 @@ class _Run:
 
     # ------------------------------------------------------------------ training ranks
 
-    async def _mesh(self, mesh: _Mesh, tasks: Sequence[Task]) -> None:
+    async def _mesh(self, mesh: str, tasks: Sequence[Task]) -> None:
         """The thread of all ranks of one sub-mesh, which gather in step."""
-        loop = asyncio.get_running_loop()
+        loop, unsent = asyncio.get_running_loop(), 0
         if self._drains:
             began = loop.time()
-            await self._drained(mesh.members, tasks[0].group)
+            await self._drained(tasks[0].members, tasks[0].group)
             self._note(mesh, "drain", tasks[0], began, loop.time())
         for task in tasks:
             began = loop.time()
@@ -303,23 +291,23 @@ class _Run:
                 )
                 self._note(mesh, name, task, at, at + each)
                 at += each
-            self._unshard(mesh, task, last=task is tasks[-1])
+            unsent = self._unshard(task, unsent, last=task is tasks[-1])
             await asyncio.sleep(sum(seconds.values()))
             self._write(mesh, task)
 
-    def _unshard(self, mesh: _Mesh, task: Task, *, last: bool) -> None:
-        """Put on the NICs what unsharding sends from node to node."""
-        n = len(mesh.members)
+    def _unshard(self, task: Task, unsent: int, *, last: bool) -> int:
+        """Send what unsharding sends from node to node; return the bytes that wait for more."""
+        n = len(task.members)
         if self._node is None or n <= self._node:
-            return
-        mesh.unsent += task.gather_bytes * (n - 1) // n // self._node
-        if mesh.unsent >= _GATHER_BYTES or last:
-            nbytes, mesh.unsent = mesh.unsent, 0
-            for k, rank in enumerate(mesh.members):
-                other = mesh.members[(k + n // 2) % n]
-                where = ((self._fleet.sources[rank], 0), (self._fleet.staging[other], 0))
-                self._fleet.trains[rank].submit_single_write(nbytes, *where)
-            self.gather_bytes += nbytes * n
+            return 0
+        unsent += task.gather_bytes * (n - 1) // n // self._node
+        if unsent < _GATHER_BYTES and not last:
+            return unsent
+        for k, rank in enumerate(task.members):
+            other = task.members[(k + n // 2) % n]
+            where = ((self._fleet.sources[rank], 0), (self._fleet.staging[other], 0))
+            self._fleet.trains[rank].submit_single_write(unsent, *where)
+        return 0
 
     async def _room(self, task: Task) -> None:
         """Wait until the task's place in every member's staging is free: the watermark."""
@@ -349,7 +337,7 @@ class _Run:
         count: int = self._rows[task.number]
         return count / len(task.members)
 
-    def _write(self, mesh: _Mesh, task: Task) -> None:
+    def _write(self, mesh: str, task: Task) -> None:
         """Submit what every member writes in this task: one request for each of its receivers."""
         fleet, imm = self._fleet, make_imm(Kind.DATA, 1)
         start_s = asyncio.get_running_loop().time()
@@ -416,9 +404,9 @@ class _Run:
                 found.append(expectation)
         return found
 
-    def _note(self, mesh: _Mesh, stage: str, task: Task, start_s: float, stop_s: float) -> None:
+    def _note(self, mesh: str, stage: str, task: Task, start_s: float, stop_s: float) -> None:
         if self._record:
-            self.spans.append(MeshSpan(mesh.name, stage, task.name, start_s * 1e3, stop_s * 1e3))
+            self.spans.append(MeshSpan(mesh, stage, task.name, start_s * 1e3, stop_s * 1e3))
 
 
 _BASE: Final = 1 << 40
@@ -495,14 +483,6 @@ class Fleet:
         """The machine of a node of this name, or of this kind."""
         return self.machine if node.startswith("train") else self.rollout_machine
 
-    def slow_down(self, node: str, nic: int, times: float) -> None:
-        """Let one NIC take so many times as long for every byte, both ways.
-
-        Raises:
-            UsageError: there is no such NIC.
-        """
-        self.cluster.slow_down(node, nic, times)
-
     def __enter__(self) -> Self:
         return self
 
@@ -563,29 +543,11 @@ TOTAL_MS: Final = 1233.0
 """The whole update, same table. Not an input."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """The published deployment: parallelism of training and of inference.
-
-    Attributes:
-        model: name.
-        fsdp, pp, ep: of training.
-        infer_ep: of inference.
-        replicas: of inference.
-    """
-
-    model: str
-    fsdp: int
-    pp: int
-    ep: int
-    infer_ep: int
-    replicas: int
-
-
-KIMI_K2: Final = Deployment("kimi-k2", 16, 2, 8, 32, 4)
-"""Source: arXiv 2510.27656 v2, section 7: FSDP/PP/EP = 16/2/8 and EP 32, quoted. That 128 GPUs are
-four replicas, each with data-parallel attention, is inferred: 1,144 submits a rank are about
-experts x 4 replicas plus 13 dense parameters of a layer to each of 128 GPUs."""
+KIMI_K2: Final = "kimi-k2", TrainLayout(fsdp=16, pp=2, ep=8), InferLayout(ep=32, replicas=4)
+"""The published deployment: model, layouts of training and of inference. Source: arXiv 2510.27656
+v2, section 7: FSDP/PP/EP = 16/2/8 and EP 32, quoted. That 128 GPUs are four replicas, each with
+data-parallel attention, is inferred: 1,144 submits a rank are about experts x 4 replicas plus 13
+dense parameters of a layer to each of 128 GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,21 @@ from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
     ITEM_BYTES,
+    ROW,
     SCALINGS,
     Box,
     DType,
+    Gather,
+    GatherPiece,
     MeshGroup,
+    Out,
+    OutPart,
     RolloutMeta,
+    Rows,
     Scaling,
+    Schedule,
     SourceShard,
+    Task,
     TrainMeta,
     box_bytes,
     box_shape,
@@ -40,7 +48,6 @@ from tep.apps.rl.metadata import (
     local_shape,
     scale_shape,
 )
-from tep.apps.rl.routes import ROW, Gather, GatherPiece, Out, OutPart, Rows, Schedule, Task
 from tep.base.units import GiB, KiB, MiB
 
 __all__ = [
@@ -81,17 +88,18 @@ def make_schedule(
     _check_ranks(trains)
     held = _Held(trains, group_order)
     contents = _contents(rollouts)
-    loads = _Loads(np.zeros(len(trains)), np.asarray(speeds or [1.0] * len(trains), float))
+    loads = np.zeros(len(trains))
+    rates = np.asarray(speeds or [1.0] * len(trains), float)
     drafts: list[_Draft] = []
     for group in range(len(held.groups)):
         units = _units(held, contents, group)
         for members, mine in units.items():
             drafts += _bundles(held, group, members, mine, bundle_bytes)
-    drafts.sort(key=lambda draft: (draft.group, draft.order))
-    tables = [_rows(draft, loads) for draft in drafts]
+    drafts.sort(key=lambda draft: (draft.task.group, draft.order))
+    tables = [_rows(draft, loads, rates) for draft in drafts]
     for k, table in enumerate(tables):
         table["task"] = k
-    tasks = _tasks(drafts, len(trains), watermark_bytes)
+    tasks = _placed([draft.task for draft in drafts], len(trains), watermark_bytes)
     rows = np.concatenate(tables) if tables else np.zeros(0, ROW)
     names = tuple(rollout.name for rollout in rollouts)
     groups = tuple(group.name for group in held.groups)
@@ -275,17 +283,11 @@ def _sharers(
 
 @dataclass(slots=True)
 class _Draft:
-    """A task before it has a number and a place."""
+    """A task before it has a number and a place; its order in its group, and who gets its outs."""
 
-    group: int
+    task: Task
     order: int
-    members: tuple[int, ...]
-    name: str
-    gathers: tuple[Gather, ...]
-    outs: tuple[Out, ...]
     contents: tuple[tuple[Piece, _Content], ...]
-    gather_bytes: int
-    nbytes: int
 
 
 def _bundles(
@@ -349,94 +351,64 @@ def _draft(held: _Held, group: int, members: tuple[int, ...], units: Sequence[_U
         scale_offset = -1
         if piece.scale_nbytes:
             scale_offset, at = at, _aligned(at + piece.scale_nbytes)
-        outs.append(
-            Out(
-                piece.target,
-                piece.dtype,
-                parts,
-                offset,
-                piece.nbytes,
-                scale_offset,
-                piece.scale_nbytes,
-            )
-        )
-    return _Draft(
-        group,
-        units[0].order,
-        members,
-        units[0].target,
-        tuple(gathers),
-        tuple(outs),
-        tuple(contents),
-        gather_bytes,
-        at,
-    )
+        places = (offset, piece.nbytes, scale_offset, piece.scale_nbytes)
+        outs.append(Out(piece.target, piece.dtype, parts, *places))
+    made = (tuple(gathers), tuple(outs), gather_bytes, at)
+    task = Task(0, units[0].target, group, members, *made, (), ())
+    return _Draft(task, units[0].order, tuple(contents))
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _tasks(drafts: Sequence[_Draft], ranks: int, watermark: int) -> tuple[Task, ...]:
+def _placed(tasks: Sequence[Task], ranks: int, watermark: int) -> tuple[Task, ...]:
+    """Give tasks their numbers, and their places in each member's staging."""
     mine: list[list[int]] = [[] for _ in range(ranks)]
-    for k, draft in enumerate(drafts):
-        for rank in draft.members:
+    for k, task in enumerate(tasks):
+        for rank in task.members:
             mine[rank].append(k)
     places: list[dict[int, tuple[int, int]]] = []
     for numbers in mine:
-        offsets, after = ring_layout(tuple(drafts[k].nbytes for k in numbers), watermark)
+        offsets, after = ring_layout(tuple(tasks[k].nbytes for k in numbers), watermark)
         places.append(dict(zip(numbers, zip(offsets, after))))
     return tuple(
-        Task(
-            k,
-            draft.name,
-            draft.group,
-            draft.members,
-            draft.gathers,
-            draft.outs,
-            draft.gather_bytes,
-            draft.nbytes,
-            tuple(places[rank][k][0] for rank in draft.members),
-            tuple(places[rank][k][1] for rank in draft.members),
+        task._replace(
+            number=k,
+            staging=tuple(places[rank][k][0] for rank in task.members),
+            after=tuple(places[rank][k][1] for rank in task.members),
         )
-        for k, draft in enumerate(drafts)
+        for k, task in enumerate(tasks)
     )
 
 
 # ---------------------------------------------------------------------- rows
 
 
-@dataclass(slots=True)
-class _Loads:
-    """Bytes that each rank has been given so far, and how fast it is."""
+def _rows(draft: _Draft, loads: Floats, speeds: Floats) -> Rows:
+    """All writes of one task: every receiver's rows, shared out to the members.
 
-    nbytes: np.ndarray[tuple[int], np.dtype[np.float64]]
-    speeds: np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-def _rows(draft: _Draft, loads: _Loads) -> Rows:
-    """All writes of one task: every receiver's rows, shared out to the members."""
+    Args:
+        draft: the task.
+        loads: bytes that each rank has been given so far; this task's are added.
+        speeds: of each rank.
+    """
     tables = []
-    for out, (piece, content) in zip(draft.outs, draft.contents):
+    for out, (piece, content) in zip(draft.task.outs, draft.contents):
         tables.append(_table(content.receivers, content.offsets, out.offset, piece.runs))
         if out.scale_offset >= 0:
             tables.append(
                 _table(content.receivers, content.scale_offsets, out.scale_offset, piece.scale_runs)
             )
     line = coalesce(np.concatenate(tables))
-    members = np.array(draft.members)
-    table, given = deal_out(line, loads.nbytes[members], loads.speeds[members])
-    loads.nbytes[members] += given
+    members = np.array(draft.task.members)
+    table, given = deal_out(line, loads[members], speeds[members])
+    loads[members] += given
     table["sender"] = members[table["sender"]]
     return table[np.lexsort((table["src"], table["receiver"], table["sender"]))]
 
 
-def _table(
-    receivers: Sequence[int],
-    offsets: Sequence[int],
-    src: int,
-    runs: tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int],
-) -> Rows:
+def _table(receivers: Sequence[int], offsets: Sequence[int], src: int, runs: Runs) -> Rows:
     """Rows of one packed piece to all who hold it."""
     starts, nbytes = runs
     table = np.zeros((len(receivers), len(starts)), ROW)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from tep import Single, Trace, UsageError, count_imms
 from tep import Span as TraceSpan
+from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import (
     InferLayout,
     Model,
@@ -39,7 +40,6 @@ from tep.apps.rl.predict import (
     StageTimes,
     predict,
 )
-from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
 from tep.base.units import GiB, MiB
 
@@ -191,12 +191,8 @@ def infer_layout(world: int, ep: int | None = None, tp: int = 1) -> InferLayout:
 @lru_cache(maxsize=4)
 def published_times(attribution: Attribution = "bytes") -> StageTimes:
     """Compute rates from the published Kimi-K2 update."""
-    known = KIMI_K2
-    deployment = Deployment(
-        model=load_model(known.model),
-        train=TrainLayout(fsdp=known.fsdp, pp=known.pp, ep=known.ep),
-        infer=InferLayout(ep=known.infer_ep, replicas=known.replicas),
-    )
+    model, train, infer = KIMI_K2
+    deployment = Deployment(model=load_model(model), train=train, infer=infer)
     return StageTimes.of(deployment.schedule(), attribution)
 
 
@@ -220,11 +216,11 @@ def published_deployment() -> Deployment:
     on each training GPU's NICs, 4 % of what they send. And it says that the last barrier waits for
     an especially slow rank: here all ranks of a stage are equally fast.
     """
-    known = KIMI_K2
+    model, train, infer = KIMI_K2
     wide = Deployment(
-        model=load_model(known.model),
-        train=TrainLayout(fsdp=known.fsdp, pp=known.pp, ep=known.ep),
-        infer=InferLayout(ep=known.infer_ep, replicas=known.replicas),
+        model=load_model(model),
+        train=train,
+        infer=infer,
         profile="efa_2x200",
         group_order=("dense", "experts"),
         drains=True,

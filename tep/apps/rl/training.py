@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +39,7 @@ from tep import (
     UsageError,
 )
 from tep.apps.rl.compute import AtOnce, Compute, load_shards, make_outs, needed_outs, unshard
-from tep.apps.rl.metadata import Box, TrainMeta, box_bytes
+from tep.apps.rl.metadata import Box, GatherPiece, Rows, Schedule, Task, TrainMeta, box_bytes
 from tep.apps.rl.ports import (
     ROUTING,
     Kind,
@@ -51,9 +50,8 @@ from tep.apps.rl.ports import (
     cut_rows,
     make_imm,
 )
-from tep.apps.rl.routes import GatherPiece, Rows, Schedule, Task
 
-__all__ = ["Attempt", "Rank", "Shards", "TrainingWorker"]
+__all__ = ["Attempt", "Shards", "TrainingWorker"]
 
 
 class TrainingWorker:
@@ -139,17 +137,7 @@ class TrainingWorker:
             raise UsageError(f"rank {self.rank}: an update runs already")
         self._idle.clear()
         self._cancelled = False
-        mine = Rank(
-            rank=self.rank,
-            engine=self.engine,
-            mr=self.mr,
-            staging=self.staging,
-            shards=self.shards,
-            compute=self.compute,
-            peers=self.peers,
-            rollouts=self.rollouts,
-        )
-        work = self._work = Attempt(mine, self.schedule, attempt, skip)
+        work = self._work = Attempt(self, self.schedule, attempt, skip)
         running = self._running = asyncio.get_running_loop().create_task(_whole(work))
         running.add_done_callback(self._ended)
         try:
@@ -203,30 +191,6 @@ _STAGES: Final = ("load", "gather", "make")
 _BARRIERS: Final = 32  # rounds of one barrier at the most: 2**32 ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """One training rank's means for an update.
-
-    Attributes:
-        rank: its number.
-        engine: of its device.
-        mr, staging: the staging region, and its bytes.
-        shards: its tensors.
-        compute: where the arithmetic runs.
-        peers: the staging regions of all training ranks, by rank.
-        rollouts: the weights of each rollout worker, by its name.
-    """
-
-    rank: int
-    engine: TransferEngine
-    mr: MrHandle
-    staging: npt.NDArray[np.uint8]
-    shards: Shards
-    compute: Compute
-    peers: Sequence[MrDesc]
-    rollouts: Mapping[str, Regions]
-
-
 class Attempt:
     """One update on one rank. `run()` it, then `drain()` it, in any case.
 
@@ -234,12 +198,16 @@ class Attempt:
         draining: whether drain() has begun, which must not be cut short.
     """
 
-    def __init__(self, rank: Rank, schedule: Schedule, attempt: int, skip: Sequence[str]) -> None:
-        self._rank = rank
-        self._engine = rank.engine
+    def __init__(
+        self, worker: TrainingWorker, schedule: Schedule, attempt: int, skip: Sequence[str]
+    ) -> None:
+        self._worker, self._rank, self._engine = worker, worker.rank, worker.engine
+        # The worker may learn of others while this attempt runs, or is drained.
+        self._mr, self._staging = worker.mr, worker.staging
+        self._peers, self._rollouts = worker.peers, worker.rollouts
         self._schedule = schedule
         self._attempt = attempt
-        self._tasks = list(schedule.tasks_of(rank.rank))
+        self._tasks = list(schedule.tasks_of(worker.rank))
         self._lost = dict.fromkeys(skip, "was gone before the update")
         self._known_lost = frozenset(skip)
         self._locks = {stage: asyncio.Lock() for stage in _STAGES}
@@ -275,7 +243,7 @@ class Attempt:
             raise _first(errors) from None
         lost = {name: why for name, why in self._lost.items() if name not in self._known_lost}
         return TrainReport(
-            self._rank.rank, self._written, self._sent, self._peak, lost, tuple(self._spans)
+            self._rank, self._written, self._sent, self._peak, lost, tuple(self._spans)
         )
 
     async def drain(self) -> None:
@@ -293,7 +261,7 @@ class Attempt:
     async def _start(self, k: int) -> asyncio.Future[None]:
         """Begin a task once its place is free; return what is set when it has gathered."""
         task = self._tasks[k]
-        wait_for = task.after_of(self._rank.rank)
+        wait_for = task.after_of(self._rank)
         async with self._released:
             await self._released.wait_for(lambda: self._ended_upto >= wait_for)
         self._held += task.nbytes
@@ -305,24 +273,24 @@ class Attempt:
         return gathered
 
     async def _task(self, k: int, task: Task, gathered: asyncio.Future[None]) -> None:
-        mine = self._rank
-        base = task.staging_of(mine.rank)
-        staging = mine.staging[base : base + task.nbytes]
-        rows = self._schedule.rows_of(task.number, mine.rank)
-        others = [rank for rank in task.members if rank != mine.rank]
+        mine, compute, shards = self._rank, self._worker.compute, self._worker.shards
+        base = task.staging_of(mine)
+        staging = self._staging[base : base + task.nbytes]
+        rows = self._schedule.rows_of(task.number, mine)
+        others = [rank for rank in task.members if rank != mine]
         if others:
             self._announce(task, others)
         async with self._stage("load", task):
-            await mine.compute.run(
+            await compute.run(
                 "load",
-                _own_bytes(task, mine.rank),
-                lambda: load_shards(task, mine.rank, mine.shards, staging),
+                _own_bytes(task, mine),
+                lambda: load_shards(task, mine, shards, staging),
             )
         async with self._stage("gather", task):
             sent = await self._gather(task, base, others)
         async with self._stage("make", task):
             outs = needed_outs(task, rows)
-            await mine.compute.run(
+            await compute.run(
                 "make",
                 task.gather_bytes,
                 lambda: make_outs(task, outs, unshard(task, staging), staging),
@@ -330,7 +298,7 @@ class Attempt:
         gathered.set_result(None)
         start_s = self._now()
         await self._write(base, rows)
-        self._spans.append(Span(mine.rank, "write", task.name, start_s, self._now()))
+        self._spans.append(Span(mine, "write", task.name, start_s, self._now()))
         if sent is not None:
             await self._settled(sent)
         await self._release(k, task)
@@ -340,7 +308,7 @@ class Attempt:
         async with self._locks[name]:
             start_s = self._now()
             yield
-            self._spans.append(Span(self._rank.rank, name, task.name, start_s, self._now()))
+            self._spans.append(Span(self._rank, name, task.name, start_s, self._now()))
 
     async def _release(self, k: int, task: Task) -> None:
         async with self._released:
@@ -361,8 +329,8 @@ class Attempt:
         """Exchange shards; return the transfer of one's own, whose source must stay."""
         if not others:
             return None
-        rank = self._rank.rank
-        nics = len(self._rank.mr.desc.rkeys)
+        rank = self._rank
+        nics = len(self._mr.desc.rkeys)
         coming = sum(
             count_rows([nbytes], len(self._peer(sender).rkeys), nics)
             for piece, total in _pieces(task)
@@ -381,14 +349,14 @@ class Attempt:
             for at, nbytes in cut_rows(piece.offset, total)
         ]
         if dsts:
-            sent = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
+            sent = self._engine.submit_scatter(self._mr, dsts, imm, routing=ROUTING)
             self._watch(sent)
             self._sent += sum(dst.nbytes for dst in dsts)
         await self._expect(imm, coming)
         return sent
 
     def _peer(self, rank: int) -> MrDesc:
-        return self._rank.peers[rank]
+        return self._peers[rank]
 
     # ------------------------------------------------------------------ writing
 
@@ -399,13 +367,13 @@ class Attempt:
         for name, mine in self._by_receiver(rows):
             if name in self._lost:
                 continue
-            regions = self._rank.rollouts[name]
+            regions = self._rollouts[name]
             dsts = [
                 ScatterDst(nbytes, base + src, regions.at(dst))
                 for src, dst, nbytes in zip(*(mine[c].tolist() for c in ("src", "dst", "nbytes")))
             ]
             try:
-                transfer = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
+                transfer = self._engine.submit_scatter(self._mr, dsts, imm, routing=ROUTING)
             # It restarted, cannot be reached, or another task's write to it has just failed.
             except (BadDescriptor, BurntImm, FabricError) as error:
                 self._lost[name] = str(error)
@@ -429,7 +397,7 @@ class Attempt:
 
     async def _barrier(self, number: int) -> None:
         """Wait for all training ranks: in round r each tells the one 2**r further on."""
-        rank, world = self._rank.rank, self._schedule.ranks
+        rank, world = self._rank, self._schedule.ranks
         step = 0
         start_s = self._now()
         while 1 << step < world:
@@ -444,9 +412,9 @@ class Attempt:
         """Tell this rank's share of the rollout workers that all ranks have written everything."""
         imm = make_imm(Kind.FINISH, self._attempt)
         told = []
-        for name in self._schedule.receivers[self._schedule.finishes(self._rank.rank)]:
+        for name in self._schedule.receivers[self._schedule.finishes(self._rank)]:
             if name not in self._lost:
-                first = self._rank.rollouts[name].descs[0]
+                first = self._rollouts[name].descs[0]
                 told.append((name, self._engine.submit_barrier([first], imm)))
                 self._track(told[-1][1])
         for name, transfer in told:

@@ -183,7 +183,7 @@ def _kvcache(machine: Machine) -> _Figures:
 
 @lru_cache(maxsize=1)
 def _deployment() -> study.Deployment:
-    config = dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 12}
+    config = dict(PUBLISHED["qwen3-235b"]["config"]) | {"num_hidden_layers": 12}
     return study.Deployment(
         model=model_from_config(config, name="an eighth of qwen3-235b", source="its config.json"),
         train=TrainLayout(fsdp=2, pp=2, ep=4),

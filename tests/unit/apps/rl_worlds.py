@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 import tep
@@ -94,3 +96,15 @@ def make_cluster(train, infer, *, spare=0, **options):
 
 
 __all__ = ["CONFIG", "InferLayout", "TrainLayout", "World", "make_cluster", "tensors_of"]
+
+
+class Timed:
+    """At once, but a stage takes the time of a device: bytes over its rate; others take none."""
+
+    def __init__(self, bytes_per_s) -> None:
+        self.rates = bytes_per_s
+
+    async def run(self, stage, nbytes, function):
+        if rate := self.rates.get(stage):
+            await asyncio.sleep(nbytes / rate)
+        return function()

@@ -24,8 +24,10 @@ from tep.apps.rl.compute import (
     unshard,
 )
 from tep.apps.rl.metadata import (
+    ROW,
     MeshGroup,
     RolloutMeta,
+    Schedule,
     SourceShard,
     TargetShard,
     TrainMeta,
@@ -43,7 +45,6 @@ from tep.apps.rl.models import (
     train_metas,
 )
 from tep.apps.rl.ports import Kind, Span, make_imm
-from tep.apps.rl.routes import ROW, Schedule
 from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.study import from_reports, write_perfetto
 from tests.support.tensors import TORCHES, get_torch
@@ -83,7 +84,7 @@ def test_every_tensor_of_a_model_reaches_inference():
 )
 def test_a_config_that_lacks_a_shape_is_refused_by_name(change, message):
     """A guessed shape is a schedule for another model."""
-    config = dict(PUBLISHED["qwen3-235b"].config) | change
+    config = dict(PUBLISHED["qwen3-235b"]["config"]) | change
 
     with pytest.raises(tep.UsageError, match=message):
         model_from_config(config, name="x", source="test")
@@ -92,7 +93,7 @@ def test_a_config_that_lacks_a_shape_is_refused_by_name(change, message):
 def test_a_config_file_and_its_text_config_are_read(tmp_path):
     """Users have a config.json, often of a multimodal wrapper."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"text_config": dict(PUBLISHED["kimi-k2"].config)}))
+    path.write_text(json.dumps({"text_config": dict(PUBLISHED["kimi-k2"]["config"])}))
 
     assert load_model("kimi-k2").parameters == load_model(path).parameters
     with pytest.raises(tep.UsageError, match="neither a file nor one of: kimi-k2"):
@@ -101,11 +102,11 @@ def test_a_config_file_and_its_text_config_are_read(tmp_path):
 
 def test_tensor_parallel_slices_that_split_a_block_are_refused():
     """A scale that belongs half to one rank and half to another is wrong on both."""
-    model = model_from_config(PUBLISHED["qwen3-235b"].config, name="q", source="test")
+    model = model_from_config(PUBLISHED["qwen3-235b"]["config"], name="q", source="test")
 
     with pytest.raises(tep.UsageError, match="is no multiple of its 4 heads"):
         rollout_metas(model, InferLayout(ep=6, tp=6))
-    small = dict(PUBLISHED["qwen3-235b"].config) | {"head_dim": 64, "num_hidden_layers": 1}
+    small = dict(PUBLISHED["qwen3-235b"]["config"]) | {"head_dim": 64, "num_hidden_layers": 1}
     model = model_from_config(small, name="q", source="test")
     with pytest.raises(tep.UsageError, match="not at multiples of the 128"):
         rollout_metas(model, InferLayout(ep=4, tp=4))
@@ -418,7 +419,7 @@ def test_spans_become_a_trace_that_starts_at_zero(tmp_path):
 def test_training_metas_hold_every_element_once_per_replica():
     """A tensor that two ranks hold in part, or that no rank holds, cannot be unsharded."""
     model = model_from_config(
-        dict(PUBLISHED["kimi-k2"].config) | {"num_hidden_layers": 3}, name="k", source="test"
+        dict(PUBLISHED["kimi-k2"]["config"]) | {"num_hidden_layers": 3}, name="k", source="test"
     )
     sizes = dict.fromkeys((tensor.name for tensor in model.tensors), 0)
     for meta in train_metas(model, TrainLayout(fsdp=3, pp=2, ep=4, replicas=2)):

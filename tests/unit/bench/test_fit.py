@@ -174,7 +174,7 @@ def test_a_path_stands_wherever_a_profile_s_name_does(tmp_path, capsys, command)
     points = [{"kind": p.kind, "bytes": p.nbytes, "gbps": p.gbps} for p in published("EFA")]
     results.write_text(json.dumps(points))
     model = tmp_path / "config.json"
-    model.write_text(json.dumps(dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 2}))
+    model.write_text(json.dumps(dict(PUBLISHED["qwen3-235b"]["config"]) | {"num_hidden_layers": 2}))
     command = command.replace("{}", "{path}").format(path=path, results=results, model=model)
     words = shlex.split(command)
 
