@@ -98,7 +98,7 @@ class Trial:
                 world.controller.replace(rank, again)
         for engine, (name, actor) in zip(engines[TRAIN.world :], list(world.actors.items())):
             if actor.engine is not engine:
-                world.actors[name] = RolloutWorker(engine, actor._meta)
+                world.actors[name] = RolloutWorker(engine, actor.meta)
                 world.controller.add(world.actors[name])
 
     async def main(self):

@@ -175,12 +175,12 @@ async def _play(case: Case, cluster: sim.Cluster, found: Run) -> None:
     found.violations += [f"{type(e).__name__}: {e}" for e in done if isinstance(e, Exception)]
     living = senders[found.crashed :]
     for turn in range(1000):  # what is on the wire lands, and each end is told
-        if turn >= 20 and not any(one._claims for one in living):
+        if turn >= 20 and all(one.idle for one in living):
             break
         await asyncio.sleep(PATIENCE.cancel_s)
         for side in (*senders, *receivers):
             side.poll()
-    if any(one._claims for one in living):  # told in vain: forgotten at last
+    if not all(one.idle for one in living):  # told in vain: forgotten at last
         await asyncio.sleep(PATIENCE.request_s + PATIENCE.linger_s)
         for one in living:
             one.poll()
@@ -189,13 +189,13 @@ async def _play(case: Case, cluster: sim.Cluster, found: Run) -> None:
             if (view != PAINT).any():
                 found.violations.append(f"{name}: written after its blocks were given back")
     for receiver in receivers:
-        if receiver._removed and not (found.crashed or case.lost):
-            found.violations.append(f"removed, though alive: {list(receiver._removed)}")
-        if receiver.imms.live or receiver._loads:
+        if receiver.removed and not (found.crashed or case.lost):
+            found.violations.append(f"removed, though alive: {list(receiver.removed)}")
+        if receiver.imms.live or not receiver.idle:
             found.violations.append(f"live immediates {receiver.imms.live} or loads left")
     for sender in living:
-        if sender._open or sender._claims:
-            found.violations.append(f"{len(sender._open)} sends or their claims are left")
+        if not sender.idle:
+            found.violations.append("sends or their claims are left")
 
 
 async def _request(case, index, ranks, sides, lists, found: Run) -> None:

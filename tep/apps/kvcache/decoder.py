@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import PageIndices, PagePool, PrefixCache, SideOptions
+from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool, PrefixCache, SideOptions
 from tep.apps.kvcache.messages import Answer, Beat, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request, page_keys
 from tep.apps.kvcache.scheduler import PrefillerCard, Router
@@ -29,8 +28,6 @@ __all__ = ["Decoder", "DecoderStats"]
 _KEY_LOST = "REMOTE_KEY"  # the seam's name for it, as errors say it
 
 _SERIALS_MAX = 512  # in one beat
-
-_log = logging.getLogger("tep.kvcache")
 
 
 @dataclass(slots=True)
@@ -118,7 +115,7 @@ class Decoder:
         imms: range = KVCACHE,
     ) -> None:
         self.name = name
-        self.memory = side.memory(engines, layout)
+        self.memory = KvMemory(engines, layout, side)
         self.pool = PagePool(side.npages)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self.tails = PagePool(side.tail_slots)
@@ -406,13 +403,9 @@ class Decoder:
 
         Writes under the old keys fail from here on; their attempts are tried again.
         """
-        try:
-            self.memory.renew()
-        except TepError as error:
-            _log.warning("%s cannot register its memory again: %s", self.name, error)
-            return
-        self.stats.renewed += 1
-        self._cards = self._describe()
+        if self.memory.renew(self.name):
+            self.stats.renewed += 1
+            self._cards = self._describe()
 
     def _describe(self) -> tuple[bytes, ...]:
         return tuple(one.card() for one in self.memory.blocks)

@@ -136,7 +136,10 @@ class RankShape:
 
     def heads(self, buffer: KvBuffer) -> range:
         """The model's heads that are here."""
-        return _heads_of(self.layout, buffer, self.tp, self.rank)
+        if self.layout.kind == "mla":
+            return range(1)
+        what = f"{self.layout.model}, buffer {buffer.name!r}"
+        return held_heads(buffer.heads, self.tp, self.rank, what)
 
     def page_bytes(self, buffer: KvBuffer) -> int:
         """One page of one plane and layer."""
@@ -153,12 +156,6 @@ class RankShape:
     def nbytes(self, buffer: KvBuffer, npages: int) -> int:
         """The whole buffer."""
         return buffer.layers * self.layer_bytes(buffer, npages)
-
-
-def _heads_of(layout: KvLayout, buffer: KvBuffer, tp: int, rank: int) -> range:
-    if layout.kind == "mla":
-        return range(1)
-    return held_heads(buffer.heads, tp, rank, f"{layout.model}, buffer {buffer.name!r}")
 
 
 def held_heads(heads: int, tp: int, rank: int, what: str) -> range:

@@ -6,6 +6,7 @@ A page is one index for all layers, buffers and ranks of an instance.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tep import ClosedError, TransferEngine, UsageError
+from tep import ClosedError, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvBlocks, Patience
 from tep.apps.kvcache.layout import KvLayout, RankShape
 
@@ -22,6 +23,8 @@ __all__ = [
     "Allocate", "KvMemory", "PageIndices", "PagePool", "PrefixCache", "SideOptions", "host_memory",
     "no_memory",
 ]  # fmt: skip
+
+_log = logging.getLogger("tep.kvcache")
 
 _CLOSED = "the instance that these pages belong to was closed"
 
@@ -248,17 +251,6 @@ class SideOptions:
     patience: Patience = field(default_factory=Patience)
     allocate: Allocate = host_memory
 
-    def memory(self, engines: Sequence[TransferEngine], layout: KvLayout) -> KvMemory:
-        """Allocate the memory of one side, one engine a rank."""
-        return KvMemory(
-            engines,
-            layout,
-            npages=self.npages,
-            tail_slots=self.tail_slots,
-            tail_bytes=self.tail_bytes,
-            allocate=self.allocate,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _View:
@@ -307,50 +299,38 @@ def _locate(engine: TransferEngine, memory: object) -> _Buffer:
 class KvMemory:
     """Buffers and tail slots of one instance.
 
-    Each layer and plane of a buffer is a tensor of the rank's `KvBlocks`, whose blocks are the
-    pages. The tail slots are one more, with a list of blocks of its own: the layer after the last.
+    Each layer of a buffer is a tensor of the rank's `KvBlocks`, whose blocks are the pages. The
+    tail slots are one more, with a list of blocks of its own: the layer after the last.
 
     Args:
         engines: one a rank; their number is the degree of tensor parallelism.
         layout: of the model.
-        npages: of each buffer.
-        tail_slots: how many tails can be under way.
-        tail_bytes: length of one.
-        allocate: makes the memory; see Allocate.
+        side: sizes, and what makes the memory.
 
     Attributes:
+        engines, layout: as given.
+        npages, tail_slots, tail_bytes: of the side.
         shapes: one a rank.
         blocks: one a rank; all is registered.
     """
 
     def __init__(
-        self,
-        engines: Sequence[TransferEngine],
-        layout: KvLayout,
-        *,
-        npages: int,
-        tail_slots: int,
-        tail_bytes: int,
-        allocate: Allocate = host_memory,
+        self, engines: Sequence[TransferEngine], layout: KvLayout, side: SideOptions
     ) -> None:
-        if not engines or tail_slots < 1 or tail_bytes < 1:
+        self.tail_slots, self.tail_bytes = side.tail_slots, side.tail_bytes
+        if not engines or self.tail_slots < 1 or self.tail_bytes < 1:
             raise UsageError(
-                f"KvMemory: {len(engines)} engines, tail_slots={tail_slots}, "
-                f"tail_bytes={tail_bytes}; one of each at the least"
+                f"KvMemory: {len(engines)} engines, tail_slots={self.tail_slots}, "
+                f"tail_bytes={self.tail_bytes}; one of each at the least"
             )
-        self.engines = tuple(engines)
-        self.layout = layout
-        self.npages = npages
-        self.tail_slots = tail_slots
-        self.tail_bytes = tail_bytes
+        self.engines, self.layout, self.npages = tuple(engines), layout, side.npages
         self.shapes = tuple(RankShape(layout, len(engines), r) for r in range(len(engines)))
         self._buffers: list[list[_Buffer]] = []
         for rank, (engine, shape) in enumerate(zip(self.engines, self.shapes, strict=True)):
-            sizes = [(b.name, shape.nbytes(b, npages)) for b in layout.buffers]
-            sizes.append(("tail", tail_slots * tail_bytes))
-            self._buffers.append(
-                [_locate(engine, allocate(rank, name, nbytes)) for name, nbytes in sizes]
-            )
+            sizes = {b.name: shape.nbytes(b, self.npages) for b in layout.buffers}
+            sizes["tail"] = self.tail_slots * self.tail_bytes
+            found = [_locate(engine, side.allocate(rank, *item)) for item in sizes.items()]
+            self._buffers.append(found)
         self.blocks = tuple(self._describe(rank) for rank in range(len(engines)))
 
     def _describe(self, rank: int) -> KvBlocks:
@@ -374,14 +354,18 @@ class KvMemory:
         """Ranks."""
         return len(self.engines)
 
-    def renew(self) -> None:
+    def renew(self, name: str) -> bool:
         """Register everything anew: keys given out before are worth nothing from here on.
 
-        Raises:
-            BusyError: transfers still read from it.
+        A NIC has lost its registrations, and nothing reads from it. A failure is False, and logged.
         """
-        for blocks in self.blocks:
-            blocks.renew()
+        try:
+            for blocks in self.blocks:
+                blocks.renew()
+        except TepError as error:
+            _log.warning("%s cannot register its memory again: %s", name, error)
+            return False
+        return True
 
     def pages(self, rank: int, buffer: int) -> Bytes:
         """One buffer as u8[layers, planes, npages, heads, head_bytes], writable in place.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import PagePool, SideOptions
+from tep.apps.kvcache.memory import KvMemory, PagePool, SideOptions
 from tep.apps.kvcache.messages import Answer, Beat, Mail, Message, Order, Pulse
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.scheduler import PrefillerCard
@@ -28,8 +27,6 @@ __all__ = ["Prefiller", "PrefillerStats"]
 
 _KEY_LOST: Final = "LOCAL_KEY"  # the seam's name for it, as errors say it
 _ANSWERS_MAX: Final = 4096
-
-_log = logging.getLogger("tep.kvcache")
 
 
 @dataclass(slots=True)
@@ -104,7 +101,7 @@ class Prefiller:
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
         self.name = name
-        self.memory = side.memory(engines, layout)
+        self.memory = KvMemory(engines, layout, side)
         self.pool = PagePool(side.npages)
         self.tails = PagePool(side.tail_slots)
         self.stats = PrefillerStats()
@@ -318,10 +315,6 @@ class Prefiller:
 
     def _renew(self) -> None:
         """A NIC here has lost its registrations: register anew, now that nothing is under way."""
-        try:
-            self.memory.renew()
-        except TepError as error:
-            _log.warning("%s cannot register its memory again: %s", self.name, error)
-            return
-        self._healthy.set()
-        self.stats.renewed += 1
+        if self.memory.renew(self.name):
+            self._healthy.set()
+            self.stats.renewed += 1

@@ -43,7 +43,10 @@ class RolloutWorker:
         engine: of this worker's device; the caller closes it.
         meta: what it holds.
         region: memory of meta.nbytes bytes for the weights; None: allocate it. Or the memory of
-            each parameter, by name, where `metadata.lay_out_apart` has laid them out.
+            each parameter, by name, where `lay_out(apart=True)` has laid them out.
+
+    Attributes:
+        engine, meta: as given.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class RolloutWorker:
                     f"{meta.name}: a region of {arena.nbytes} bytes, the layout needs {meta.nbytes}"
                 )
             self._memory = {0: (arena, meta.nbytes)}
-        self._meta = meta
+        self.meta = meta
         self._waiting: list[Expectation] = []
         self._register()
 
@@ -92,7 +95,7 @@ class RolloutWorker:
             if desc.nbytes != nbytes:
                 self.close()
                 raise UsageError(
-                    f"{self._meta.name}: the memory at {start} has {desc.nbytes} bytes, the layout "
+                    f"{self.meta.name}: the memory at {start} has {desc.nbytes} bytes, the layout "
                     f"needs {nbytes}"
                 )
 
@@ -104,7 +107,7 @@ class RolloutWorker:
             UsageError: each parameter has its own.
         """
         if self._parameters:
-            raise UsageError(f"{self._meta.name}: each parameter has a region of its own")
+            raise UsageError(f"{self.meta.name}: each parameter has a region of its own")
         arena: npt.NDArray[np.uint8] = self._memory[0][0]
         return arena
 
@@ -127,7 +130,7 @@ class RolloutWorker:
         """
         version = self.serving
         if version is None or self._updating:
-            raise UsageError(f"{self._meta.name}: no whole version is here; try again later")
+            raise UsageError(f"{self.meta.name}: no whole version is here; try again later")
         self._leases += 1
         self._free.clear()
         try:
@@ -143,7 +146,7 @@ class RolloutWorker:
         return Regions(tuple(self._memory), tuple(mr.desc for mr in self._mrs))
 
     async def param_meta(self) -> RolloutMeta:
-        return self._meta
+        return self.meta
 
     async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
         if any(not waiting.finished for waiting in self._waiting):
@@ -155,7 +158,7 @@ class RolloutWorker:
         finally:
             self._updating = False
         if aborts != self._aborts:
-            raise UsageError(f"{self._meta.name}: update {attempt} was aborted before it began")
+            raise UsageError(f"{self.meta.name}: update {attempt} was aborted before it began")
         # From the first byte on the weights are of two versions, and none is served. What was
         # counted before goes first: with it, a new number whose counting cannot begin would be
         # served.
@@ -174,9 +177,9 @@ class RolloutWorker:
                     await waiting
         except TimeoutError:
             stuck = "; ".join(waiting.describe() for waiting in self._waiting)
-            raise WaitTimeout(f"{self._meta.name}: {stuck} after {timeout_s} s") from None
+            raise WaitTimeout(f"{self.meta.name}: {stuck} after {timeout_s} s") from None
         if self.serving is None:
-            raise UsageError(f"{self._meta.name}: no update runs")
+            raise UsageError(f"{self.meta.name}: no update runs")
         return self.serving
 
     async def abort(self) -> RolloutState:
@@ -212,8 +215,8 @@ class RolloutWorker:
             UsageError: they are mixed, or none are there.
         """
         if self.serving is None:
-            raise UsageError(f"{self._meta.name}: no whole version is here; weights are not served")
-        return {shard.name: self._views(shard) for shard in self._meta.shards}
+            raise UsageError(f"{self.meta.name}: no whole version is here; weights are not served")
+        return {shard.name: self._views(shard) for shard in self.meta.shards}
 
     def _views(self, shard: TargetShard) -> tuple[Array, Array | None]:
         if self._parameters:

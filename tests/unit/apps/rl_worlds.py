@@ -87,7 +87,7 @@ class World:
         """Every byte of these workers is the reference's."""
         for name, actor in self.actors.items():
             if names is None or name in names:
-                expected, _ = reference_region(actor._meta, self.tensors)
+                expected, _ = reference_region(actor.meta, self.tensors)
                 assert (expected == actor.region).all(), name
 
 

@@ -194,7 +194,7 @@ def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
 
         assert "free" == load.state
         assert "before its deadline" in load.reason
-        assert receiver._removed
+        assert receiver.removed
         old.layer_done(0)
         for array in sinks:
             array[[1, 2]] = 0
@@ -237,12 +237,12 @@ def test_a_slow_sender_is_waited_for_as_long_as_a_request_may_take(ends):
                     sender.poll()
                     receiver.poll()
             assert "failed" == load.state
-            assert not receiver._removed
+            assert not receiver.removed
             claim.under_way -= 1
             sender._settle(send)
         poll_until((sender, receiver), (load,))
         assert "free" == load.state
-        assert ends != bool(receiver._removed)
+        assert ends != bool(receiver.removed)
 
 
 BAD = {

@@ -94,7 +94,7 @@ def test_each_message_of_a_transfer_is_said_again(engines, monkeypatch, kind, ra
     else:
         send.layer_done(0)
     until(lambda: send.finished and load.finished, sender, receiver)
-    until(lambda: not sender._claims and not receiver._loads, sender, receiver)
+    until(lambda: sender.idle and receiver.idle, sender, receiver)
 
     assert TIMES == sum(map(len, lost))
     if kind not in {Cancel, Refuse}:

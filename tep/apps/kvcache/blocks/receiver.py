@@ -161,6 +161,8 @@ class KvReceiver(KvSide):
     Attributes:
         blocks, patience, imms: as given.
         refused: claims that were refused, by reason.
+        removed: the claims of each sender that was removed from the engine, with their requests'
+            serials, which it has not ended by its own word.
     """
 
     def __init__(
@@ -179,9 +181,12 @@ class KvReceiver(KvSide):
         self._serial = 0
         self._loads: dict[int, KvLoad] = {}
         self._dead: dict[str, tuple[int, int]] = {}  # epoch, and the last request expected then
-        # Claims of senders that were removed from the engine, with their requests' serials, which
-        # these senders have not ended by their own word.
-        self._removed: dict[tuple[str, int], dict[int, int]] = {}
+        self.removed: dict[tuple[str, int], dict[int, int]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended, and its blocks are the engine's again."""
+        return not self._loads
 
     def expect(
         self, request: str, block_ids: Sequence[Sequence[int]], *, timeout_s: float | None = None
@@ -276,7 +281,7 @@ class KvReceiver(KvSide):
 
         It stays fenced off until then: it is named to the engine by the next grant.
         """
-        old = self._removed.get((addr.name, addr.epoch), {})
+        old = self.removed.get((addr.name, addr.epoch), {})
         for claim, serial in old.items():
             order = Cancel(addr.epoch, claim, self.blocks.address, serial, "it was given up")
             self.blocks.send(addr, order)
@@ -371,17 +376,17 @@ class KvReceiver(KvSide):
 
     def _has_ended(self, addr: NetAddr, claim: int) -> None:
         who = addr.name, addr.epoch
-        old = self._removed.get(who, {})
+        old = self.removed.get(who, {})
         old.pop(claim, None)
         if not old:
-            self._removed.pop(who, None)
+            self.removed.pop(who, None)
 
     def _remove(self, addr: NetAddr) -> None:
         """Have a silent sender fenced off, once."""
         who = addr.name, addr.epoch
-        if who in self._removed:
+        if who in self.removed:
             return
-        self._removed[who] = {
+        self.removed[who] = {
             grant.claim: load._serial
             for load in self._loads.values()
             for grant in load._grants.values()
@@ -459,7 +464,7 @@ class KvReceiver(KvSide):
 
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind is PeerChange.RESTARTED:
-            self._removed.pop((event.peer, event.epoch), None)
+            self.removed.pop((event.peer, event.epoch), None)
             self.fenced(event.peer, event.epoch)
 
     def turn(self) -> float:

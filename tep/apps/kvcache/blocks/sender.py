@@ -174,7 +174,7 @@ class KvSender(KvSide):
     @property
     def idle(self) -> bool:
         """Whether nothing is under way, and every receiver knows the end of what was."""
-        return not self._claims
+        return not (self._claims or self._open)
 
     def connect(self, card: bytes, peer: NetAddr | None = None) -> tuple[int, int]:
         """Get to know a receiver's cache; again after it has restarted.
