@@ -77,6 +77,7 @@ class Caller:
         hello: the worker of this connection.
         peer: the connection, proven at both ends.
         worker: its public coroutine methods may be called by the other end; None: none.
+        name: of the other end, for errors; "": the worker's.
 
     Attributes:
         hello, worker: as given.
@@ -84,8 +85,9 @@ class Caller:
         ended: done when the connection has ended.
     """
 
-    def __init__(self, hello: Hello, peer: Peer, worker: object = None) -> None:
+    def __init__(self, hello: Hello, peer: Peer, worker: object = None, name: str = "") -> None:
         self.hello = hello
+        self._name = name or hello.name
         self.worker = worker
         self.lost: Exception | None = None
         self._peer = peer
@@ -101,7 +103,7 @@ class Caller:
         Raises:
             FabricError: it is gone, or answered with an error.
         """
-        name = self.hello.name
+        name = self._name
         if self._gone:
             raise FabricError(self._gone, code="PEER_GONE", peer=name)
         number = next(self._numbers)
@@ -141,7 +143,7 @@ class Caller:
                 if future is None or future.done():
                     continue
                 if message.error:
-                    future.set_exception(FabricError(message.error, peer=self.hello.name))
+                    future.set_exception(FabricError(message.error, peer=self._name))
                 else:
                     future.set_result(message.value)
         except (EOFError, ConnectionError):
@@ -150,10 +152,10 @@ class Caller:
             self.lost = error
             why = f"was lost: {error}"
         finally:
-            self._gone = f"{self.hello.name} {why}; its process has ended, or the network is down"
+            self._gone = f"{self._name} {why}; its process has ended, or the network is down"
             for future in self._open.values():
                 if not future.done():
-                    gone = FabricError(self._gone, code="PEER_GONE", peer=self.hello.name)
+                    gone = FabricError(self._gone, code="PEER_GONE", peer=self._name)
                     future.set_exception(gone)
             for task in self._serving:
                 task.cancel()
@@ -231,7 +233,7 @@ async def connect(
     except TimeoutError as error:
         text = f"no controller at {host}:{port} within {patience_s:g} s: {error}"
         raise FabricError(text, code="TIMEOUT", peer=f"{host}:{port}") from None
-    return Caller(hello, peer, worker)
+    return Caller(hello, peer, worker, f"the controller at {host}:{port}")
 
 
 async def answer(
