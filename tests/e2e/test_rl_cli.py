@@ -17,7 +17,7 @@ from tep.cli.rl import app
 def config(tmp_path):
     """A model of two layers."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 2}))
+    path.write_text(json.dumps(dict(PUBLISHED["qwen3-235b"]["config"]) | {"num_hidden_layers": 2}))
     return str(path)
 
 

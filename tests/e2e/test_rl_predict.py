@@ -77,7 +77,7 @@ FREE = StageTimes({}, {}, 0.0)
 
 
 def small(**changes):
-    config = dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 6}
+    config = dict(PUBLISHED["qwen3-235b"]["config"]) | {"num_hidden_layers": 6}
     base = study.Deployment(
         model=model_from_config(config, name="small", source="this test"),
         train=TrainLayout(fsdp=2, pp=2, ep=4),
@@ -208,7 +208,7 @@ def test_the_prediction_agrees_with_the_workers_themselves():
     """The full-scale model is a short cut; at small scale the workers' own code, on the same fabric
     with the same compute, must take the same time.
     """
-    config = dict(PUBLISHED["qwen3-235b"].config) | {
+    config = dict(PUBLISHED["qwen3-235b"]["config"]) | {
         "num_hidden_layers": 2,
         "hidden_size": 512,
         "num_experts": 8,
