@@ -113,7 +113,14 @@ NIXL = Environment(
     versions=("nixl", "numpy"),
 )
 
+MOONCAKE = Environment(
+    "mooncake",
+    ("numpy", "mooncake-transfer-engine-non-cuda"),
+    versions=("mooncake-transfer-engine-non-cuda", "numpy"),
+)
+
 INTEGRATIONS = (
+    Integration("Mooncake itself: the same calls on it and on tep", "mooncake_beside.py", MOONCAKE),
     Integration("NIXL itself: drawn calls on it and on tep", "nixl_beside.py", NIXL),
     Integration(
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG

@@ -204,6 +204,8 @@ class TransferEngine:
         """Move several pieces, and wait for the end."""
 
         def move() -> None:
+            if not buffers:
+                return
             places = target_hostname, buffers, peer_buffer_addresses, lengths
             handle = self._begin(*places, opcode, notify)
             if self._agent.wait(handle, self._limit(lengths)) != "DONE":

@@ -25,7 +25,6 @@ import numpy as np
 from tep import BadDescriptor, Expectation, TepError
 from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
-from tep.compat.nixl import chaos
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
@@ -194,7 +193,11 @@ class nixl_agent(Registry):
         self._turn: Callable[[], object] = os.sched_yield  # lets the engine's thread run
         self._nap_s = _ASK_AGAIN_S
         if os.environ.get("TEP_NIXL_BACKEND") == "chaos":
-            nodes = chaos.nodes()
+            from tep.compat.nixl.chaos import (
+                nodes as simulated,  # the simulator, if it is asked for
+            )
+
+            nodes = simulated()
             engine, self._turn, self._nap_s = nodes.take(), nodes.turn, 0.0
         else:
             engine = engine_of("TEP_NIXL")
