@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 from tep.backends.base import Domain, Status
+from tep.base.api import EngineOptions
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
 from tep.core.path import Acks, FarEnds, Link, Path, PathEvent, PeerNicDown, PeerRestarted
@@ -94,15 +95,15 @@ class DomainGroup(Posting):
     def __init__(
         self,
         domains: tuple[Domain, ...],
-        rows_max: int,
-        *,
+        options: EngineOptions,
         now_s: Callable[[], float],
+        *,
         failover: bool,
-        why_not: str | None = None,
-        journal: Journal | None = None,
+        why_not: str | None,
+        journal: Journal,
     ) -> None:
         acks = Acks() if failover else None
-        super().__init__(domains, rows_max, journal or Journal(), acks, now_s)
+        super().__init__(domains, options.post_rows_max, journal, acks, now_s)
         self._turn = 0
         self.failover = failover
         self.why_not = why_not

@@ -109,10 +109,10 @@ class Worker:
 
     __slots__ = (
         "_again", "_arrivals", "_columns", "_commands_max", "_equal", "_equal_imm", "_gone",
-        "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw", "_received",
-        "_settled", "_starts", "channel", "closed", "commands", "failover", "fencing", "group",
-        "imms", "journal", "members", "notices", "observers", "open", "outbox", "peers", "pruning",
-        "reads", "receive", "report", "settled", "steps", "submitted", "taken", "watch",
+        "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw", "_read",
+        "_received", "_settled", "_starts", "channel", "closed", "commands", "failover", "fencing",
+        "group", "imms", "journal", "members", "notices", "observers", "open", "outbox", "peers",
+        "pruning", "reads", "receive", "report", "settled", "steps", "submitted", "taken", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -129,18 +129,14 @@ class Worker:
         able = options.failover and why is None
         self.journal = journal = Journal(address.name, address.backend)
         self.group = group = DomainGroup(
-            domains,
-            options.post_rows_max,
-            now_s=now_s,
-            failover=able,
-            why_not=why,
-            journal=journal,
+            domains, options, self._step_s, failover=able, why_not=why, journal=journal
         )
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.observers: list[Callable[[list[Handle]], object]] = []
         self.watch = WatchPage()
         self.steps = self.submitted = self.taken = 0
+        self._read = -1, 0.0  # see _step_s()
         self.closed, self._now_s, self.report = False, now_s, report
         self._is_stepping = False  # a step takes commands, and posts then
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
@@ -171,6 +167,12 @@ class Worker:
         self._equal, self._equal_imm, self._again = bytearray(), 0, 0  # see _take_columns()
         # The first 8 bytes of an entry: kind, status, count; the first 16: immediate and row too.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
+
+    def _step_s(self) -> float:
+        """Read the clock once a step: what NICs are found to have done in one step is as old."""
+        if self._read[0] != self.steps:
+            self._read = self.steps, self._now_s()
+        return self._read[1]
 
     def _drop(self, link: Link, fenced: bool) -> None:
         """A peer was removed or replaced: forget it."""
