@@ -21,8 +21,8 @@ from tep.base.units import PS_PER_MS, PS_PER_NS
 from tep.sim.draws import Label, Recorder, Stream
 
 __all__ = [
-    "FRAGMENTS_MAX", "GROUPS", "HARM", "SPOILT", "SWARM", "Chaos", "Clog", "Cut", "Drift", "Fault",
-    "Faults", "KillNic", "Mute", "Pause", "Restart", "Revoke", "Slow", "Swizzle", "groups_of",
+    "FRAGMENTS_MAX", "GROUPS", "KNOBS", "Chaos", "Clog", "Cut", "Drift", "Fault", "Faults",
+    "KillNic", "Knob", "Mute", "Pause", "Restart", "Revoke", "Slow", "Swizzle", "groups_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ _SKEWS: Final = tuple(
 )
 
 
-class _Knob(NamedTuple):
+class Knob(NamedTuple):
     """The rules of one knob.
 
     Attributes:
@@ -73,7 +73,7 @@ def _knob(
     most: int = _PS_MAX,
     calm: T | None = None,
 ) -> T:
-    rules = _Knob(group, number, choices, least, most, calm)
+    rules = Knob(group, number, choices, least, most, calm)
     found: T = field(default=default, metadata={"knob": rules})
     return found
 
@@ -210,11 +210,8 @@ class Chaos:
             harm: draw those too that make rows, messages or NICs fail.
             fixed: knobs that are not to be drawn.
         """
-        key = stream_key(seed, Stream.KNOBS)
-        knobs: dict[str, Any] = {"seed": seed}
-        for number, name, choices in SWARM + HARM if harm else SWARM:
-            knobs[name] = choices[below(draw(key, number), len(choices))]
-        return cls(**(knobs | fixed))
+        knobs = [name for name, knob in KNOBS.items() if 0 < knob.number < (50 if harm else 40)]
+        return cls(**({"seed": seed} | _draw_knobs(seed, knobs) | fixed))
 
     @classmethod
     def calm(cls, seed: int = 0, **knobs: Any) -> Chaos:
@@ -231,15 +228,23 @@ class Chaos:
         return f"Chaos({', '.join(set_here)})"
 
 
-_KNOBS: Final[Mapping[str, _Knob]] = {
+KNOBS: Final[Mapping[str, Knob]] = {
     knob.name: knob.metadata["knob"] for knob in fields(Chaos) if knob.name != "kept"
 }
-_CALM: Final = {name: knob.calm for name, knob in _KNOBS.items() if knob.calm is not None}
+_CALM: Final = {name: knob.calm for name, knob in KNOBS.items() if knob.calm is not None}
 _RANGES: Final[tuple[tuple[str, type, int, int], ...]] = tuple(
-    (knob.name, type(knob.default), _KNOBS[knob.name].least, _KNOBS[knob.name].most)
+    (knob.name, type(knob.default), KNOBS[knob.name].least, KNOBS[knob.name].most)
     for knob in fields(Chaos)
     if knob.name not in ("kept", "skew_ps")
 )
+
+
+def _draw_knobs(seed: int, names: Iterable[str]) -> dict[str, Any]:
+    key, found = stream_key(seed, Stream.KNOBS), dict[str, Any]()
+    for name in names:
+        choices = KNOBS[name].choices
+        found[name] = choices[below(draw(key, KNOBS[name].number), len(choices))]
+    return found
 
 
 def _check_kept(what: str, value: object) -> Container[Label]:
@@ -254,35 +259,16 @@ def _check_kept(what: str, value: object) -> Container[Label]:
     raise BadRequest(f"{what}={shown(value)} is no tuple of labels (stream, entity, index)")
 
 
-def _drawn(first: int, stop: int) -> tuple[tuple[int, str, tuple[Any, ...]], ...]:
-    """List number, name and choices of the knobs with these numbers, in their order."""
-    found = [(knob.number, name, knob.choices) for name, knob in _KNOBS.items()]
-    return tuple(sorted(one for one in found if first <= one[0] < stop))
-
-
-SWARM: Final = _drawn(1, 40)
-"""Number, name and choices of each knob that Chaos.draw() draws."""
-
-HARM: Final = _drawn(40, 50)
-"""Number, name and choices of each knob that Chaos.draw(harm=True) draws in addition."""
-
-SPOILT: Final = _drawn(50, 60)
-"""Further knobs, for faults that no engine repairs: only Faults.draw() draws them, on request."""
-
-_RECORDS: Final = {
-    **dict.fromkeys(("order", "posting", "receives"), ""),
-    "workers": "Pause Drift",
-    "nics": "KillNic",
-    "links": "Slow Clog Cut Mute Swizzle",
-    "keys": "Revoke",
-    "restarts": "Restart",
-    **dict.fromkeys(("control", "errors", "resources", "bytes"), ""),
-}
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
-    group: (*(name for name, knob in _KNOBS.items() if knob.group == group), *records.split())
-    for group, records in _RECORDS.items()
+    **dict.fromkeys(("order", "posting", "receives"), ()),
+    "workers": ("Pause", "Drift"),
+    "nics": ("KillNic",),
+    "links": ("Slow", "Clog", "Cut", "Mute", "Swizzle"),
+    "keys": ("Revoke",),
+    "restarts": ("Restart",),
+    **dict.fromkeys(("control", "errors", "resources", "bytes"), ()),
 }
-"""The knobs and records of each group that a swarm can be restricted to."""
+"""The groups that a swarm can be restricted to, with the records of each; its knobs name it."""
 
 _UNASKED: Final = frozenset(GROUPS) - {"bytes"}
 """The groups of "all": under these an engine keeps its promises; it repairs no corrupted byte."""
@@ -343,13 +329,9 @@ class Faults:
             to_ps: latest time, at most 2**32 later.
         """
         groups = groups_of(kinds)
-        free = {name for group in groups for name in GROUPS[group]}
-        drawn = Chaos.draw(seed, harm=True)
-        knobs = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
-        key = stream_key(seed, Stream.KNOBS)
-        for number, name, choices in SPOILT:
-            knobs[name] = choices[below(draw(key, number), len(choices))]
-        chaos = Chaos.calm(seed, **{name: knobs[name] for name in knobs if name in free})
+        knobs = [name for name, knob in KNOBS.items() if knob.group in groups]
+        chaos = Chaos.calm(seed, **_draw_knobs(seed, knobs))
+        free = {kind for group in groups for kind in GROUPS[group]}
         dice = stream_key(seed, Stream.FAULTS)
         possible = [kind for kind in _EVENTS if kind in free]
         events: list[tuple[int, Fault]] = []

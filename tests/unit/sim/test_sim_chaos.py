@@ -16,9 +16,7 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import (
     GROUPS,
-    HARM,
-    SPOILT,
-    SWARM,
+    KNOBS,
     Chaos,
     Clog,
     Fault,
@@ -307,10 +305,11 @@ def test_a_swarm_can_be_restricted() -> None:
 def test_the_catalogue_is_whole() -> None:
     """A fault without a knob or a record is forgotten, and so is a knob of no group."""
     causes = " ".join(kind.__doc__ for kind in (Chaos, *get_args(Fault)))
-    knobs = {name for _, name, _ in SWARM + HARM + SPOILT} - {"offsets"}  # a way of counting
-
+    drawn = [knob.number for knob in KNOBS.values() if knob.number]
     scenarios = {"F17", "F18"}
     assert {f"F{k}" for k in range(1, 34)} - scenarios == set(re.findall(r"F\d+", causes))
+    assert len(drawn) == len(set(drawn)), "rule 1"
     grouped = [name for names in GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    assert knobs | {"offsets"} | {kind.__name__ for kind in get_args(Fault)} == set(grouped)
+    assert sorted(kind.__name__ for kind in get_args(Fault)) == sorted(grouped)
+    for knob in KNOBS.values():
+        assert bool(knob.number) == (knob.group in GROUPS) == bool(knob.choices)
