@@ -18,7 +18,7 @@ from typing import Final
 from tep import TepError
 from tep.compat.nixl.wire import Call, decode_call, encode
 
-__all__ = ["Listener"]
+__all__ = ["BYTES_MAX", "Listener"]
 
 logger = logging.getLogger("tep.compat.nixl")
 
@@ -28,7 +28,7 @@ _WAIT_S: Final = 5.0
 _CALL_S: Final = 30.0
 """Limit of each wait of a caller, seconds."""
 
-_BYTES_MAX: Final = 64 << 20
+BYTES_MAX: Final = 64 << 20
 
 
 class Listener:
@@ -103,9 +103,9 @@ class Listener:
 def _read(peer: socket.socket, limit_s: float) -> bytes:
     """Read until the other side has said all."""
     found, end_s = bytearray(), time.monotonic() + limit_s
-    while len(found) <= _BYTES_MAX and time.monotonic() < end_s:
+    while len(found) <= BYTES_MAX and time.monotonic() < end_s:
         part = peer.recv(1 << 16)
         if not part:
             return bytes(found)
         found += part
-    raise TepError(f"a call of more than {_BYTES_MAX} bytes, or of more than {limit_s} s")
+    raise TepError(f"a call of more than {BYTES_MAX} bytes, or of more than {limit_s} s")

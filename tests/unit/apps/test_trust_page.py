@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tep
 from tep.apps.kvcache.blocks import cache
-from tep.compat.nixl import api, channel
+from tep.compat.nixl import api, channel, listener
 from tep.integrations.vllm import holds
 from tep.rendezvous import calls
 
@@ -28,6 +28,7 @@ def test_the_limits_on_the_page_are_those_of_the_code():
         "waits for its name": (channel.HELD_MAX, 2 * channel.BODY_MAX),
         "agents that have spoken": (channel.AGENTS_MAX,),
         "open asks": (api._ASKED_MAX,),
+        "a call of its listener": (listener.BYTES_MAX,),
         "a control frame": (calls.FRAME_MAX,),
     }
     for what, numbers in limits.items():

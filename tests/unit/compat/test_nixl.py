@@ -277,9 +277,10 @@ def test_numbers_of_failed_writes_stay_out_of_use(world):
     assert "DONE" == world.run(world.xfer("WRITE"))
 
 
-def test_a_read_of_memory_that_is_gone_is_an_error(world):
-    """The owner has taken its memory back: the reader must not wait for ever, nor get old bytes."""
-    handle = world.xfer("READ", notif=b"no")
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_a_transfer_of_memory_that_is_gone_is_an_error(world, op):
+    """The owner has taken its memory back: no reader may get old bytes, no writer be told DONE."""
+    handle = world.xfer(op, notif=b"no")
     world.b.deregister_memory(world.regs[1])
 
     with pytest.raises((bindings.nixlBackendError, bindings.nixlRemoteDisconnectError)):
@@ -288,6 +289,23 @@ def test_a_read_of_memory_that_is_gone_is_an_error(world):
         world.a.check_xfer_state(handle)
     world.a.release_xfer_handle(handle)
     assert {} == world.b.update_notifs()
+
+
+def test_a_peer_that_was_started_again_is_another_one(world):
+    """Its name is the same, and its memory elsewhere; NIXL ends with a segmentation fault."""
+    world.run(world.xfer("READ"))
+    old = world.xfer("READ")
+    world.b.close()
+    world.b = nixl_agent("B")
+    world.theirs = np.full(NBYTES, 9, np.uint8)
+    world.b.register_memory([(world.theirs.ctypes.data, NBYTES, 0, "")], "DRAM")
+    world.a.add_remote_agent(world.b.get_agent_metadata())
+
+    with pytest.raises(bindings.nixlRemoteDisconnectError):
+        world.run(old)
+    assert "DONE" == world.run(world.xfer("READ", notif=b"again"))
+    assert (world.mine[:512] == 9).all()
+    assert {"A": [b"again"]} == world.notifs(1)
 
 
 def test_a_peer_that_left_is_an_error(world):

@@ -225,7 +225,7 @@ def test_metadata_over_sockets(opened):
 def test_strangers_do_not_stop_the_listener(opened, monkeypatch):
     """A port is found by whoever looks for one."""
     monkeypatch.setattr(listener, "_WAIT_S", 0.2)
-    monkeypatch.setattr(listener, "_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr(listener, "BYTES_MAX", 1 << 16)
     a, b = opened("A", enable_listen_thread=True, listen_port=0), opened("B")
     silent = socket.create_connection((HERE, a.listen_port))
     for raw in (b"", b"junk", b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 20)):
