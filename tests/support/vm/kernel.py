@@ -5,6 +5,7 @@ Installing the package would build an initramfs and touch this machine's boot fo
 
 from __future__ import annotations
 
+import fcntl
 import lzma
 import os
 import re
@@ -114,17 +115,18 @@ def fetch(folder: Path) -> tuple[Path, str]:
     Raises:
         GuestError: no package of it is known here, or it cannot be downloaded.
     """
-    found = sorted((folder / "boot").glob("vmlinux-*"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (folder.parent / ".gitignore").write_text("*\n")  # nothing here belongs to a checkout
     taken = folder / "taken"  # of the package; an older checkout took less
-    if not found or not taken.exists() or taken.read_text() != _WANTED.pattern:
-        _download(folder)
-        found = sorted((folder / "boot").glob("vmlinux-*"))
-    return found[-1], found[-1].name.removeprefix("vmlinux-")
+    with (folder.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several tests downloads, and the others wait
+        if not taken.exists() or taken.read_text() != _WANTED.pattern:
+            _download(folder)
+    kernel = max((folder / "boot").glob("vmlinux-*"))
+    return kernel, kernel.name.removeprefix("vmlinux-")
 
 
 def _download(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (folder.parent / ".gitignore").write_text("*\n")  # nothing here belongs to a checkout
     with tempfile.TemporaryDirectory(prefix="kernel-", dir=folder.parent) as scratch:
         part = Path(scratch, "kernel")
         run("apt-get", "-q", "download", _package(), cwd=scratch)
