@@ -35,7 +35,6 @@ VALUES_MAX: Final = 1 << 14
 
 _U63: Final = 2**63 - 1
 Number = Annotated[int, Meta(ge=0, le=_U63)]
-Count = Annotated[int, Meta(ge=0, le=_U63)]
 NicNumber = Annotated[int, Meta(ge=0, lt=NICS_MAX)]
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
@@ -93,7 +92,7 @@ class Answer(_Control, frozen=True, array_like=True, tag=2):
     """
 
     why: Annotated[str, Meta(max_length=WHY_MAX)]
-    counts: Annotated[tuple[Count, ...], Meta(max_length=VALUES_MAX)]
+    counts: Annotated[tuple[Number, ...], Meta(max_length=VALUES_MAX)]
     pruned: Number = 0
 
 

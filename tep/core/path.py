@@ -28,9 +28,9 @@ from tep.base.wire import NetAddr
 from tep.core.stats import Journal
 
 __all__ = [
-    "KEYS_MAX", "PRUNE_AT", "TRANSITIONS", "Acks", "Arrivals", "Event", "FarEnd", "FarEnds",
-    "Fence", "Link", "Path", "PathEvent", "PathShut", "PathState", "PathSums", "PeerHeard",
-    "PeerNicDown", "PeerRestarted", "Routes", "Run", "Sums", "expand", "runs_of",
+    "AS_FAST", "KEYS_MAX", "PRUNE_AT", "TRANSITIONS", "Acks", "Arrivals", "Event", "FarEnd",
+    "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathShut", "PathState", "PathSums",
+    "PeerHeard", "PeerNicDown", "PeerRestarted", "Routes", "Run", "Sums", "expand", "runs_of",
 ]  # fmt: skip
 
 KEYS_MAX: Final = 1 << 18
@@ -379,7 +379,7 @@ class Arrivals:
 
 _UNKNOWN: Final = -1
 
-_AS_FAST: Final = 0.85
+AS_FAST: Final = 0.85
 """A path that is nearly as fast as the fastest has the same share: equal NICs stay equal."""
 
 
@@ -662,7 +662,7 @@ class Link:
             path = self._paths[domain][nic]
             pace = 1.0 if path is None else path.pace
             used = here[domain] and self.alive[nic] and self.is_up(domain, nic)
-            eighths = 8 if pace > _AS_FAST else max(1, round(8 * pace))
+            eighths = 8 if pace > AS_FAST else max(1, round(8 * pace))
             found.append(eighths if used else 0)
         self.weights = tuple(found) if len(set(found)) > 1 else ()
         self.weighed = self.routes.version

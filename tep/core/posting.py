@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Pace, Queued, Transfer
-from tep.core.path import Acks, Event, Link, Path, PathShut, Routes
+from tep.core.path import AS_FAST, Acks, Event, Link, PathShut, Routes
 from tep.core.plan import plan_paged, plan_row, plan_single, plan_targets
 from tep.core.regions import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT
@@ -57,6 +57,12 @@ LONG_BYTES: Final = 32 << 20
 SEEN_BYTES: Final = 1 << 20
 """A lane's share of a paged write is timed if it is as long as this, 20 us of such a link: of
 shorter ones latency is a large part.
+"""
+
+_CALM: Final = 8
+_UNSEEN: Final = 3
+"""After so many paged writes whose shares took as long as each other, so many are not timed before
+the next one is: timing takes 2 us.
 """
 
 _LOOKED_AT: Final = 64
@@ -165,16 +171,16 @@ class _Race:
 
     Attributes:
         start_s: when they were dealt out.
-        of, left: how many there are, and how many are not over.
-        seen: paths and the bytes a second that each has carried.
+        left: how many are not over.
+        ends: those that are, and the time that each took, seconds; the first to end first.
     """
 
-    __slots__ = ("left", "of", "seen", "start_s")
+    __slots__ = ("ends", "left", "start_s")
 
     def __init__(self, start_s: float, nshares: int) -> None:
         self.start_s = start_s
-        self.of = self.left = nshares
-        self.seen: list[tuple[Path, float]] = []
+        self.left = nshares
+        self.ends: list[tuple[Pending, float]] = []
 
 
 class Posting:
@@ -200,10 +206,10 @@ class Posting:
     """
 
     __slots__ = (
-        "_back", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_now_s", "_queues", "_races",
-        "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches", "closing",
-        "domains", "ended", "events", "journal", "nbytes", "offered", "queued_reads", "routes",
-        "rows", "why_down",
+        "_back", "_calm", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_now_s", "_queues",
+        "_races", "_rows_max", "_shares", "_unseen", "acks", "alive", "alone", "backlog", "batches",
+        "closing", "domains", "ended", "events", "journal", "nbytes", "offered", "queued_reads",
+        "routes", "rows", "why_down",
     )  # fmt: skip
 
     # What a failure makes of rows is decided by DomainGroup.
@@ -239,6 +245,7 @@ class Posting:
         self.routes.alive = self.alive
         self._now_s = now_s
         self._races: dict[int, _Race] = {}  # by ctx
+        self._calm = self._unseen = 0  # races that nobody won, and writes until the next race
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
@@ -375,20 +382,33 @@ class Posting:
             self._push(pending)
 
     def _watch(self, nshares: int) -> None:
-        """See how long each of the last batches takes: the shares of one paged write."""
+        """See how long each of the last batches takes: the shares of one paged write.
+
+        Where shares took as long as each other many times, only some writes are looked at.
+        """
+        if self._unseen:
+            self._unseen -= 1
+            return
         race = _Race(self._now_s(), nshares)
         self._races.update(dict.fromkeys(range(self._ctx - nshares + 1, self._ctx + 1), race))
 
     def _see(self, pending: Pending, race: _Race) -> None:
         """A share of a paged write is over; after the last one, its paths are weighed."""
-        n, (remote, nic) = pending.batch.n, pending.target(0)
-        if pending.stop == n and not pending.lost:
-            took_s = max(self._now_s() - race.start_s, 1e-9)
-            path = remote.link.path(pending.domain, nic)
-            race.seen.append((path, pending.sum_bytes(0, n) / took_s))
+        race.ends.append((pending, self._now_s() - race.start_s))
         race.left -= 1
-        if not race.left and len(race.seen) == race.of:
-            remote.link.learn(race.seen)
+        if race.left:
+            return
+        (_, first_s), (_, last_s) = race.ends[0], race.ends[-1]
+        link = pending.target(0)[0].link
+        if not link.weights and first_s >= AS_FAST * last_s:
+            self._calm += 1
+            self._unseen = _UNSEEN if self._calm > _CALM else 0
+            return
+        self._calm = 0
+        if not any(each.stop != each.batch.n or each.lost for each, _ in race.ends):
+            paths = [link.path(each.domain, each.target(0)[1]) for each, _ in race.ends]
+            nbytes = [each.sum_bytes(0, each.stop) / max(took, 1e-9) for each, took in race.ends]
+            link.learn(list(zip(paths, nbytes, strict=True)))
 
     def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:
         nlocal = len(self.domains)
@@ -604,7 +624,7 @@ class Posting:
             moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
         except TepError:  # it cannot connect; the rows stay where they are
             return False
-        self._pace(found.transfer)
+        found.transfer.pace = found.transfer.pace or Pace(len(self.domains))
         found.stop -= rows
         self.backlog -= rows
         self._push(moved)
@@ -619,7 +639,7 @@ class Posting:
         nbytes = pending.batch.nbytes
         assert isinstance(nbytes, int)
         transfer = pending.transfer
-        pace = self._pace(transfer)
+        pace = transfer.pace = transfer.pace or Pace(len(self.domains))
         last = pace.last[domain]
         if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is still queued
             return False
@@ -644,11 +664,6 @@ class Posting:
             self.cut(pending)
         queue.appendleft(piece)
         return True
-
-    def _pace(self, transfer: Transfer) -> Pace:
-        if transfer.pace is None:
-            transfer.pace = Pace(len(self.domains))
-        return transfer.pace
 
     # ------------------------------------------------------------------ completing
 

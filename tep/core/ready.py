@@ -241,18 +241,9 @@ class Ready(Job):
 
 def _part(place: int, pending: Pending) -> Part:
     batch = pending.batch
-    return Part(
-        place,
-        pending.domain,
-        batch.n,
-        batch.nbytes,
-        pending.sum_bytes(0, batch.n),
-        batch.peer,
-        batch.lkey,
-        batch.rkey,
-        pending.remotes,
-        pending.nics,
-    )
+    rows = batch.n, batch.nbytes, pending.sum_bytes(0, batch.n)
+    keys = batch.peer, batch.lkey, batch.rkey
+    return Part(place, pending.domain, *rows, *keys, pending.remotes, pending.nics)
 
 
 def _whole(base: Job, columns: list[tuple[Column, Column]]) -> tuple[U64, U64, list[slice]] | None:

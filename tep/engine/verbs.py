@@ -262,9 +262,7 @@ class TransferEngine:
 
         def forget() -> None:
             self._worker.take_all_commands()
-            check_source(
-                mr, self._machine, "deregister"
-            )  # again: another thread may have been here
+            check_source(mr, machine, "deregister")  # again: another thread may have been here
             if mr.inflight:
                 raise BusyError(
                     f"deregister: region {mr.desc.region} is in use by {mr.inflight} transfers "
