@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeVar, cast, runtime_checkable
+from typing import Final, Protocol, TypeVar, cast
 
 from tep.base.checks import check_int, check_seconds, unpicklable
 from tep.base.errors import ClosedError, UsageError, WaitTimeout
@@ -29,7 +29,7 @@ from tep.drivers.pace import Pace, wake_on_time
 from tep.host.sight import hide, show
 
 __all__ = [
-    "Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver", "Timed",
+    "Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -90,13 +90,8 @@ class Machine(Protocol):
     def must_poll(self) -> bool:
         """Return True if some NIC does not signal completions, so that it must be polled."""
 
-
-@runtime_checkable
-class Timed(Protocol):
-    """A machine that also needs steps at certain times, without any event."""
-
     def due_s(self) -> float | None:
-        """Return the time of the next step, on the driver's clock; None: only at an event."""
+        """Return when a step is due without an event, on the driver's clock; None: never."""
 
 
 class Driver(Protocol):
@@ -324,7 +319,6 @@ class ThreadDriver:
             "call_timeout_s", call_timeout_s, never=True, error=UsageError
         )
         self._thread: threading.Thread | None = None
-        self._is_timed = False
         self._closing = self._left = False  # _left: the process ends
         self._bell = -1
         self._pace = Pace(math.inf)
@@ -341,7 +335,6 @@ class ThreadDriver:
 
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver steps one machine"
-        self._is_timed = isinstance(machine, Timed)  # asked once, since it is slow
         # Weak, here and in the worker while it sleeps: an engine without references is collected.
         # Its NICs are referenced: the end of a collected machine still needs them.
         self._machine_ref = weakref.ref(machine)
@@ -592,7 +585,7 @@ class ThreadDriver:
 
     def _due_s(self, machine: Machine) -> float:
         """Return the time at which a step is due without an event; infinite: none is."""
-        due_s = cast("Timed", machine).due_s() if self._is_timed else None
+        due_s = machine.due_s()
         return math.inf if due_s is None else due_s + 0.001  # not a little too early
 
 

@@ -19,7 +19,7 @@ from tep.backends.base import Domain
 from tep.base.errors import StallError, UsageError
 from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.base.waiting import Interrupts, escaped
-from tep.drivers.threads import Machine, Settles, Timed
+from tep.drivers.threads import Machine, Settles
 from tep.sim.clock import FOREVER_PS, FabricEnv, Place, Turned, in_one_process
 from tep.sim.loop import SimLoop
 
@@ -94,7 +94,7 @@ def _takes_none(_first: int, _second: int) -> bool:
     return False
 
 
-class _Machine(Machine, Timed, Protocol):
+class _Machine(Machine, Protocol):
     """An engine, as the simulation turns it."""
 
     def at_rest(self) -> bool:

@@ -56,6 +56,9 @@ class FakeMachine:
     def must_poll(self) -> bool:
         return False
 
+    def due_s(self) -> float | None:
+        return None
+
     def wakeup_fds(self) -> list[int]:
         return self.fds
 
