@@ -97,7 +97,7 @@ def main() -> int:
     real, tep = answers(theirs), answers(ours)
     differ = {name: [real[name], tep[name]] for name in real if real[name] != tep[name]}
     ok = differ.keys() <= BETTER.keys()
-    found = {"ok": ok, "calls": len(real), "differ": differ, "better": BETTER}
+    found = {"ok": ok, "calls": len(real), "differ": differ}
     sys.stdout.write(f"{json.dumps(found)}\n")
     sys.stdout.flush()
     os._exit(0 if ok else 1)  # Mooncake's threads do not end

@@ -204,8 +204,7 @@ class WeightSender(TrainingWorker):
         Raises:
             TepError: it could not be sent.
         """
-        if self._gone:
-            raise FabricError(f"rank {self.rank}: {self._gone}", code="NO_HUB")
+        self._check_hub()
         self._sent = asyncio.get_running_loop().create_future()
         self._version = version
         self._ready.set()
@@ -217,8 +216,13 @@ class WeightSender(TrainingWorker):
         finally:
             self._ready.clear()
             self._version = None
+        self._check_hub()  # it may have hung up meanwhile
         if why:
             raise TepError(why)
+
+    def _check_hub(self) -> None:
+        if self._gone:
+            raise FabricError(f"rank {self.rank}: {self._gone}", code="NO_HUB")
 
     # ------------------------------------------------------------------ for the hub
 
