@@ -221,16 +221,24 @@ def test_what_cannot_be_said_to_be_lost_has_one_verdict():
     """A caller that is told twice fails a request of later."""
     pair = Pair()
     pair.send()
-    pair.net.end(0, "lost")
-    while pair.net.waiting:  # tries of it, and that it will not come
-        pair.send()
-        pair.net.end(0, "lost")
-        if pair.sent > 40:
-            break
-    while pair.net.waiting:
-        pair.net.end(0, "lost")
+    pair.send()
+    pair.net.end(1, "arrives")  # and stays behind the first
+    for _ in range(50):
+        if pair.net.waiting:
+            pair.net.end(0, "lost")
 
-    assert {1} == {len(told) for told in pair.verdicts.values()}
+    assert {0: ["it was lost"], 1: ["it was lost"]} == pair.verdicts
+    assert not pair.net.waiting
+
+
+def test_a_gap_that_the_peer_knows_in_part_is_told_from_there_on():
+    """A gap without an end would be told for ever."""
+    one = Pair().channel
+    for stop, left in ((2, [(2, 5), (7, 9)]), (6, [(7, 9)]), (9, [])):
+        one._gaps.clear()
+        one._gaps.extend([(0, 5), (7, 9)])
+        one._knows(stop)
+        assert left == list(one._gaps)
 
 
 NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])

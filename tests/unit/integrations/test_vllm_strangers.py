@@ -161,6 +161,21 @@ def test_an_answer_counts_only_from_whom_was_asked_and_about_that(halves):
     assert "open" != load.state
 
 
+def test_a_load_waits_no_longer_once_its_prefiller_is_lost_or_has_ended(halves, monkeypatch):
+    """It would wait for its time limit, or end because somebody else was lost."""
+    prefiller, decoder = halves
+    load = begin(prefiller, decoder)
+    where = prefiller.engine.main_address
+    with decoder.blocks.lock:
+        decoder.loads.lost("somebody", where.epoch)
+        decoder.loads.lost(where.name, where.epoch - 1)
+    decoder.poll()
+    assert "open" == load.state
+    monkeypatch.setattr(loads, "has_ended", lambda _: True)
+    decoder.poll()
+    assert "open" != load.state
+
+
 def test_what_was_dropped_before_it_was_computed_is_not_kept(halves):
     """A decoder that gives up early would have its blocks held for a whole lease."""
     prefiller, decoder = halves
