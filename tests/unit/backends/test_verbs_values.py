@@ -65,6 +65,16 @@ def test_bytes_that_are_no_address_are_refused(raw, why):
         Address.decode(raw)
 
 
+@pytest.mark.parametrize(("there", "why"), [(5, ""), (4, "subnet"), (6, "subnet")])
+def test_an_infiniband_subnet_is_reached_from_within_it_alone(there, why):
+    """A LID means another port in another subnet: rows would go to a stranger."""
+    one, two = (address(link=1, gid=bytes(7) + bytes([k]) + bytes(8)) for k in (5, there))
+
+    assert (why, why) == tuple(
+        "subnet" if a.why_unreachable(b) else "" for a, b in ((one, two), (two, one))
+    )
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [
@@ -79,7 +89,8 @@ def test_bytes_that_are_no_address_are_refused(raw, why):
 def test_peers_out_of_reach_are_named_before_anything_is_sent(other, why):
     """Else the handshake times out, and nobody knows that the address was link-local."""
     assert why in address().why_unreachable(other)
-    assert bool(why) == bool(address().why_unreachable(other))
+    for one, two in ((address(), other), (other, address())):
+        assert bool(why) == bool(one.why_unreachable(two))
 
 
 def test_gids_are_ranked_routable_roce_v2_first():
