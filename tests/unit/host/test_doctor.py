@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep import FabricError
+from tep import BackendUnavailable, FabricError
 from tep.backends import local
 from tep.cli import main
 from tep.host.doctor import Level
@@ -474,6 +474,19 @@ def test_a_captured_machine_is_examined_without_trying_anything(tmp_path, capsys
     assert "memlock" in out
     assert "self" not in out
     assert "1 bad" in out
+
+
+def test_every_backend_is_named_though_none_is_here(monkeypatch):
+    """A missing library would hide all backends behind it."""
+
+    def missing(name):
+        raise BackendUnavailable(f"{name} is not here", ((name, "no library"),))
+
+    monkeypatch.setattr(probes, "load_backend", missing)
+    found = dict(probes.ways())
+
+    assert set(probes.BACKENDS) - {"auto", "sim"} == found.keys()
+    assert "local is not here (local: no library)" == found["local"]
 
 
 def test_a_backend_that_fails_its_test_is_bad(monkeypatch):
