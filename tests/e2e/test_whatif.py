@@ -66,6 +66,16 @@ def test_topologies_and_slow_nics_cost_what_they_take(knobs, least, most) -> Non
     assert least <= dispatch <= most
 
 
+def test_rails_that_nothing_crosses_are_refused() -> None:
+    """`--rails --oversubscription 4` said a factor of 1.000, and not why."""
+    machine = Machine(profile=load_profile("efa_2x200"))
+    for more in ({}, {"oversubscription": 4.0}, {"spine_us": 5.0}):
+        with pytest.raises(UsageError, match="so nothing crosses from rail to rail"):
+            effects(machine, change(machine, rails=True, **more), ["moe"])
+    crossed = change(machine, rails=True, oversubscription=4.0)
+    assert effects(machine, crossed, ["failover"])
+
+
 def test_a_faster_half_helps_where_the_other_half_is_not_the_limit() -> None:
     """8 rollout workers receive what 16 training ranks send: their NICs are the limit."""
     whole = Machine(profile=load_profile("cx8_800"))

@@ -137,11 +137,17 @@ def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> lis
         systems: some of "moe", "kvcache", "rl" and "failover"; none: the first three.
 
     Raises:
-        UsageError: a system that is none of these.
+        UsageError: a system that is none of these, or rails that can have no effect on them.
     """
     unknown = set(systems) - set(_SYSTEMS)
     if unknown:
         raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(_SYSTEMS)}")
+    alike = after.profile.nics == (after.other or after.profile).nics
+    if after.network is not None and after.network.rails and alike and "failover" not in systems:
+        raise UsageError(
+            "rails: NIC k of a GPU writes to NIC k of the others, so nothing crosses from rail to "
+            "rail until a NIC dies; name leaf_gpus, a machine beside of other NICs, or failover"
+        )
     found = []
     for name in systems or _THREE:
         figures = _SYSTEMS[name]
