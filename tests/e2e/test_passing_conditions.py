@@ -203,7 +203,7 @@ pages = tep.Pages(range(rows))
 def write(imm):
     a.submit_paged_writes(64, (mr, pages), (desc, pages), imm=imm).wait(60)
 write(1)
-for hole in range(0, 256 << 10, int(sys.argv[2])):
+for hole in range(0, 256 << 10, 4096):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     hogs, size = [], 1 << 16
     resource.setrlimit(kind, (used + (1 << 20), limit))
@@ -227,10 +227,12 @@ print("all went well")
 
 
 @pytest.mark.slow
-def test_an_engine_whose_heap_was_full_for_a_while_goes_on(kind) -> None:
-    """A MemoryError in a step gave up the only NIC: no transfer ever again, and no word why."""
-    step = 4096 if kind == "local" else 32768
-    program = start_rank("-c", HEAP, json.dumps(BACKENDS[kind]), step)
+def test_an_engine_on_local_goes_on_after_its_heap_was_full() -> None:
+    """A MemoryError in a step gave up the only NIC: no transfer ever again, and no word why.
+
+    On other backends it may: then the error says so, see test_scarce.py.
+    """
+    program = start_rank("-c", HEAP, json.dumps(BACKENDS["local"]))
     ((code, said, complaint),) = outcomes([program])
 
     assert (0, "all went well") == (code, said.strip()), complaint
