@@ -139,7 +139,6 @@ def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> No
 
     assert str(bare / "env") in where
     assert f"tep {tep.__version__}" == run(bare, command, "--version").strip()
-    assert states["sim"]["available"]
     assert states["local"]["available"]
     assert f"pip install '{DISTRIBUTION}[libfabric]'" in states["libfabric"]["cure"]
     protocol = f"{ROOT}/tests/example/puller.py:pull"
