@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from tep.backends.base import Domain
+from tep.base.api import EngineOptions
 from tep.core.group import DomainGroup
 from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
@@ -21,8 +22,8 @@ def with_queues(kind: type[deque]) -> list[Change]:
     """Let NICs have queues of this kind."""
     init = DomainGroup.__init__
 
-    def other(self, domains: tuple[Domain, ...], rows_max: int, **more: object) -> None:
-        init(self, domains, rows_max, **more)
+    def other(self, domains: tuple[Domain, ...], *rest: object, **more: object) -> None:
+        init(self, domains, *rest, **more)
         self._queues = [kind() for _ in domains]
 
     return [(DomainGroup, "__init__", other)]
@@ -39,8 +40,11 @@ def whole_batches_in_one_turn() -> list[Change]:
     """A turn lasts as long as the NIC takes rows, however many others wait."""
     init = DomainGroup.__init__
 
-    def endless(self, domains: tuple[Domain, ...], _: int, **more: object) -> None:
-        init(self, domains, 1 << 30, **more)
+    def endless(
+        self, domains: tuple[Domain, ...], options: EngineOptions, *rest: object, **more: object
+    ) -> None:
+        init(self, domains, options, *rest, **more)
+        self._rows_max = 1 << 30
 
     return [(DomainGroup, "__init__", endless)]
 
