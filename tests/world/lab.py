@@ -178,13 +178,13 @@ class Host:
         find: Callable[[str, Batch, int], Mover | None],
     ) -> None:
         self.name = node.name
-        nics, depth = len(node.domains), lab.fabric.chaos.sq_depth
+        nics, depth = len(node.nics), lab.fabric.chaos.sq_depth
         pieces = in_pieces(lab.sizes)
         rows_max = lab.options.post_rows_max
         finds = partial(find, node.name)
         self.ledger = Ledger(finds, nics, rows_max, depth, in_pieces=pieces)
         self.driver = SimDriver(lab.env, node)
-        self.taps = [Tap(nic, self.ledger) for nic in node.domains]
+        self.taps = [Tap(nic, self.ledger) for nic in node.nics]
         self.engine = engine_class(
             self.taps,
             driver=self.driver,
