@@ -97,12 +97,12 @@ def victim(pipe, devices):
         pipe.recv()  # for ever
 
 
-@pytest.mark.parametrize("nics", [1, 2])
-def test_a_killed_process_is_an_error_within_the_promised_time(devices, nics):
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_killed_process_is_an_error_within_the_promised_time(devices, count):
     """With more NICs there is more to try, and still no time for a hang: nobody is there at all."""
-    with Peer(victim, devices[4 : 4 + nics]) as peer:
+    with Peer(victim, devices[4 : 4 + count]) as peer:
         desc = MrDesc.from_bytes(peer.ask())
-        with engine("survivor", devices[:nics], drain_s=3.0) as here:
+        with engine("survivor", devices[:count], drain_s=3.0) as here:
             mr, _ = here.reg_mr(noise(MiB))
             all_pages = pages(64)
             here.submit_paged_writes(PAGE, (mr, all_pages), (desc, all_pages), imm=1).wait(20)
