@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tep.base.wire import MrDesc
 from tep.core.regions import MrHandle
 from tep.engine import TransferEngine
 from tep.sim.chaos import ChaosFabric, ChaosNode
+from tep.sim.chaos_nic import ChaosNic
 from tep.sim.clock import FabricEnv
 from tep.sim.draws import Stream
 from tep.sim.driver import SimDriver
@@ -184,7 +185,7 @@ class Host:
         finds = partial(find, node.name)
         self.ledger = Ledger(finds, nics, rows_max, depth, in_pieces=pieces)
         self.driver = SimDriver(lab.env, node)
-        self.taps = [Tap(nic, self.ledger) for nic in node.nics]
+        self.taps = [Tap(cast("ChaosNic", nic), self.ledger) for nic in node.nics]
         self.engine = engine_class(
             self.taps,
             driver=self.driver,
