@@ -252,7 +252,6 @@ BENCHES: Final[dict[str, Bench]] = {
         "Two processes of this host; the load computes in the sender, in the receiver or in both. "
         "Ratios are to the figure alone in the same round. A load in another process takes cores "
         "and never the interpreter. [What it means](../concepts/busy.md).",
-        lambda data: [row for row in _busy(data) if "sender" not in str(row["what"])],
     ),
     "verbs-stub": Bench(
         "Over libibverbs",
