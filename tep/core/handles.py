@@ -279,10 +279,12 @@ class Handle:
     def _settle(self, state: State, error: TepError | None = None) -> None:
         """Worker only: settle, once."""
         assert self._state is PENDING, f"settled twice: {self.describe()}"
-        self._state = state  # first, so that describe() below says how it ended
-        if state is not _DONE:
+        if state is not _DONE:  # the error first: a waiter that sees the state must find it
             assert state is not PENDING
-            self._error = error or Cancelled(f"cancelled: {self.describe()}")
+            self._error = error or Cancelled("cancelled")
+        self._state = state
+        if state is _CANCELLED and error is None:  # describe() says how it ended
+            self._error = Cancelled(f"cancelled: {self.describe()}")
 
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""

@@ -73,6 +73,32 @@ def test_settling_twice_is_a_bug_that_shows() -> None:
         handle._settle(State.CANCELLED)
 
 
+@pytest.mark.parametrize("state", [State.CANCELLED, State.FAILED])
+def test_whoever_sees_the_end_finds_its_error(state: State) -> None:
+    """A waiter on another thread that looked in mid-settling took a cancel for a good end."""
+    seen: list[type[BaseException] | None] = []
+    is_ready: list[bool] = []
+
+    class Watched(Handle):
+        """It is looked at whenever something of it is set."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if is_ready and name in {"_state", "_error"}:
+                try:
+                    self.result()
+                    seen.append(None)
+                except (Cancelled, FabricError, WaitTimeout) as error:
+                    seen.append(type(error))
+
+    handle = Watched(scripted().engine, 0.0)
+    is_ready.append(True)
+    handle._settle(state, FabricError("gone") if state is State.FAILED else None)
+
+    assert {Cancelled if state is State.CANCELLED else FabricError} == set(seen)
+    assert state is handle.state
+
+
 def test_callbacks_run_after_the_step_and_once() -> None:
     """Inside the step they could submit while queues are half changed."""
     own = scripted()
