@@ -157,7 +157,7 @@ def test_a_stopped_receiver_and_then_a_stopped_sender(three):
     b.signal(signal.SIGSTOP)
     three.write_for(1.2 * TIMEOUT_S, c, a)
     # On tcp its kernel acknowledges, on EFA it has no receive left, some time: the deadline tells.
-    if three.provider.startswith(("tcp", "efa")):
+    if three.provider.startswith(("tcp", "efa", "srd")):
         code, _ = a.do("end_stream", timeout_s=20 * TIMEOUT_S, by_itself=True)
         assert "UNREACHABLE" == code
         b.signal(signal.SIGCONT)
