@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_efa import fabric
-from tests.support.here import need_fake_efa
+from tests.support.here import need_fake_efa, need_guest
 from tests.support.vm.guest import Options, run_in_guest
-from tests.support.vm.kernel import GuestError, cache_folder, fetch, missing_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -99,12 +98,7 @@ def test_the_commands_for_connectx_beside_soft_roce():
 
     The benchmark of two nodes joins them in long runs.
     """
-    try:
-        if missing := missing_tools():
-            pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
-        fetch(cache_folder() / "kernel")
-    except GuestError as error:
-        pytest.skip(str(error))
+    need_guest()
     python = shlex.quote(sys.executable)
     bench = "scripts/bench_two_nodes.py --short --launch local --backend verbs --option nics=2"
     commands = [

@@ -9,25 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.here import need_guest
 from tests.support.vm.guest import TIMED_OUT, Options, run_in_guest
-from tests.support.vm.kernel import GuestError, cache_folder, fetch, install, missing_tools
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def guest():
-    """Skip where no guest can be had; CI gets what is missing, and must have one."""
-    try:
-        if os.environ.get("CI"):
-            install()
-        if missing := missing_tools():
-            pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
-        fetch(cache_folder() / "kernel")
-    except GuestError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    need_guest()
 
 
 def test_status_output_and_logs_come_back():

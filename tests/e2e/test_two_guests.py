@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.support.vm.kernel import GuestError, cache_folder, fetch, install, missing_tools
+from tests.support.here import need_guest
 from tests.support.vm.pair import Cables, two_guests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,17 +29,7 @@ NAMES = "export MASTER_ADDR=nodea TEP_TOKEN=of-this-job PYTHONUNBUFFERED=1"
 
 @pytest.fixture(scope="module", autouse=True)
 def guests():
-    """Skip where no guest can be had, and say what is missing."""
-    try:
-        if os.environ.get("CI"):
-            install()
-        if missing := missing_tools():
-            pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
-        fetch(cache_folder() / "kernel")
-    except GuestError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    need_guest()
 
 
 def rank(number, *programs, size=2):

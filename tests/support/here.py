@@ -5,6 +5,8 @@ Only a missing tool ends in a skip; any other fault is an error.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tep.backends import libfabric
@@ -12,8 +14,9 @@ from tep.backends.ffi.libfabric import Libfabric, load
 from tep.base.errors import BackendUnavailable
 from tests.support import fake_efa
 from tests.support.verbs_stub import Stub, build
+from tests.support.vm import kernel
 
-__all__ = ["need_fake_efa", "need_libfabric", "need_stub", "require"]
+__all__ = ["need_fake_efa", "need_guest", "need_libfabric", "need_stub", "require"]
 
 
 def need_libfabric() -> Libfabric:
@@ -49,3 +52,17 @@ def need_fake_efa() -> None:
         fake_efa.build()
     except fake_efa.NoCompiler as error:
         pytest.skip(f"not here: {error}")
+
+
+def need_guest() -> None:
+    """Skip where no guest can be had; CI gets what is missing, and must have one."""
+    try:
+        if os.environ.get("CI"):
+            kernel.install()
+        if missing := kernel.missing_tools():
+            pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
+        kernel.fetch(kernel.cache_folder() / "kernel")
+    except kernel.GuestError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
