@@ -58,7 +58,7 @@ class _Load(Protocol):
 
 
 class _Thread:
-    """A thread of this process that computes; `work` does a little and returns how much."""
+    """A thread of this process that runs `run(load)`, which computes until `ended`."""
 
     def __init__(self, run: Callable[[_Thread], object]) -> None:
         self.count = 0

@@ -51,7 +51,7 @@ class Pace:
 
     def hold(self) -> None:
         """Lower the interval until let_go(). Idempotent."""
-        if not self.held:
+        if not self.held and self._interval_s < math.inf:
             self.held = True
             _HOLDERS[id(self)] = self._interval_s
             now = _get()

@@ -749,7 +749,10 @@ class Worker:
                     self._take_rows(index, self._out[:n].tolist())
 
     def abandon(self, error: ClosedError) -> None:
-        """Fail every open handle and run the callbacks; the state of the worker is not reliable."""
+        """Fail every open handle and run their callbacks; the state of the worker is not reliable.
+
+        Messages that were received and not handed over yet are dropped.
+        """
         for handle in self.unsettled():
             if not handle.finished:
                 handle._settle(State.FAILED, error)

@@ -182,10 +182,10 @@ class Recorder:
         return found
 
     def names(self, folder: str) -> list[str]:
-        return self._keep(self.capture.folders, folder, self._files.names(folder)) or []
+        return self._keep(self.capture.folders, folder, self._files.names(folder) or None) or []
 
     def real(self, path: str) -> str:
-        return self._keep(self.capture.links, path, self._files.real(path)) or ""
+        return self._keep(self.capture.links, path, self._files.real(path) or None) or ""
 
     def environ(self, name: str) -> str | None:
         return self._keep(self.capture.variables, name, self._files.environ(name))

@@ -39,9 +39,8 @@ class _Run(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The run as text, for the file of runs; a profile is its name."""
-        point = {k: v.name if isinstance(v, Profile) else v for k, v in self.point.items()}
-        return json.dumps([point, self.seed, self.doubt], default=repr)
+        """The run as text, for the file of runs; a profile is all of its numbers."""
+        return json.dumps([self.point, self.seed, self.doubt], default=repr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ __all__ = ["TransferEngine", "TransferNotify", "TransferOpcode"]
 
 logger = logging.getLogger("tep.compat.mooncake")
 
-_FAULTS: Final = (bindings.Error, TepError, OSError, ValueError, TypeError)
+_FAULTS: Final = (bindings.Error, TepError, OSError, ValueError, TypeError, LookupError)
 _WAIT_S: Final = 30.0
 _BYTES_PER_S: Final = 1 << 30
 _MEMS: Final = ("DRAM", "VRAM")
@@ -73,9 +73,12 @@ class TransferEngine:
         if metadata_server != "P2PHANDSHAKE":
             logger.error("metadata server %r: tep knows P2PHANDSHAKE only", metadata_server)
             return -1
-        config = nixl_agent_config(enable_listen_thread=True, listen_port=0)
-        self._agent = nixl_agent(f"{local_hostname} {uuid.uuid4().hex[:12]}", config)
-        return 0
+
+        def start() -> None:
+            config = nixl_agent_config(enable_listen_thread=True, listen_port=0)
+            self._agent = nixl_agent(f"{local_hostname} {uuid.uuid4().hex[:12]}", config)
+
+        return _tried(start)
 
     def initialize_ext(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, kind: str
@@ -269,7 +272,7 @@ class TransferEngine:
         """Return 1 if a batch has ended, 0 if it is under way, -1 if it failed."""
         states: list[str] = []
         if _tried(lambda: states.append(self._agent.check_xfer_state(self._open[batch_id]))):
-            del self._open[batch_id]
+            self._open.pop(batch_id, None)
             return -1
         if states == ["DONE"]:
             del self._open[batch_id]

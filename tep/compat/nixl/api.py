@@ -400,14 +400,18 @@ class nixl_agent(Registry):
         """Sleep until there is something to see, or the time is over."""
         told: queue.SimpleQueue[None] = queue.SimpleQueue()
         call, end_s = partial(told.put, None), self._now_s() + timeout
-        while True:
+        try:
+            while True:
+                with self.lock:
+                    bell.calls.add(call)
+                found, left_s = look(), end_s - self._now_s()
+                if found or left_s <= 0:
+                    return found
+                with contextlib.suppress(queue.Empty):
+                    told.get(timeout=min(left_s, self._nap_s))
+        finally:
             with self.lock:
-                bell.calls.add(call)
-            found, left_s = look(), end_s - self._now_s()
-            if found or left_s <= 0:
-                return found
-            with contextlib.suppress(queue.Empty):
-                told.get(timeout=min(left_s, self._nap_s))
+                bell.calls.discard(call)
 
     @staticmethod
     def _state(request: Request) -> str:

@@ -25,6 +25,9 @@ logger = logging.getLogger("tep.compat.nixl")
 _WAIT_S: Final = 5.0
 """Limit of one call at the listener: a stranger who says nothing keeps others waiting as long."""
 
+_PAUSE_S: Final = 0.1
+"""After a call that could not be taken: most often there are no descriptors, for a while."""
+
 _CALL_S: Final = 30.0
 """Limit of each wait of a caller, seconds."""
 
@@ -47,6 +50,7 @@ class Listener:
 
     def __init__(self, port: int | None, answer: Callable[[Call], bytes]) -> None:
         self._answer = answer
+        self._closed = False
         self._calls = ThreadPoolExecutor(1, "tep nixl calls")  # in the order of the program
         self._server = None if port is None else socket.create_server(("", port))
         self.port = None if self._server is None else self._server.getsockname()[1]
@@ -79,11 +83,13 @@ class Listener:
 
     def _listen(self) -> None:
         assert self._server is not None
-        while True:
+        while not self._closed:
             try:
                 peer, _ = self._server.accept()
             except OSError:
-                return  # closed
+                if not self._closed:
+                    time.sleep(_PAUSE_S)
+                continue
             with peer:
                 peer.settimeout(_WAIT_S)
                 try:
@@ -93,6 +99,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed = True
         self._calls.shutdown(wait=False)
         if self._server is not None:
             with contextlib.suppress(OSError):

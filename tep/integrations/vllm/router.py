@@ -44,10 +44,13 @@ class _Instance:
             OSError, HTTPException: it does not answer.
         """
         connection = HTTPConnection(self.host, self.port, timeout=limit_s)
-        self.alive = False
         kind = {} if body is None else {"Content-Type": "application/json"}
-        connection.request(method, path, body, kind)
-        found = connection.getresponse()
+        try:
+            connection.request(method, path, body, kind)
+            found = connection.getresponse()
+        except (OSError, HTTPException):
+            self.alive = False
+            raise
         self.alive = True
         return found
 

@@ -103,10 +103,14 @@ def test_errors_are_numbers(pair, monkeypatch):
     assert -1 == a.engine.transfer_sync_write("127.0.0.1:1", a.at, b.at, 8)
     assert -1 == a.engine.transfer_sync_write(b.name, a.at, b.at + NBYTES, 8)
     assert 0 == a.engine.batch_transfer_async_read(b.name, [a.at], [1], [8])
+    assert -1 == a.engine.get_batch_transfer_status([0])
+    assert -1 == a.engine.transfer_check_status(99)
     assert -1 == a.engine.unregister_memory(1)
     assert 0 == a.engine.batch_register_memory([a.at + 64], [64])
     assert 0 == a.engine.batch_unregister_memory([a.at + 64, a.at])
     assert -1 == a.engine.transfer_sync_write(b.name, a.at, b.at, 8)
+    monkeypatch.setenv("TEP_NIXL_BACKEND", "none such")
+    assert -1 == TransferEngine().initialize("h", "P2PHANDSHAKE", "tcp", "")
 
 
 def test_programs_import_it_unmodified():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import pickle
 import runpy
 import socket
@@ -222,6 +223,26 @@ def test_metadata_over_sockets(opened):
     until(lambda: not a.check_remote_metadata("B"))
 
 
+def test_a_listener_short_of_descriptors_goes_on(opened, monkeypatch):
+    """It took the first error of accept() for its own close, and nobody was told."""
+    short = [OSError(errno.EMFILE, "too many open files"), ConnectionAbortedError()]
+
+    class Short(socket.socket):
+        def accept(self):
+            if short:
+                raise short.pop()
+            return super().accept()
+
+    made = socket.create_server
+    monkeypatch.setattr(
+        listener.socket, "create_server", lambda at: Short(fileno=made(at).detach())
+    )
+    a, b = opened("A", enable_listen_thread=True, listen_port=0), opened("B")
+    b.fetch_remote_metadata("A", HERE, a.listen_port)
+    until(lambda: b.check_remote_metadata("A"))
+    assert not short
+
+
 def test_strangers_do_not_stop_the_listener(opened, monkeypatch):
     """A port is found by whoever looks for one."""
     monkeypatch.setattr(listener, "_WAIT_S", 0.2)
@@ -264,6 +285,7 @@ def test_whoever_waits_sleeps(pair):
     assert {} == b.wait_notifs(0.5)
     assert time.monotonic() - started_s >= 0.5
     assert time.thread_time() - used_s < 0.1
+    assert not b._heard.calls, "each wait in vain left something behind"
 
     handle = a.initialize_xfer("WRITE", *rows, "B", b"told")
     with pytest.raises(bindings.nixlNotPostedError):

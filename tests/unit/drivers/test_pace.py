@@ -86,6 +86,17 @@ def test_two_holders_share_it_and_the_last_puts_it_back() -> None:
     assert 4000 == interval_us()
 
 
+def test_one_that_changes_nothing_keeps_nothing_lowered() -> None:
+    """An engine whose option leaves the interval alone held it at its neighbour's."""
+    one, none = Pace(QUICK_S), Pace(math.inf)
+    none.hold()
+    one.hold()
+    one.let_go()
+
+    assert 4000 == interval_us()
+    none.let_go()
+
+
 def test_what_the_program_sets_meanwhile_stays() -> None:
     """A program that sets an interval of its own while rows are in flight would lose it."""
     pace = Pace(QUICK_S)

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from tep.integrations.vllm.router import Router
 
 PARTS = [b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n"]
 
@@ -22,6 +25,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, name):
         self.name, self.asked = name, []
+        self.going = threading.Event()
+        self.going.set()
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -37,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
+        self.server.going.wait(60)
         if "prompt" not in body:
             self.answer({"error": "no prompt"}, 400)
         elif body.get("stream"):
@@ -118,6 +124,22 @@ def test_instances_that_are_gone(servers, router):
     servers["d0"].server_close()
     with pytest.raises(urllib.error.HTTPError, match="503"):
         ask(f"{router}/v1/completions", {"prompt": "x"})
+
+
+def test_an_instance_at_work_is_alive(servers):
+    """While a prompt is computed its instance stood behind the dead ones."""
+    busy = servers["p0"]
+    with Router(("127.0.0.1", 0), [busy.url], [servers["d0"].url]) as router:
+        (instance,) = router.instances["prefill"]
+        busy.going.clear()
+        asking = threading.Thread(target=router.prefill, args=("/v1/completions", {"prompt": "x"}))
+        asking.start()
+        end_s = time.monotonic() + 60
+        while not busy.asked:
+            assert time.monotonic() < end_s
+        assert instance.alive
+        busy.going.set()
+        asking.join()
 
 
 def test_other_requests_go_to_the_decoder(router):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_every_point_is_a_row_with_its_interval() -> None:
     assert [(2, "a"), (2, "b"), (3, "a"), (3, "b")] == [(r["size"], r["name"]) for r in table.rows]
     first = {"size": 2, "name": "a", "area": 5, "area low": 4, "area high": 6}
     assert first | {"ends": 1.0, "ends low": 1.0, "ends high": 1.0, "runs": 3} == table.rows[0]
+
+
+def test_two_machines_of_one_name_are_two_rows() -> None:
+    """A variant keeps its machine's name: its row showed the other one's figure."""
+    usual = load_profile("efa_2x200")
+    late = replace(usual, latency_ps=2 * usual.latency_ps)
+
+    rows = sweep(latency, {"profile": [usual, late]}, processes=1).rows
+
+    assert [usual.latency_ps, late.latency_ps] == [row["value"] for row in rows]
 
 
 def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
