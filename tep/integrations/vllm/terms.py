@@ -276,7 +276,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
             and the reason says why. "card": ask again, with the card.
         reason: the reason for "gone".
-        process: mark of the prefiller's process, see `processes`; "" if there is none.
+        process: mark of the prefiller's process, see `loads.mark_here`; "" if there is none.
     """
 
     number: Annotated[int, Meta(ge=0)]
