@@ -13,7 +13,7 @@ from tep.core.group import DomainGroup
 from tep.core.imm import ImmTable
 from tep.core.path import Acks
 from tep.core.regions import Job, PeerBook
-from tests.gate.registry import CHANNEL, FAILOVER, IMM, MEMBERSHIP, Bug, Change, mistake
+from tests.gate.registry import CHANNEL, FAILOVER, IMM, MEMBERSHIP, Bug, Change, bug, mistake
 
 __all__ = ["BARRING", "BURNT", "DIRECTED", "ORDERS"]
 
@@ -32,29 +32,17 @@ DIRECTED: dict[str, Bug] = {}
 BUDGET = 20_000
 
 
-def burnt(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug of burnt immediates."""
-    BURNT[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
-    return plant
+burnt = bug(BUDGET, BURNT)
+"""Register a bug of burnt immediates."""
 
+barring = bug(BUDGET, BARRING)
+"""Register a bug of removals; one run in six removes the sender."""
 
-def barring(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug of removals; one run in six removes the sender."""
-    BARRING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
-    return plant
+directed = bug(0, DIRECTED)
+"""Register a bug that a test of one order of events shows."""
 
-
-def directed(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug that a test of one order of events shows."""
-    DIRECTED[plant.__name__] = Bug(plant.__name__, plant, 0)
-    return plant
-
-
-def orders(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug that only the cases played whole show."""
-    ORDERS[plant.__name__] = Bug(plant.__name__, plant, 0)
-    return plant
-
+orders = bug(0, ORDERS)
+"""Register a bug that only the cases played whole show."""
 
 # ---------------------------------------------------------------------- the sender
 

@@ -5,21 +5,16 @@ They are looked for in the oracle's runs that watch or remove a peer: one in eig
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tep.control.membership import Membership
 from tep.core.regions import PeerBook
-from tests.gate.registry import MEMBERSHIP, Bug, Change, mistake
+from tests.gate.registry import MEMBERSHIP, Bug, Change, bug, mistake
 
 COMPANY: dict[str, Bug] = {}
 """Each bug that is looked for in the oracle's runs."""
 
 
-def company(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug; few of the seeds have a peer that is watched or removed."""
-    COMPANY[plant.__name__] = Bug(plant.__name__, plant, budget=20_000)
-    return plant
-
+company = bug(20_000, COMPANY)
+"""Register a bug; few of the seeds have a peer that is watched or removed."""
 
 # ---------------------------------------------------------------------- hearts
 

@@ -5,34 +5,22 @@ Their gate, `test_read_bugs`, looks for them in the oracle's runs that read: one
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tep.backends.base import Status
 from tep.core import reads, requests
 from tep.core.group import DomainGroup
 from tep.core.reads import Reads
 from tep.engine import verbs
-from tests.gate.registry import Bug, Change
+from tests.gate.registry import Bug, Change, bug
 
 __all__ = ["READ_BUGS"]
 
 READ_BUGS: dict[str, Bug] = {}
 
 
-def bug(budget: int) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
-    """Register a bug, with the seeds it may take to be found."""
-
-    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-        READ_BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
-        return plant
-
-    return register
-
-
 # ---------------------------------------------------------------------- the owner's immediate
 
 
-@bug(budget=50)
+@bug(50, READ_BUGS)
 def owner_told_at_once() -> list[Change]:
     """The immediate is queued with the rows, like a write's."""
     start = Reads.start
@@ -45,7 +33,7 @@ def owner_told_at_once() -> list[Change]:
     return [(Reads, "start", at_once)]
 
 
-@bug(budget=50)
+@bug(50, READ_BUGS)
 def owner_told_at_the_first_row() -> list[Change]:
     """The immediate follows the first row that is back, and not the last."""
     finish = Reads.finish
@@ -59,7 +47,7 @@ def owner_told_at_the_first_row() -> list[Change]:
     return [(Reads, "finish", first)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def owner_told_of_a_cancelled_read() -> list[Change]:
     """A cancel drops rows, and forgets that somebody is to be told when the others are back."""
     drop = DomainGroup.drop_queued
@@ -81,31 +69,31 @@ def owner_told_of_a_cancelled_read() -> list[Change]:
 # ---------------------------------------------------------------------- ends, and second tries
 
 
-@bug(budget=5000)
+@bug(5000, READ_BUGS)
 def posted_again_after_nic_down() -> list[Change]:
     """A row of a dead NIC is posted again, while the first posting may still arrive."""
     return [(reads, "_AGAIN", reads._AGAIN | {Status.NIC_DOWN})]
 
 
-@bug(budget=5000)
+@bug(5000, READ_BUGS)
 def posted_again_after_giving_up() -> list[Change]:
     """A row that was given up is posted again, while the first posting may still arrive."""
     return [(reads, "_AGAIN", reads._AGAIN | {Status.GIVEN_UP})]
 
 
-@bug(budget=1000)
+@bug(1000, READ_BUGS)
 def no_quarantine_after_nic_down() -> list[Change]:
     """Memory of a read that may still be carried out by a dead NIC is said to be free."""
     return [(reads, "_OPEN_ENDED", frozenset({Status.GIVEN_UP}))]
 
 
-@bug(budget=1000)
+@bug(1000, READ_BUGS)
 def no_quarantine_after_giving_up() -> list[Change]:
     """Memory of a read that was given up is said to be free."""
     return [(reads, "_OPEN_ENDED", frozenset({Status.NIC_DOWN}))]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def second_tries_count_as_back() -> list[Change]:
     """A row that is posted again counts as back: the read is done before its bytes are here."""
     moved = Reads._moved
@@ -119,7 +107,7 @@ def second_tries_count_as_back() -> list[Change]:
     return [(Reads, "_moved", counted)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def first_row_is_tried_again() -> list[Change]:
     """The first row of a batch is posted again, whichever failed."""
     moved = Reads._moved
@@ -130,7 +118,7 @@ def first_row_is_tried_again() -> list[Change]:
     return [(Reads, "_moved", first)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def moved_rows_stay_queued() -> list[Change]:
     """Rows that wait for a dead NIC are queued at another, and not cut off where they were."""
     moved = Reads._moved
@@ -145,7 +133,7 @@ def moved_rows_stay_queued() -> list[Change]:
     return [(Reads, "_moved", twice)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def queue_of_a_dead_nic_is_kept() -> list[Change]:
     """Rows wait for a NIC that is down."""
     return [(Reads, "_move_all", lambda self, queue: None)]
@@ -154,13 +142,13 @@ def queue_of_a_dead_nic_is_kept() -> list[Change]:
 # ---------------------------------------------------------------------- columns and keys
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def other_nics_address() -> list[Change]:
     """Rows have the owner's address on its first NIC, and the key of another."""
     return [(reads, "shifted", lambda column, shift: column)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def every_lane_reads_the_first_pages() -> list[Change]:
     """Each NIC gets its own pages here, and the first ones there."""
     cut = reads.cut
@@ -181,7 +169,7 @@ def every_lane_reads_the_first_pages() -> list[Change]:
     return [(Reads, "_deal", dealt)]
 
 
-@bug(budget=400)
+@bug(400, READ_BUGS)
 def both_ends_mixed_up() -> list[Change]:
     """The page lists of source and destination are exchanged."""
     job = requests.paged_read_job

@@ -6,14 +6,12 @@ flap. The two that spoil a NIC spoil it in the cases played whole as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tep.control.failover import Failover, Fencing, Pruning
 from tep.control.membership import Membership
 from tep.core.group import DomainGroup
 from tep.core.path import Arrivals, FarEnds, PathSums, expand
 from tep.sim.chaos_target import ChaosTarget
-from tests.gate.registry import FAILOVER, Bug, Change, mistake
+from tests.gate.registry import FAILOVER, Bug, Change, bug, mistake
 from tests.support.orders import Nic
 
 REOPENING: dict[str, Bug] = {}
@@ -24,16 +22,11 @@ BUDGET = 40_000
 """The number of seeds; one in twenty flaps."""
 
 
-def reopening(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug of paths that come back."""
-    REOPENING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
-    return plant
+reopening = bug(BUDGET, REOPENING)
+"""Register a bug of paths that come back."""
 
-
-def pruning(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug of sums that are pruned."""
-    PRUNING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
-    return plant
+pruning = bug(BUDGET, PRUNING)
+"""Register a bug of sums that are pruned."""
 
 
 @reopening

@@ -58,11 +58,14 @@ def mistake(path: str, was: str, becomes: str) -> list[Change]:
     return [(path, was, becomes)]
 
 
-def bug(budget: int = 200) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
-    """Register a bug, with the seeds it may take to be found."""
+Plant = Callable[[], list[Change]]
 
-    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-        BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
+
+def bug(budget: int = 200, into: dict[str, Bug] = BUGS) -> Callable[[Plant], Plant]:
+    """Register a bug in a family, with the seeds it may take to be found."""
+
+    def register(plant: Plant) -> Plant:
+        into[plant.__name__] = Bug(plant.__name__, plant, budget)
         return plant
 
     return register

@@ -1,6 +1,9 @@
-"""The parts of an engine, for tests of one part. No other test file knows where they are kept."""
+"""The parts of an engine, for tests of one part, which look at what no public word tells."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from tep.core.path import Link
 from tep.core.regions import PeerBook
@@ -17,6 +20,11 @@ def machine_of(engine: TransferEngine) -> Machine:
 def worker_of(engine: TransferEngine) -> Worker:
     """What posts, polls and counts."""
     return engine._machine.worker
+
+
+def nics_of(engine: TransferEngine) -> Sequence[Any]:
+    """Its NICs, as the backend made them."""
+    return engine._machine.domains
 
 
 def peers_of(engine: TransferEngine) -> PeerBook:

@@ -50,21 +50,6 @@ def pair(left, right, **options):
         yield a, b
 
 
-def machine(engine_):
-    """What a driver turns."""
-    return engine_._machine
-
-
-def worker(engine_):
-    """The engine's inner state; looked at where no public word tells of it."""
-    return machine(engine_).worker
-
-
-def nics(engine_):
-    """The NICs of an engine, as `open_domains` made them."""
-    return machine(engine_).domains
-
-
 def die(domain):
     """Let a NIC vanish as that of a killed process does: peers are told nothing."""
     domain.peers.say_goodbye = lambda: None

@@ -14,8 +14,9 @@ from tep.base.api import ScatterDst
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
 from tep.memory.source import adapt
+from tests.support.inside import machine_of, nics_of
 from tests.support.vm.shape import delay_by_queue_pair, netem, port_band
-from tests.verbs.rig import FAST, buffer, engine, machine, nics, noise, pages, pair
+from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
 
 PAGE = 4 * KiB
 
@@ -109,7 +110,7 @@ def test_no_receives_hold_the_sender_until_there_are_some(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         alone_s = time.monotonic() + 0.3
         while time.monotonic() < alone_s:
-            machine(a).step()
+            machine_of(a).step()
         held = not sent.finished
         got = b.expect_imm_count(2, 64)
         got.wait(20)
@@ -126,8 +127,8 @@ def test_no_receives_for_too_long_is_an_error_that_says_so(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         end_s = time.monotonic() + 20
         while not sent.finished and time.monotonic() < end_s:
-            machine(a).step()
-            machine(a).deliver()
+            machine_of(a).step()
+            machine_of(a).deliver()
         with pytest.raises(FabricError, match="not being turned") as caught:
             sent.result()
 
@@ -167,7 +168,7 @@ def test_both_ends_connect_at_the_same_time(devices):
             for handle in (sent, back, there_got, here_got):
                 handle.wait(20)
 
-            assert [2] == [len(d.peers.conns) for d in nics(a)]
+            assert [2] == [len(d.peers.conns) for d in nics_of(a)]
 
 
 def test_a_scatter_meets_peers_that_still_connect(devices):
@@ -214,7 +215,7 @@ def test_queue_pairs_are_made_with_the_operations_they_are_for(devices):
     with pair(devices[:1], devices[1:2]) as (a, b):
         (mr, _), (_, desc) = a.reg_mr(noise(PAGE)), b.reg_mr(buffer(PAGE))
         a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
-        device = nics(a)[0].device
+        device = nics_of(a)[0].device
 
     assert 64 == device.wqe_bytes
     assert 28 == device.inline_max

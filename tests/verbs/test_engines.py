@@ -17,7 +17,8 @@ from tep.base.units import KiB, MiB
 from tep.base.wire import MrDesc
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tests.support.descriptors import open_descriptors
-from tests.verbs.rig import Peer, buffer, engine, nics, noise, pages, pair, turn_until
+from tests.support.inside import nics_of
+from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 
 def device_engines(devices):
@@ -141,5 +142,5 @@ def test_a_hundred_engines_come_and_go(devices):
 
 def _holds(hub):
     """Count descriptors of this process, and queue pairs of the hub once the guests' are gone."""
-    turn_until(hub, lambda: not nics(hub)[0].peers.draining.conns)
-    return open_descriptors(), len(nics(hub)[0].peers.conns)
+    turn_until(hub, lambda: not nics_of(hub)[0].peers.draining.conns)
+    return open_descriptors(), len(nics_of(hub)[0].peers.conns)

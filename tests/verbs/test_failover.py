@@ -10,8 +10,9 @@ import pytest
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
 from tep.base.wire import MrDesc
+from tests.support.inside import nics_of, peers_of, worker_of
 from tests.support.vm.shape import netem, unplugged
-from tests.verbs.rig import Peer, buffer, engine, nics, noise, pages, pair, turn_until, worker
+from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 PAGE = 4 * KiB
 ROWS = 1024
@@ -37,7 +38,7 @@ def halfway(devices, before=128):
         yield a, b
         sent.wait(30)
         got.wait(30)
-        turn_until(a, lambda: not worker(a).channel.busy)
+        turn_until(a, lambda: not worker_of(a).channel.busy)
 
         assert (source == target).all()
         assert () == b.stats().imms_unexpected
@@ -47,14 +48,14 @@ def halfway(devices, before=128):
 def test_a_write_outlives_a_pulled_cable(soft_devices, nic):
     """A port that stays down is a dead NIC, at either end; the other NIC carries the rest."""
     with halfway(soft_devices) as (a, _), unplugged(nic):
-        turn_until(a, lambda: worker(a).group.losses or not all(worker(a).group.alive))
+        turn_until(a, lambda: worker_of(a).group.losses or not all(worker_of(a).group.alive))
 
 
 def test_rows_whose_acknowledgements_are_lost_count_once(soft_devices):
     """They land, and their sender never hears of it: written again, each would count twice."""
     with halfway(soft_devices) as (a, b), netem(["nic4"], "loss 100%"):
         before = b.stats().imms_counted
-        turn_until(a, lambda: worker(a).failover.rows)
+        turn_until(a, lambda: worker_of(a).failover.rows)
 
     assert before < ROWS
 
@@ -62,27 +63,28 @@ def test_rows_whose_acknowledgements_are_lost_count_once(soft_devices):
 def test_a_queue_pair_that_dies_at_the_receiver_takes_nothing_along(soft_devices):
     """Under loss, as on a bad day: some rows land and are not acknowledged, some never land."""
     with netem([f"nic{k}" for k in (0, 1, 4, 5)], "loss 2%"), halfway(soft_devices) as (a, b):
-        for conn in list(nics(b)[0].peers.conns.values()):
+        for conn in list(nics_of(b)[0].peers.conns.values()):
             conn.fail(time.monotonic())  # beneath its owner, who is not told
-        turn_until(a, lambda: worker(a).failover.rows)
+        turn_until(a, lambda: worker_of(a).failover.rows)
 
 
 def test_a_path_that_lost_rows_is_used_again(soft_devices):
     """A cable that is put back in carries its share, or every bad minute costs bandwidth."""
     with halfway(soft_devices) as (a, b):
         with netem(["nic4"], "loss 100%"):
-            turn_until(a, lambda: worker(a).failover.rows)
-        link = next(iter(a._peers.links.values()))
+            turn_until(a, lambda: worker_of(a).failover.rows)
+        link = next(iter(peers_of(a).links.values()))
         assert link.shut()
         turn_until(a, lambda: not (link.shut() or link.closed))
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
-        before = [sum(count for _, count in each.counted.items()) for each in worker(b)._arrivals]
+        nics = worker_of(b)._arrivals
+        before = [sum(count for _, count in each.counted.items()) for each in nics]
         got = b.expect_imm_count(3, 16)
         again = a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=3)
         again.wait(20)
         got.wait(20)
-        after = [sum(count for _, count in each.counted.items()) for each in worker(b)._arrivals]
+        after = [sum(count for _, count in each.counted.items()) for each in nics]
 
         assert (source == target).all()
         assert 0 == again.stats().rows_again
@@ -112,7 +114,7 @@ def test_a_killed_process_is_an_error_within_the_promised_time(devices, count):
             with pytest.raises(FabricError) as caught:
                 late.wait(20)
             took_s = time.monotonic() - start_s
-            bound_s = nics(here)[0].caps.peer_timeout_s
+            bound_s = nics_of(here)[0].caps.peer_timeout_s
 
     assert "UNREACHABLE" == caught.value.code
     assert took_s < bound_s

@@ -12,8 +12,9 @@ from tep.base.api import EngineOptions, Pages
 from tep.base.errors import FabricError
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
+from tests.support.inside import machine_of, nics_of, worker_of
 from tests.support.verbs_stub import Knob
-from tests.verbs.rig import die, machine, nics, worker
+from tests.verbs.rig import die
 
 PAGE = 64
 FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}
@@ -98,7 +99,7 @@ def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost
     got.wait(10)
 
     engines.check_once()
-    assert 0 < worker(engines.a).failover.rows
+    assert 0 < worker_of(engines.a).failover.rows
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_writes_both_ways_outlive_what_happens_to_a_nic(stub, engines, what, tur
         engines.turn()
     how, which = what.split()
     if how == "kill":
-        nics(getattr(engines, which[0]))[int(which[1])].fail_device()
+        nics_of(getattr(engines, which[0]))[int(which[1])].fail_device()
     else:
         stub.set(Knob.CUT_LINK if how == "cut" else Knob.LOSE_ACK, int(which) + (how == "cut"))
     for handle in handles:
@@ -166,7 +167,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
             engines.turn()
     assert 0 == write_all(7)
     assert 6 <= sum(
-        far.reopened for e in (a, b) for far in worker(e).group.far_ends._known.values()
+        far.reopened for e in (a, b) for far in worker_of(e).group.far_ends._known.values()
     )
 
 
@@ -174,8 +175,8 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
 def test_without_another_way_the_error_says_what_failed(stub, engines):
     """Both of a peer's NICs are gone: an error that names them, and no wait without end."""
     engines.write(1).wait(5)
-    for domain in nics(engines.b):
+    for domain in nics_of(engines.b):
         die(domain)
-    engines.ring.remove(machine(engines.b))
+    engines.ring.remove(machine_of(engines.b))
     with pytest.raises(FabricError, match="UNREACHABLE"):
         engines.write(2).wait(20)

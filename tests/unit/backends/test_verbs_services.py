@@ -14,7 +14,8 @@ from tep.control.membership import PeerChange
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tests.support.here import need_stub
-from tests.verbs.rig import die, machine, nics, worker
+from tests.support.inside import machine_of, nics_of, peers_of, worker_of
+from tests.verbs.rig import die
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "drain_s": 0.2, "resend_s": 0.005}
 EVERY_S, LOST_S = 0.02, 0.3
@@ -64,9 +65,9 @@ class Engines:
             assert time.monotonic() < end_s, sent.error
 
     def kill(self, engine):
-        for domain in nics(engine):
+        for domain in nics_of(engine):
             die(domain)
-        self.ring.remove(machine(engine))
+        self.ring.remove(machine_of(engine))
 
 
 @pytest.fixture
@@ -86,10 +87,10 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
     watch = a.watch_peer(b.main_address, every_s=EVERY_S, lost_after_s=LOST_S)
     engines.until(lambda: watch.round_trip_s is not None, "an answer")
     missed = a.expect_imm_count(5, 1, sender=b.main_address)
-    engines.ring.remove(machine(b))  # it is stopped
+    engines.ring.remove(machine_of(b))  # it is stopped
     engines.until(lambda: missed.finished, "the loss")
     assert "PEER_LOST" == missed.error.code
-    engines.ring.append(machine(b))
+    engines.ring.append(machine_of(b))
     engines.until(lambda: PeerChange.BACK in told, "its return")
     engines.kill(b)
     reborn = engines.open("b", 2)
@@ -116,18 +117,18 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
         removal = a.remove_peer(b.main_address).wait(10)
         assert sent.ok
         assert "" == removal.unfenced
-        assert ({}, {}) == (a._peers.links, worker(a).members._peers), turn
+        assert ({}, {}) == (peers_of(a).links, worker_of(a).members._peers), turn
 
 
 def test_memory_is_free_once_its_silent_writer_is_removed(engines):
     """Queue pairs that are gone write nothing: what a stopped writer had posted lands no more."""
     a, b = engines.a, engines.b
     engines.write(b, engines.desc).wait(10)
-    engines.ring.remove(machine(b))  # it is stopped, with a write on its way
+    engines.ring.remove(machine_of(b))  # it is stopped, with a write on its way
     late = engines.write(b, engines.desc, imm=2)
     removal = a.remove_peer(b.main_address).wait(10)
     engines.memory[:] = 0
-    engines.ring.append(machine(b))
+    engines.ring.append(machine_of(b))
     with pytest.raises(FabricError):
         late.wait(10)
 
