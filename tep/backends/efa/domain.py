@@ -71,6 +71,7 @@ class EfaDomain(FabricDomain):
     """
 
     _lone_reads_are_simple = True
+    _slots: Slots
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class EfaDomain(FabricDomain):
         self, nic: Any, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, regions.Regions, completions.Mailbox, completions.Queue]:
         del nic  # libfabric's
-        rows = self._flight = Slots(rules.window_rows, self._way, self._device)
+        rows = Slots(rules.window_rows, self._way, self._device)
         frame_bytes = rules.msg_bytes_max + HEAD_BYTES_MAX
         box = Mailbox(
             self._device, self._way, frame_bytes, rules.frames_in, rules.frames_out, rows.count
@@ -134,13 +135,13 @@ class EfaDomain(FabricDomain):
             return None
         due_s = time.monotonic() + self.timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
-        return self._flight.post_row(_no_call, None, ticket, src, dst, rkey, nbytes, imm)
+        return self._slots.post_row(_no_call, None, ticket, src, dst, rkey, nbytes, imm)
 
     def _post_columns(
         self, batch: WriteBatch, start: int, stop: int, room: int, peer: Peer, region: Region
     ) -> int | None:
         """Post what there is room for of some rows; None = they are not simple."""
-        slots = self._flight
+        slots = self._slots
         n = wanted = min(stop - start, slots.chunk_rows)
         if room < wanted:
             # Half a window at a time: a row by itself costs ten times what it costs among others.

@@ -8,7 +8,6 @@ nothing else: no memory, no process ids, no clock.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -115,10 +114,15 @@ class Guest:
             raise GuestError(f"not ended within {timeout_s} s: {self.told}") from error
         status = _text(self._out / "status").strip()
         if not status:
-            assert self._qemu.stderr is not None
-            said = self._qemu.stderr.read().decode(errors="replace")
-            raise GuestError(f"ended without a status: {said[-500:]} {self.told}")
+            raise GuestError(f"ended without a status: {self.last_words()} {self.told}")
         return int(status)
+
+    def last_words(self) -> str:
+        """What qemu itself has said, if it has ended; it says nothing more."""
+        assert self._qemu.stderr is not None
+        if self._qemu.poll() is None:
+            return ""
+        return self._qemu.stderr.read().decode(errors="replace")[-500:]
 
     def stall(self, seconds: float) -> None:
         """Stop the machine as a busy host does, its clock with it, and let it go on."""
@@ -153,7 +157,10 @@ def show_both(guests: Sequence[Guest], timeout_s: float) -> list[int]:
     while True:
         running = [guest.is_on(_LOOK_S) for guest in guests]
         for k, guest in enumerate(guests):
-            lines = guest.output.splitlines()[shown[k] :]
+            text = guest.output
+            if running[k]:
+                text = text[: text.rfind("\n") + 1]  # the rest of a line comes later
+            lines = text.splitlines()[shown[k] :]
             shown[k] += len(lines)
             sys.stdout.write("".join(f"{k}: {line}\n" for line in lines))
         sys.stdout.flush()
@@ -196,9 +203,8 @@ def two_guests(commands: Sequence[str], wires: Cables = Cables()) -> Iterator[tu
 def _wait_for_ends(ends: Sequence[Path], guest: Guest) -> None:
     end_s = time.monotonic() + _LISTENS_S
     while not all(end.exists() for end in ends):
-        if time.monotonic() > end_s:
-            raise GuestError(f"qemu makes no cables: {guest.told}")
-        os.sched_yield()
+        if not guest.is_on(_LOOK_S / 10) or time.monotonic() > end_s:
+            raise GuestError(f"qemu makes no cables: {guest.last_words()} {guest.told}")
 
 
 def _text(path: Path) -> str:
