@@ -174,7 +174,7 @@ def ttft(
             if layer_ms is not None:
                 model = model.with_last_layer(length, layer_ms / 1e3)
             chunks = model.chunks(length)
-            last_s = model.layer_compute_s(chunks[-1].start, chunks[-1].stop - chunks[-1].start)
+            last_s = model.chunk_layer_s(chunks[-1])
             plant = Plant(prefillers=1, decoders=1, fabric="timing", model=model, cold=cold)
             found = first_token(length, plant)
             rows.append(

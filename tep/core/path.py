@@ -654,6 +654,11 @@ class Link:
         return any(path != but and self.is_up(*path) for path in paths)
 
     def weigh(self) -> tuple[int, ...]:
+        """Weigh its lanes anew, and keep that with the version of the routes."""
+        self.weights, self.weighed = self.weights_now(), self.routes.version
+        return self.weights
+
+    def weights_now(self) -> tuple[int, ...]:
         """Weigh its lanes by the pace of their paths; one whose path is not in use gets nothing."""
         here = self.routes.alive or [True] * len(self._domains)
         found = []
@@ -664,9 +669,7 @@ class Link:
             used = here[domain] and self.alive[nic] and self.is_up(domain, nic)
             eighths = 8 if pace > AS_FAST else max(1, round(8 * pace))
             found.append(eighths if used else 0)
-        self.weights = tuple(found) if len(set(found)) > 1 else ()
-        self.weighed = self.routes.version
-        return self.weights
+        return tuple(found) if len(set(found)) > 1 else ()
 
     def learn(self, seen: Sequence[tuple[Path, float]]) -> None:
         """Take note of the bytes a second that each path has carried of one transfer.

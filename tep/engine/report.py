@@ -186,7 +186,7 @@ def _explain_link(engine: Reported, link: Link) -> list[str]:
     nlocal, nremote = len(engine.worker.group.domains), len(link.addr.domains)
     pairs = [(k % nlocal, k % nremote) for k in range(lanes(nlocal, nremote))]
     single = plan_single(MiB, nlocal, nremote, 0)
-    paged = plan_paged(256, nlocal, nremote, 0, None, link.weights)
+    paged = plan_paged(256, nlocal, nremote, 0, None, link.weights_now())
     state = "".join("." if alive else "X" for alive in link.alive)
     shards = [share.stop - share.start for share in single.shares]
     runs = [share.stop - share.start for share in paged.shares]

@@ -17,16 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
-from tep.base.errors import FabricError, RendezvousError, UsageError, WaitTimeout
+from tep.base.errors import FabricError, RendezvousError, TepError, UsageError, WaitTimeout
 from tep.host import ways
 from tep.rendezvous.place import Place
 
-__all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here"]
+__all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here", "run_rank"]
 
 T = TypeVar("T")
 
@@ -35,6 +35,21 @@ _PORTS: Final = 29_400, 1_000  # the first, and how many; by job, so that two jo
 _LOOK_S: Final = 0.1
 _END_S: Final = 5.0
 _QUOTED: Final = 2000  # characters of a log
+
+
+def run_rank(work: Callable[[Place], object]) -> int:
+    """Do a rank's work at the place that the environment says; return 1 after a line if it fails.
+
+    Raises:
+        UsageError: the environment says no place.
+    """
+    place = Place.from_env()
+    try:
+        work(place)
+    except TepError as error:
+        sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
+        return 1
+    return 0
 
 
 def place_here(environ: Mapping[str, str] | None = None) -> Place | None:

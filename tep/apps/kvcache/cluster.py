@@ -35,7 +35,7 @@ from tep.apps.kvcache.scheduler import Lease, PrefillerCard, Router, Scheduler
 from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
 from tep.rendezvous import Place
 from tep.rendezvous.calls import Caller, Hello, Listener, connect
-from tep.rendezvous.launch import RankProcesses
+from tep.rendezvous.launch import RankProcesses, run_rank
 
 __all__ = ["Cluster", "RankedCluster", "Role", "Shape", "main", "work_as_rank"]
 
@@ -408,13 +408,7 @@ class Cluster(RankedCluster):
 
 def main(argv: Sequence[str]) -> int:
     """Be one member of the cluster that is given."""
-    place = Place.from_env()
-    try:
-        work_as_rank(msgspec.json.decode(argv[0], type=Shape), place)
-    except TepError as error:
-        sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
-        return 1
-    return 0
+    return run_rank(lambda place: work_as_rank(msgspec.json.decode(argv[0], type=Shape), place))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal for equal layouts only; peers compare them first."""
+        """32 bytes that are equal for equal layouts only; keys of pages begin with them."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
     def describe(self) -> str:
@@ -109,7 +109,7 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check_same(self, other: KvLayout, mine: str, theirs: str) -> None:
         """Raise with both in the message, unless `other` is the same layout."""
-        if self.fingerprint != other.fingerprint:
+        if self != other:
             raise UsageError(
                 f"{theirs} has another KV cache than {mine}:\n"
                 f"  {mine}: {self.describe()}\n  {theirs}: {other.describe()}"

@@ -253,7 +253,7 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     completions: list[Completion] = []
     with world:
         world.run(_play(plant, world, arrivals, events, completions))
-        moved = [stats for member in world.everybody for stats in (_moved(member.side),) if stats]
+        moved = [_moved(member.side) for member in world.everybody]
     asked = {request.name: request for _, request in arrivals}
     writes, rows, nbytes = (sum(column) for column in zip(*moved, strict=True))
     lengths = {request.ntokens for request in asked.values()}

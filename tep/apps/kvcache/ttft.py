@@ -70,6 +70,10 @@ class TtftModel:
         pairs = ntokens * (start + ntokens / 2)
         return self.layer_s + self.token_s * ntokens + self.pair_s * pairs
 
+    def chunk_layer_s(self, chunk: Chunk) -> float:
+        """Compute of one layer of a chunk."""
+        return self.layer_compute_s(chunk.start, chunk.stop - chunk.start)
+
     def chunks(self, ntokens: int) -> tuple[Chunk, ...]:
         """The steps of a prompt.
 
@@ -82,9 +86,7 @@ class TtftModel:
 
     def compute_s(self, ntokens: int) -> float:
         """Compute of a whole prompt: the time to the first token on one node."""
-        chunks = self.chunks(ntokens)
-        layers_s = [self.layer_compute_s(one.start, one.stop - one.start) for one in chunks]
-        return self.layout.layers * sum(layers_s)
+        return self.layout.layers * sum(map(self.chunk_layer_s, self.chunks(ntokens)))
 
     def last_pages(self, ntokens: int) -> int:
         """Pages of one layer of a prompt's last chunk, over all planes and heads."""
@@ -99,9 +101,7 @@ class TtftModel:
             UsageError: then a layer of an earlier chunk would take no time.
         """
         chunks = self.chunks(ntokens)
-        first, last = (
-            self.layer_compute_s(one.start, one.stop - one.start) for one in (chunks[0], chunks[-1])
-        )
+        first, last = self.chunk_layer_s(chunks[0]), self.chunk_layer_s(chunks[-1])
         if first + layer_s - last <= 0 or layer_s <= 0:
             raise UsageError(f"a layer of {layer_s} s: the others would take no time")
         return replace(self, layer_s=self.layer_s + layer_s - last)

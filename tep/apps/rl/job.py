@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from tep import FabricError, TepError, TransferEngine, UsageError
+from tep import FabricError, TransferEngine, UsageError
 from tep.apps.rl.compute import Threads
 from tep.apps.rl.controller import Controller
 from tep.apps.rl.metadata import TrainMeta
@@ -39,7 +39,7 @@ from tep.apps.rl.weights import Checkpoint
 from tep.base.units import MiB
 from tep.rendezvous import Place
 from tep.rendezvous.calls import Caller, Hello, Listener, answer
-from tep.rendezvous.launch import RankProcesses
+from tep.rendezvous.launch import RankProcesses, run_rank
 
 __all__ = [
     "Job", "LocalJob", "RankedJob", "RolloutService", "TrainingService", "main", "work_as_rank",
@@ -271,13 +271,7 @@ async def _work(job: Job, place: Place, hello: Hello) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Be one worker of the job in a file, at the place that the environment says."""
-    place = Place.from_env()
-    try:
-        work_as_rank(Job.read(argv[0]), place)
-    except TepError as error:
-        sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
-        return 1
-    return 0
+    return run_rank(lambda place: work_as_rank(Job.read(argv[0]), place))
 
 
 if __name__ == "__main__":

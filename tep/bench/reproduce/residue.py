@@ -88,7 +88,7 @@ def _kvcache() -> dict[Key, float]:
             "ttft_same_node": model.compute_s(row.ntokens),
             "ttft_disaggregated": said.ttft_s(),
             "added": said.added_s(),
-            "layer_compute": model.layer_compute_s(last.start, last.stop - last.start),
+            "layer_compute": model.chunk_layer_s(last),
             "layer_transfer": transfer_s,
         }
         found |= {("kvcache", f"{row.ntokens} {key}"): s * 1e3 for key, s in values.items()}

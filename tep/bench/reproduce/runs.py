@@ -144,9 +144,7 @@ def _kvcache(keys: Mapping[str, str]) -> float:
         "ttft_same_node": lambda: PUBLISHED.compute_s(ntokens) * 1e3,
         "ttft_disaggregated": lambda: _first(ntokens).ttft_s() * 1e3,
         "added": lambda: _first(ntokens).added_s() * 1e3,
-        "layer_compute": lambda: (
-            PUBLISHED.layer_compute_s(last.start, last.stop - last.start) * 1e3
-        ),
+        "layer_compute": lambda: PUBLISHED.chunk_layer_s(last) * 1e3,
         "layer_transfer": lambda: OVERHEAD.start_s * 1e3 + layer_us(pages) / 1e3,
         "chunk_steps": lambda: float(len(PUBLISHED.chunks(ntokens))),
         "pages": lambda: float(pages),

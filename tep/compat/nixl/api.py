@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import queue
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
@@ -303,6 +302,7 @@ class nixl_agent(Registry):
                     f"indices {which.tolist()[:8]} of a list of {len(side.rows)} descriptors"
                 )
             picked.append(side.pick(which))
+        _check_lengths(picked[0].rows, picked[1].rows)
         return self._request(op, picked[0], picked[1], notif_msg)
 
     def initialize_xfer(
@@ -325,12 +325,11 @@ class nixl_agent(Registry):
         return self._request(op, local, there, notif_msg)
 
     def _request(self, op: int, local: Side, there: Side, notif: bytes | str) -> nixl_xfer_handle:
-        _check_lengths(local.rows, there.rows)
         assert there.remote is not None
         with self.lock:
             self._check_messages(there.remote)
         raw = _checked(raw_of(notif))
-        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw)
+        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw, self._now_s)
         with self.lock:
             number = next(self._numbers)
             self._requests[number] = request
@@ -352,7 +351,7 @@ class nixl_agent(Registry):
                 request.notif = _checked(raw_of(notif_msg))
             request.begin(next(self._numbers))
             self._try_post(request)
-            request.posted_s = time.monotonic()
+            request.posted_s = self._now_s()
             return self._state(request)
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -129,7 +128,7 @@ class Request:
     """One transfer of this agent.
 
     Attributes:
-        op, remote, parts, notif: the arguments.
+        op, remote, parts, notif: the arguments; all times are of the clock `now_s`.
         state: "NEW", "PROC", "DONE" or "ERR".
         error: the reason of a failure.
         number: number of this posting.
@@ -141,7 +140,13 @@ class Request:
     """
 
     def __init__(
-        self, op: int, remote: Remote, parts: list[Rows2], rows: Rows, notif: bytes
+        self,
+        op: int,
+        remote: Remote,
+        parts: list[Rows2],
+        rows: Rows,
+        notif: bytes,
+        now_s: Callable[[], float],
     ) -> None:
         self.op, self.remote, self.parts, self.notif = op, remote, parts, notif
         self.nrows = sum(len(part.here) for part in parts)
@@ -153,6 +158,7 @@ class Request:
         self.transfers: list[Transfer] = []
         self.expectation: Expectation | None = None
         self.bell = Bell()
+        self._now_s = now_s
         self._left = 0
         self._begun_s = self._ended_s = self.posted_s = self.asked_s = 0.0
 
@@ -160,7 +166,7 @@ class Request:
         """Start a posting, the first or a later one."""
         self.state, self.error, self.number = "PROC", None, number
         self.transfers, self.expectation, self.under_way = [], None, True
-        self._begun_s = time.monotonic()
+        self._begun_s = self._now_s()
 
     def submit(
         self,
@@ -226,7 +232,7 @@ class Request:
         """End the posting of this number, or the current one if there is none."""
         self.under_way = False
         if self.error is None and self.state == "PROC" and number in {None, self.number}:
-            self.state, self._ended_s = "DONE", time.monotonic()
+            self.state, self._ended_s = "DONE", self._now_s()
             self.bell.ring()
 
     def fail(self, error: Exception) -> None:

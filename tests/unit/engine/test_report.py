@@ -100,6 +100,7 @@ def test_explain_names_nics_lanes_and_shards() -> None:
     assert "memory cpu, DOWN" in text
     assert "lanes (local NIC -> its NIC): 0->0, 1->1, 0->2, 1->0, 0->1, 1->2" in text
     assert "1 MiB single: 6 immediates, shards of [172032, 176128, " in text
+    assert "256 pages: 256 immediates, runs of [85, 85, 86] pages" in text  # none to the dead NIC
     assert "peer: b@script/3 NICs, epoch 1" in own.engine.explain()
     _, desc = peer.engine.reg_mr(memory(8))
     assert text == own.engine.explain(desc)
