@@ -25,6 +25,7 @@ import numpy as np
 from tep.backends.ffi.load import (
     Prototype,
     Step,
+    calls_of,
     check,
     env_step,
     find,
@@ -608,7 +609,7 @@ class Library:
     def extended_create(self, context: int) -> CreateQp | None:
         """create_qp_ex of an open device, as the inline ibv_create_qp_ex finds it; None: not there.
 
-        It takes a pointer to QpInitAttrEx, and returns a pointer to the queue pair or 0 and errno.
+        It takes a pointer to an ibv_qp_init_attr_ex; it returns a queue pair, or 0 and errno.
         """
         after_mutex = ABI_COMPAT_OFFSETS.get(platform.machine())
         if after_mutex is None:
@@ -674,11 +675,18 @@ _ABI_IS_EXTENDED: Final = 2**64 - 1  # __VERBS_ABI_IS_EXTENDED
 ABI_COMPAT_OFFSETS: Final = {"x86_64": 320, "aarch64": 328}
 """Offsets of `abi_compat` in struct ibv_context, behind a mutex of 40 bytes, or 48 on aarch64."""
 
+
+def _held(member: str) -> Any:
+    """The type of a call of the data path, which keeps the interpreter's lock."""
+    back, taken = calls_of("ibv_context_ops", member)[f"ibv_context_ops.{member}"]
+    return ctypes.PYFUNCTYPE(back, *taken)
+
+
 # One type for all devices: each PYFUNCTYPE is a new class, garbage once its device is closed.
-_POST: Final = ctypes.PYFUNCTYPE(_INT, _P, _P, _P)
+_POST: Final = _held("post_send")
 _POST_REFS: Final = ctypes.PYFUNCTYPE(_INT)
-_POLL: Final = ctypes.PYFUNCTYPE(_INT, _P, _INT, _P)
-_NOTIFY: Final = ctypes.PYFUNCTYPE(_INT, _P, _INT)
+_POLL: Final = _held("poll_cq")
+_NOTIFY: Final = _held("req_notify_cq")
 
 Post = Callable[[int, int, int], int]
 Ref = object
@@ -699,20 +707,14 @@ class DataPath:
 
     def __init__(self, context: int) -> None:
         ops = C.ibv_context.from_address(context).ops
-        # int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
         self.post_send = cast("Post", _POST(ops.post_send))
         # The same, for pointers that were made ready by ref(). Without argtypes ctypes hands such
         # on as they are; converting three ints costs 100 of 250 ns a call (measured, CPython 3.11).
         # Anything but refs would be cut to 32 bits here.
         self.post_send_refs = cast("Callable[[Ref, Ref, Ref], int]", _POST_REFS(ops.post_send))
-        # int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
         self.post_recv = cast("Post", _POST(ops.post_recv))
-        # int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *recv_wr,
-        #                      struct ibv_recv_wr **bad_recv_wr);
         self.post_srq_recv = cast("Post", _POST(ops.post_srq_recv))
-        # int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
         self.poll_cq = cast("Post", _POLL(ops.poll_cq))
-        # int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
         self.req_notify_cq = cast("Callable[[int, int], int]", _NOTIFY(ops.req_notify_cq))
 
 
