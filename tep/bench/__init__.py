@@ -3,6 +3,9 @@ here.
 
 CPU time of the calling thread, medians over rounds: on a shared machine it is steadier than wall
 time. The cost of reading the clock is measured in the same process and taken out.
+
+Two machines differ by a factor of two in what the same Python costs. `call_ns` measures that factor
+beside each figure, so a figure can be read as a number of method calls.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figure", "clock_ns", "cpu_ns", "median_ns", "summary"]
+__all__ = ["Figure", "call_ns", "clock_ns", "cpu_ns", "median_ns", "summary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class Figure:
         value: the median.
         best: the best round.
         worst: the worst round, if that is kept.
+        calls: the median as a number of method calls in Python, timed beside it, or None.
         unit: unit of value, best, aim and reference.
         aim: this project's goal; more is worse, unless `more_is_better`.
         reference: somebody else's number for the same thing, or None.
@@ -40,6 +44,7 @@ class Figure:
     reference_source: str = ""
     more_is_better: bool = False
     worst: float | None = None
+    calls: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -62,6 +67,29 @@ def clock_ns() -> int:
         start = time.thread_time_ns()
         found.append(time.thread_time_ns() - start)
     return int(statistics.median(found))
+
+
+class _Counter:
+    """An object with a method as small as those that the engine is made of."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, by: int) -> None:
+        self.total += by
+
+
+def call_ns() -> float:
+    """Return what one method call in a loop of Python costs now, ns: the median of 15 loops."""
+    counter, ncalls = _Counter(), 1000
+
+    def loop() -> None:
+        for k in range(ncalls):
+            counter.add(k)
+
+    return cpu_ns(loop, 15)[0] / ncalls
 
 
 def median_ns(round_ns: Callable[[], int], rounds: int) -> tuple[float, float]:

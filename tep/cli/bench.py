@@ -81,12 +81,13 @@ def show_figures(
             "median": f"{figure.value:,.{decimals}f} {figure.unit}",
             "best": f"{figure.best:,.{decimals}f}",
             "worst": None if figure.worst is None else f"{figure.worst:,.{decimals}f}",
+            "calls": None if figure.calls is None else f"{figure.calls:,.2f}",
             "aim": _aim(figure),
             "ratio": None if figure.ratio is None else f"{figure.ratio:.2f} x {figure.reference:g}",
         }
         for figure in found
     )
-    columns = ("what", "median", "best", "worst", "aim", "ratio")
+    columns = ("what", "median", "best", "worst", "calls", "aim", "ratio")
     print_table(f"{title} ({machine}; CPU time)", columns, rows)
     for source in dict.fromkeys(
         figure.reference_source for figure in found if figure.reference_source

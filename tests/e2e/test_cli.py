@@ -196,3 +196,5 @@ def test_bench_measures_every_figure(bench: str) -> None:
     for figure in figures:
         assert figure["value"] > 0
         assert figure["unit"]
+        if bench == "engine":
+            assert figure["calls"] > 0
