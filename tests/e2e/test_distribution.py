@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -100,6 +102,45 @@ print(tep.__file__)
 """
 
 
+PYTHONS = ("3.12", "3.13", "3.14")
+"""Versions beside that of this test that tep says it runs on."""
+
+
+def find_python(version: str) -> Path | None:
+    """An interpreter of that version, of the system or of pyenv."""
+    for found in (shutil.which(f"python{version}"), *Path.home().glob(
+        f".pyenv/versions/{version}.*/bin/python{version}"
+    )):  # fmt: skip
+        asked = [found or "false", "-c", "import sys, venv; print(sys.version_info[:2])"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        if done.stdout.strip() == f"({version.replace('.', ', ')})":
+            return Path(str(found))
+    return None
+
+
+def pip(env: Path, *words: object) -> None:
+    """Install into an environment; the test is skipped where no package index is reachable."""
+    command = [sys.executable, "-m", "pip", "--python", env / "bin/python", "--no-input"]
+    command += ["--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    done = subprocess.run(
+        [*command, "-c", ROOT / "constraints.txt", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip(f"no package index is reachable: {done.stderr.splitlines()[-1]}")
+    assert 0 == done.returncode, done.stderr[-3000:]
+
+
+def borrow(env: Path) -> None:
+    """Make an environment that has this Python's packages, but not its tep."""
+    venv.create(env, with_pip=False)
+    (there,) = env.glob("lib/python*/site-packages")
+    (there / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+
+
 def run(bare: Path, *command: str, check: bool = True) -> str:
     env = {"PATH": "/usr/bin:/bin", "HOME": str(bare), "TEP_LIBFABRIC": "/nowhere.so"}
     done = subprocess.run(
@@ -114,18 +155,7 @@ def bare(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """An environment with the wheel and what it asks for, and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder / "env", with_pip=False)
-    pip = [sys.executable, "-m", "pip", "--python", folder / "env/bin/python", "--no-input"]
-    install = ["--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    done = subprocess.run(
-        [*pip, *install, "-c", ROOT / "constraints.txt", built[0]],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if done.returncode and "No matching distribution" in done.stderr:
-        pytest.skip(f"no package index is reachable: {done.stderr.splitlines()[-1]}")
-    assert 0 == done.returncode, done.stderr[-3000:]
+    pip(folder / "env", built[0])
     return folder
 
 
@@ -145,6 +175,50 @@ def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> No
     said = run(bare, command, "sim", "--protocol", protocol, "--faults", "order", "--json")
     assert '"violation": null' in said
     run(bare, command, "moe", "--check", "1", "--json")
+
+
+def test_a_program_beside_a_clone_imports_the_clone(tmp_path: Path) -> None:
+    """A folder called tep beside the program is a namespace package that has no `sim`."""
+    clone, env = tmp_path / "tep", tmp_path / "env"
+    for path in files():
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        (clone / path).write_bytes((ROOT / path).read_bytes())
+    borrow(env)
+    pip(env, "--no-deps", "--no-build-isolation", "-e", clone)
+    (tmp_path / "program.py").write_text(TRY, encoding="utf-8")
+
+    assert str(clone / "tep") in run(tmp_path, str(env / "bin/python"), "program.py")
+
+
+def test_a_git_url_with_an_extra_installs(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whoever tries a branch, or depends on tep before a release, installs it so."""
+    clone, env = built[0].parents[1] / "tree", tmp_path / "env"
+    git = ["git", "-c", "user.name=tester", "-c", "user.email=tester@localhost"]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "a commit"]):
+        subprocess.run([*git, *words], cwd=clone, check=True, capture_output=True, timeout=60)
+    borrow(env)
+    pip(env, "--no-build-isolation", f"git+file://{clone}#egg={DISTRIBUTION}[metrics]")
+
+    assert str(env) in run(tmp_path, str(env / "bin/python"), "-c", TRY)
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_wheel_runs_on_other_pythons(
+    built: tuple[Path, Path], tmp_path: Path, version: str
+) -> None:
+    """What runs on one Python only is noticed by users of the others."""
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    env = tmp_path / "env"
+    subprocess.run(
+        [python, "-m", "venv", "--without-pip", env], check=True, capture_output=True, timeout=60
+    )
+    pip(env, built[0])
+
+    assert str(env) in run(tmp_path, str(env / "bin/python"), "-c", TRY)
+    said = json.loads(run(tmp_path, str(env / "bin/tep"), "info", "--json"))
+    assert said["python"].startswith(version)
 
 
 @pytest.mark.parametrize(
