@@ -196,7 +196,8 @@ class _Rank:
             if running is not None:
                 running.close()
         found = {"trip": trip_s * 1e6, "bulk": _NPAGES * _PAGE_BYTES / bulk_s / 1e9}
-        if idle:
+        if running is not None:
+            idle = max(idle, 1 / _PACE_S)  # a load that got no core at all meanwhile
             found |= {"trip keeps": beside_trips / idle, "bulk keeps": beside_bulks / idle}
         return found
 
