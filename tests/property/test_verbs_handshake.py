@@ -231,6 +231,29 @@ def test_an_old_answer_is_none():
     assert net.joined
 
 
+def test_an_old_question_changes_nothing():
+    """A question that comes late broke the connection that was made since, with rows out on it."""
+    net = Net([])
+    net.left.negotiation.start(net.now_s)
+    net.run(1)
+    net.right.check()
+    net.run(2)
+    (old,) = [hello for _, hello in net.sent if hello.kind is Kind.CHECK]
+    net.right.drop()
+    net.right.negotiation.start(net.now_s)
+    net.run(3)
+    before = net.left.qps
+    net.left.negotiation.hear(old, net.now_s)
+    assert net.joined
+    assert before == net.left.qps
+    net.left.drop()
+    net.left.negotiation.start(net.now_s)
+    asking = net.left.qps
+    net.left.negotiation.hear(old, net.now_s)
+
+    assert asking == net.left.qps, "a request that is out is not made anew"
+
+
 @pytest.mark.parametrize("lost", range(3))
 def test_questions_to_a_peer_that_asks_do_not_drown_the_answer(lost):
     """If each third datagram is lost, it would be the third of a request and two answers."""

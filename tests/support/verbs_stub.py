@@ -68,6 +68,7 @@ class Stub:
         for name in ("posts", "rows", "nseen", *_COUNTS):
             getattr(self.lib, f"stub_{name}").restype = ctypes.c_uint64
         self.lib.stub_device.argtypes = (_INT, _INT, ctypes.c_uint64, ctypes.c_char_p)
+        self.lib.stub_event.argtypes = (_INT, _INT, ctypes.c_void_p)
         self.lib.stub_seen.argtypes = (ctypes.c_uint64,)
         self.lib.stub_seen.restype = ctypes.POINTER(Seen)
 
@@ -126,9 +127,9 @@ class Stub:
         short = self.lib.stub_inject_imms(qpn, count, imm, step)
         assert not short, f"fewer than {count} receives are posted"
 
-    def event(self, context: int, kind: int) -> None:
-        """Let the device of a context report an event."""
-        self.lib.stub_event(C.ibv_context.from_address(context).async_fd, kind)
+    def event(self, context: int, kind: int, qp: int = 0) -> None:
+        """Let the device of a context report an event, of a queue pair perhaps."""
+        self.lib.stub_event(C.ibv_context.from_address(context).async_fd, kind, qp)
 
     def live(self) -> tuple[int, int]:
         """Queue pairs and regions that exist."""

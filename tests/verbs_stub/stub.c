@@ -711,8 +711,8 @@ void ibv_ack_async_event(struct ibv_async_event *e) { (void)e; }
 const char *ibv_wc_status_str(enum ibv_wc_status s) { static const char *n[] = { "success", "local length error" }; return s < 2 ? n[s] : "some error"; }
 const char *ibv_event_type_str(enum ibv_event_type e) { (void)e; return "some event"; }
 
-/* A device reports an event, e.g. IBV_EVENT_DEVICE_FATAL. */
-void stub_event(int async_fd, int type)
+/* A device reports an event, e.g. IBV_EVENT_DEVICE_FATAL, or one of a queue pair. */
+void stub_event(int async_fd, int type, void *qp)
 {
-	LOCKED(for (int i = 0; i < NCTX; i++) if (contexts[i] && contexts[i]->v.context.async_fd == async_fd) tell(contexts[i], type, NULL));
+	LOCKED(for (int i = 0; i < NCTX; i++) if (contexts[i] && contexts[i]->v.context.async_fd == async_fd) tell(contexts[i], type, qp));
 }

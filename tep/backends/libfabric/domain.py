@@ -243,10 +243,8 @@ class FabricDomain:
         return taken
 
     def _take_read(self, context: int) -> None:
-        ticket = self._slots.take_back(context)
-        if ticket is not None:
-            ticket.peer.heard = True
-            self._read_is_done(ticket.batch.ctx, 1)
+        for ctx, count in self._slots.give_back([context]).items():
+            self._read_is_done(ctx, count)
 
     def _take_reads(self, contexts: I64) -> None:
         for ctx, count in self._slots.give_back_many(contexts).items():
@@ -327,7 +325,7 @@ class FabricDomain:
             self._look_after()
         if slots.open or self._restless or self._outgoing.open:
             if slots.unended is not None:
-                self._ring()
+                self._ring(slots.unended)
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
                 first = self._next_look_s == 0.0  # since nothing was outstanding, long ago perhaps
@@ -453,11 +451,10 @@ class FabricDomain:
             self._sleeper.forget_queue()
         self._done.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
 
-    def _ring(self) -> None:
+    def _ring(self, peer: Peer) -> None:
         """Ring the doorbell that a chain of rows waits for: any frame does."""
-        peer, self._slots.unended = self._slots.unended, None
-        if peer is not None:
-            self._say(peer, frames.Welcome(self.address))
+        self._slots.unended = None
+        self._say(peer, frames.Welcome(self.address))
 
     # --- looking after peers
 

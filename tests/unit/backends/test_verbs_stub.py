@@ -241,23 +241,26 @@ def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
         assert 10 == sum(count for _, count, _ in rig.settle(10))
 
 
-def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan):
-    """A length cut to 32 bits would be a short write that is called a success."""
+@pytest.mark.parametrize(
+    ("column", "status"), [("nbytes", Status.LENGTH), ("rkey", Status.REMOTE_KEY)]
+)
+def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan, column, status):
+    """A number cut to 32 bits is a short write, or one elsewhere, that is called a success."""
     rig, post = fan
     for _ in range(3):
         post()
         rig.settle(10)
     batch = rig.rows(range(10), peer=np.array([0, 1] * 5, np.uint64))
     batch.nbytes = np.full(10, PAGE, np.uint64)
-    batch.nbytes[4] = (1 << 32) + 5
     batch.rkey = np.full(10, rig.there.rkey, np.uint64)
+    getattr(batch, column)[4] += np.uint64(1 << 32)
     at = 0
     while at < 10:
         at += rig.a.post(batch, at, 10)
     back = rig.settle(10)
 
-    assert [(Status.LENGTH, 1, 4)] == [entry for entry in back if entry[0] != Status.OK]
-    assert 9 == sum(count for status, count, _ in back if status == Status.OK)
+    assert [(status, 1, 4)] == [entry for entry in back if entry[0] != Status.OK]
+    assert 9 == sum(count for found, count, _ in back if found == Status.OK)
 
 
 @pytest.mark.parametrize(
@@ -419,6 +422,37 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
     assert [Kind.DOWN] == kinds
     assert 3 == taken
     assert {Status.NIC_DOWN} == {status for status, _, _ in back}
+
+
+@pytest.mark.parametrize("kind", range(ENUMS["IBV_EVENT_QP_FATAL"], 4))
+def test_a_queue_pair_that_failed_by_itself_is_replaced(stub, rig, kind):
+    """The device tells of it in an event only: rows that are posted there never come back."""
+    failed = rig.a.peers.up[0]
+    stub.event(rig.a.device.context, kind, failed.qp)
+    rig.a.arm()
+    rig.until(lambda: rig.a.peers.up[0] not in {None, failed})
+    mark = stub.seen()
+    rig.a.post(rig.rows(range(3)), 0, 3)
+
+    assert 3 == sum(count for _, count, _ in rig.settle(3))
+    assert failed.qp not in {row.qp for row in stub.since(mark)}
+
+
+def test_a_message_is_read_and_given_back_after_close(rig):
+    """Its buffer went to a receive queue that was gone."""
+    rig.b.post_recvs(64, 1)
+    assert rig.a.post_send(rig.peer, b"kept", 1)
+    slots, end_s = [], time.monotonic() + 5
+    while not slots:
+        rig.poll(rig.a)
+        slots = [entry[5] for entry in rig.poll(rig.b) if entry[0] == Kind.RECV]
+        assert time.monotonic() < end_s, "it does not arrive"
+    (slot,) = slots
+    rig.b.close()
+    rig.b.device.data = None  # it has no queues any more
+
+    assert b"kept" == bytes(rig.b.recv_view(slot))
+    rig.b.recv_done(slot)
 
 
 def test_immediates_of_a_burst_are_counted_by_columns(stub, rig):
