@@ -388,18 +388,6 @@ class ImmTable(Generic[W]):
         else:
             self._fire(imm, line, have)
 
-    def add_below(self, imm: int, count: int) -> bool:
-        """Count arrivals that an expectation waits for and that do not reach it; False: others."""
-        line = self._lines.get(imm)
-        if line is None or self._claims:
-            return False
-        have = count + self.counts.get(imm)
-        if have >= line[0].count:
-            return False
-        self.total += count
-        self.counts.put(imm, have)
-        return True
-
     def add_many(self, raw: bytes) -> None:
         """Count a burst, one arrival for each entry; `raw` has them, u32[n], n >= 1."""
         n = len(raw) >> 2

@@ -159,14 +159,6 @@ class Machine:
 
     # ------------------------------------------------------------------ for drivers and handles
 
-    def count_early(self, imm: int, count: int) -> bool:
-        """Driver, at rest: count immediates that a NIC has, if a turn would do nothing else.
-
-        False: nothing was done, and a turn is needed.
-        """
-        worker = self.worker
-        return not worker._arrivals and worker.imms.add_below(imm, count)
-
     def observe(self, observer: Callable[[list[Handle]], object]) -> None:
         """Call observer(handles) with all that has settled, before their callbacks, from now on."""
         self.driver.call(lambda: self.worker.observers.append(observer))
@@ -174,11 +166,6 @@ class Machine:
     def unobserve(self, observer: Callable[[list[Handle]], object]) -> None:
         """End observe()."""
         self.driver.call(lambda: self.worker.observers.remove(observer))
-
-    def at_rest(self) -> bool:
-        """Driver: whether a turn now would find nothing to do unless a NIC has news."""
-        # A trace has the turns that find nothing as well.
-        return self.tracer is None and self.worker.at_rest()
 
     def watching(self) -> bool:
         """Driver: whether there are watched words."""

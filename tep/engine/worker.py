@@ -366,28 +366,6 @@ class Worker:
         """Whether a handle is open, or rows, messages or commands are queued or in flight."""
         return bool(self.open) or self.busy()
 
-    def at_rest(self) -> bool:
-        """Whether step() and deliver() now would do nothing unless a poll finds something."""
-        group = self.group
-        return not (
-            self.commands
-            or group.backlog
-            or self.channel.busy
-            or group.queued_reads
-            or self.outbox.turns
-            or group.losses
-            or self._large
-            or group.events
-            or group.ended
-            or self.imms.reached
-            or self.imms.loose
-            or self._settled
-            or self._received
-            or self.members.events
-            or self.members.busy
-            or self.watch.callbacks
-        )
-
     def due_s(self) -> float | None:
         """When a step is due without news of a NIC, on the driver's clock; None: never."""
         if not (self.members.busy or self.channel.busy):

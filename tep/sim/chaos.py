@@ -47,7 +47,6 @@ class ChaosFabric(Fabric):
 
     def __init__(self, env: FabricEnv, chaos: Chaos, *, row_log: RowLog | None = None) -> None:
         super().__init__(env, chaos, row_log)
-        env.passes_places = True  # a drawn run is the same whether idle turns are made or not
         if chaos.tie_shuffle:
             env.shuffle_ties(chaos.seed)
 

@@ -396,13 +396,6 @@ class ChaosNode(SimNode):
             return max(delay_ps, self._paused_ps - self.fabric.env.now)
         return delay_ps
 
-    def has_more(self) -> bool:
-        """Whether a poll has left entries behind, for which there was no room."""
-        for nic in self.nics:  # noqa: SIM110  # any() takes three times as long
-            if nic.entries:
-                return True
-        return False
-
     def pause(self, for_ps: int) -> None:
         """Have the worker's next steps wait; 0 ends a pause."""
         self._paused_ps = self.fabric.env.now + for_ps

@@ -1,8 +1,7 @@
 """The simulated driver: turns one engine on the simulated clock. It knows no fabric, only a node.
 
 `kick()` books one step after the node's poll delay, and not before the node's worker is free again;
-a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work, but
-not if that one would find nothing and the fabric signals all arrivals.
+a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tep.base.errors import StallError, UsageError
 from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.base.waiting import Interrupts, escaped
 from tep.drivers.threads import Machine, Settles
-from tep.sim.clock import FOREVER_PS, FabricEnv, Place, Turned, in_one_process
+from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, in_one_process
 from tep.sim.loop import SimLoop
 
 __all__ = ["WATCH_PS", "SimDriver", "SimNode", "nobody"]
@@ -48,10 +47,6 @@ class SimNode:
         name, epoch: as given.
         domains: its NICs.
         busy_until_ps: when the engine's worker has done the work that it is charged with.
-        on_arrival: called when there are completions that a poll would find, and that wake nobody.
-            A node always signals its driver before a poll can find anything.
-        on_imm: called with an immediate and the number that arrived, before anybody is woken; True:
-            they were counted, and no poll may find them.
         on_drift: called with the new speed of the engine's clock, in millionths of the
             simulation's, and with a jump in ps.
         in_turn: set before a turn; `end_turn` is called after it.
@@ -64,8 +59,6 @@ class SimNode:
         self.epoch = epoch
         self.busy_until_ps = 0
         self.in_turn = False
-        self.on_arrival: Callable[[], object] = nobody
-        self.on_imm: Callable[[int, int], bool] = _takes_none
         self.on_drift: Callable[[int, int], object] = _takes_none
 
     __reduce__ = in_one_process
@@ -76,10 +69,6 @@ class SimNode:
     def step_delay_ps(self) -> int:
         """The delay from a kick to the step; 0 or more."""
         raise NotImplementedError
-
-    def has_more(self) -> bool:
-        """Whether a poll has left entries behind without a wake-up."""
-        return False
 
     def end_turn(self) -> None:
         """Learn that the turn has posted everything."""
@@ -96,12 +85,6 @@ def _takes_none(_first: int, _second: int) -> bool:
 
 class _Machine(Machine, Protocol):
     """An engine, as the simulation turns it."""
-
-    def at_rest(self) -> bool:
-        """Whether a turn now would find nothing to do unless a NIC has completions."""
-
-    def count_early(self, imm: int, count: int) -> bool:
-        """At rest: count them if a turn would do that and nothing else; whether it did."""
 
     def stall_report(self) -> str:
         """Report what the engine waits for; "": nothing."""
@@ -133,8 +116,7 @@ class SimDriver:
     """
 
     __slots__ = (
-        "_booked", "_clock", "_due_ps", "_idle", "_is_silent", "_machine", "_rested", "_silent",
-        "_watching", "env", "lock", "node",
+        "_booked", "_clock", "_due_ps", "_machine", "_watching", "env", "lock", "node",
     )  # fmt: skip
 
     def __init__(self, env: FabricEnv, node: SimNode) -> None:
@@ -143,10 +125,6 @@ class SimDriver:
         self.lock: AbstractContextManager[object] = contextlib.nullcontext()
         self._machine: _Machine | None = None
         self._booked = False
-        self._idle: Place | None = None  # of the step after one that had work
-        self._rested = False  # it was at rest, and nothing but a NIC has anything for it since
-        self._silent: Place | None = None  # of a step that would only count immediates
-        self._is_silent = False  # the step that is booked has some that were counted
         self._watching = False
         self._due_ps = FOREVER_PS
         self._clock: _Clock | None = None  # the simulation's
@@ -160,27 +138,15 @@ class SimDriver:
         assert self._machine is None, "a driver turns one machine"
         self._machine = engine = cast("_Machine", machine)
         Interrupts.forget()
-        node = self.node
-        node.on_arrival, node.on_imm, node.on_drift = self.look, self._count, self.drift
+        self.node.on_drift = self.drift
         self.env.reporters.append(engine.stall_report)
 
     def kick(self) -> None:
         if self._booked or self._machine is None:
             return
-        self._booked, self._rested = True, False
-        env, idle = self.env, self._idle
-        self._idle = None
+        self._booked = True
         try:
-            if self._silent is not None:
-                silent, self._silent = self._silent, None
-                if env.is_ahead(silent):
-                    self._is_silent = True
-                    env.call_in_place(silent, self._run)
-                    return
-            if idle is not None and env.is_ahead(idle):
-                env.call_in_place(idle, self._run)
-                return
-            env.call_at(self._next_ps(), self._run)
+            self.env.call_at(self._next_ps(), self._run)
         except BaseException:  # a signal handler's: a step too many does no harm
             self._booked = False
             raise
@@ -190,7 +156,6 @@ class SimDriver:
         self.kick()
 
     def call(self, function: Callable[[], T]) -> T:
-        self._rested = False
         with Interrupts():
             try:
                 return function()
@@ -264,14 +229,10 @@ class SimDriver:
         node.in_turn = True
         work = machine.step()
         node.end_turn()
-        if self._is_silent:
-            self._is_silent, work = False, True
         machine.deliver()
         if self._machine is None:  # closed by a callback
             return
         if work:
-            if self._rests(machine):
-                return
             self.kick()
         else:
             self._set_alarm(machine.due_s())
@@ -279,51 +240,10 @@ class SimDriver:
             self._watching = True
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
 
-    def _rests(self, machine: _Machine) -> bool:
-        """Decide after a step that had work whether the next one can be left out.
-
-        An engine steps until it finds nothing to do, so half of all steps would be idle. The place
-        of this one is reserved: a kick before its time takes it, so that every step happens at the
-        same time, and in the same order, as if all idle steps were made.
-        """
-        if self._booked or not machine.at_rest() or self.node.has_more():
-            return False
-        self._rested = True
-        self._idle = self.env.reserve(self._next_ps())
-        return True
-
-    def _count(self, imm: int, count: int) -> bool:
-        """Count immediates of a NIC without a step, if a step would do nothing else.
-
-        The places of that step, and of the idle one after it, are reserved as in `_rests`. Returns
-        whether they were counted.
-        """
-        machine = self._machine
-        if self._booked or machine is None:
-            return False
-        if not (self._rested or machine.at_rest()) or not machine.count_early(imm, count):
-            return False
-        env = self.env
-        if self._silent is not None and env.is_ahead(self._silent):
-            return True
-        place = self._idle
-        if place is None or not env.is_ahead(place):
-            place = env.reserve(self._next_ps())
-        self._silent = place
-        node = self.node
-        self._idle = env.reserve(max(place[0] + node.step_delay_ps(), node.busy_until_ps))
-        return True
-
     def _next_ps(self) -> int:
         """The time of a step that is asked for now."""
         node = self.node
         return max(self.env.now + node.step_delay_ps(), node.busy_until_ps)
-
-    def look(self) -> None:
-        """Make the step that was left out: a NIC has a completion that wakes nobody."""
-        places = self._silent, self._idle
-        if any(place is not None and self.env.is_ahead(place) for place in places):
-            self.kick()
 
     def _set_alarm(self, due_s: float | None) -> None:
         """Have the machine turned at a time, unless that is booked already."""

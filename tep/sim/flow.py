@@ -525,8 +525,6 @@ def _count(flows: list[_Flow]) -> None:
         if nic.closed or imm is None:
             continue
         if isinstance(imm, int):
-            if not nic._ready and nic.node.on_imm(imm, flow.n):
-                continue
             nic._ready.append((_IMM, _OK, flow.n, imm, 0, 0, 0))
         else:
             mine = imm[flow.start : flow.start + flow.n].tolist()

@@ -303,7 +303,7 @@ class TimingFabric:
 
     def _next_event_ps(self) -> int:
         """The earliest time at which anybody may post again: Rule 1."""
-        return int(min(self.env.peek(), self.env.deadline_ps, NEVER_PS))
+        return min(self.env.next_ps(), self.env.deadline_ps, NEVER_PS)
 
     def _window_ps(self, nics: list[Nic]) -> int:
         """The time when the first NIC has sent a window full of quanta.

@@ -403,7 +403,6 @@ class TimingNic:
             self._inlet.take(now)
             if not looks:
                 wakes.gather()
-            self.node.on_arrival()
 
     def _reap(self, now: int) -> None:
         """Complete rows of this sender whose acknowledgement is here."""

@@ -60,7 +60,6 @@ class Host(Protocol):
 
     name: str
     epoch: int
-    on_arrival: Callable[[], object]
     machine: Machine
 
     @property

@@ -144,19 +144,6 @@ def test_many_cancels_look_at_each_other_a_few_times(table) -> None:
     assert 1 == table.waiting
 
 
-def test_arrivals_are_counted_ahead_of_a_turn_only_where_nothing_follows(table) -> None:
-    """Whoever is told that they are counted leaves the turn out that would have counted them."""
-    assert not table.add_below(7, 1), "nobody expects it"
-    want = expect(table, 3)
-    assert table.add_below(7, 2)
-    assert not table.add_below(7, 1), "it is reached"
-    assert ({7: 2}, 2, []) == (table.counts, table.total, fired(table))
-    table.claim(range(8, 9), print)
-    assert not table.add_below(7, 0), "somebody may have claimed it"
-    table.add(7, 1)
-    assert [want] == fired(table)
-
-
 def test_cancel_after_reaching_says_no(table) -> None:
     """A handle that is done must not become cancelled."""
     want = expect(table, 1)

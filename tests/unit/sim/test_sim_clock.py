@@ -1,17 +1,16 @@
-"""The simulated clock: order, deadlines, simpy beside it, and what is used of simpy's inside."""
+"""The simulated clock: order, deadlines, ends."""
 
 from __future__ import annotations
 
 import pytest
-import simpy
-from simpy.events import NORMAL
 
 from tep.base.errors import UsageError
-from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
+from tep.sim.clock import FabricEnv, Turned
 
 
-def _chatter(env: FabricEnv) -> list[tuple[int, str]]:
-    """Calls, a process and a condition that meet at several instants."""
+def test_calls_run_in_time_then_in_order_made() -> None:
+    """Ties broken otherwise than by insertion would make traces depend on the heap's whim."""
+    env = FabricEnv()
     log: list[tuple[int, str]] = []
 
     def note(what: str) -> None:
@@ -20,99 +19,34 @@ def _chatter(env: FabricEnv) -> list[tuple[int, str]]:
             env.call_at(env.now, note, "spawned")
             env.call_at(env.now + 5, note, "later")
 
-    def walker():
-        for _ in range(3):
-            yield env.timeout(10)
-            note("walk")
-        yield env.all_of([env.timeout(1), env.timeout(7)])
-        note("both")
-        return "walked"
-
     for t_ps, what in ((10, "a"), (30, "b"), (10, "spawn"), (0, "now"), (12, "c")):
         env.call_at(t_ps, note, what)
-    process = env.process(walker())
-    assert "walked" == env.run(process)
     env.run()
-    return log
+    expected = [(0, "now"), (10, "a"), (10, "spawn"), (10, "spawned"), (12, "c"), (15, "later")]
+
+    assert [*expected, (30, "b")] == log
 
 
-def test_simpy_is_inside_as_the_clock_needs_it() -> None:
-    """A simpy that keeps its queue otherwise would make every simulation wrong."""
-    probe = simpy.Environment(7)
-    event = probe.event()
-    probe.schedule(event, NORMAL, 5)
-    queue = probe._queue
-
-    assert type(queue) is list
-    assert [(12, NORMAL, next(probe._eid) - 1, event)] == queue
-    assert 7 == probe._now
-
-
-def test_calls_run_in_time_then_in_order_made() -> None:
-    """Ties broken otherwise than by insertion would make traces depend on the heap's whim."""
-    expected = [(0, "now"), (10, "a"), (10, "spawn"), (10, "walk"), (10, "spawned"), (12, "c")]
-
-    assert expected == _chatter(FabricEnv())[:6]
-
-
-def test_stock_step_runs_calls() -> None:
-    """A user's own loop over step() must see the fabric move."""
-    env = FabricEnv()
-    seen: list[int] = []
-    env.call_at(5, seen.append, 1)
-    env.call_at(5, seen.append, 2)
-    env.step()
-
-    assert ([1], 5) == (seen, env.now)
-    env.step()
-    with pytest.raises(simpy.core.EmptySchedule):
-        env.step()
-
-
-def test_pooled_calls_do_not_mix_up_arguments() -> None:
-    """A call that is used again while it runs would run the wrong function."""
-    env = FabricEnv()
-    seen: list[int] = []
-
-    def again(n: int) -> None:
-        seen.append(n)
-        if n < 50:
-            env.call_at(env.now + 1, again, n + 1)
-            env.call_at(env.now + 1, seen.append, -n)
-
-    env.call_at(0, again, 1)
-    env.run()
-
-    assert [*range(1, 51)] == [n for n in seen if n > 0]
-    assert [-n for n in range(1, 50)] == [n for n in seen if n < 0]
-
-
-def test_float_delays_are_refused() -> None:
+def test_a_float_time_is_refused() -> None:
     """Float time rounds differently at different distances from zero: no two machines' traces."""
-    env = FabricEnv()
-    with pytest.raises(UsageError, match=r"delay 1\.5: simulated time is an integer count"):
-        env.timeout(1.5)
     with pytest.raises(TypeError):
-        env.run(until=1.5)
+        FabricEnv().run(1.5)  # type: ignore[arg-type]  # that is the test
 
 
-def test_run_until_a_time_and_an_event() -> None:
+def test_run_to_a_time() -> None:
     """The clock must stand at the time asked for, also where nothing happens then."""
     env = FabricEnv()
     seen: list[int] = []
     env.call_at(10, seen.append, 10)
     env.call_at(20, seen.append, 20)
-    env.run(until=10)
+    env.run(10)
     assert ([10], 10) == (seen, env.now)
-    env.run(until=15)
+    env.run(15)
     assert ([10], 15) == (seen, env.now)
-    env.run(until=100)
+    env.run(100)
     assert ([10, 20], 100) == (seen, env.now)
     with pytest.raises(UsageError, match="stands at 100 ps already"):
-        env.run(until=99)
-    assert "value" == env.run(env.timeout(1, "value"))
-    with pytest.raises(RuntimeError, match="No scheduled events left"):
-        env.run(env.event())
+        env.run(99)
 
 
 def test_run_until_says_why_it_came_back() -> None:
@@ -162,7 +96,7 @@ def test_daemons_keep_nothing_alive() -> None:
     env.run()
 
     assert [10, 20, 30, -1, 40] == looks, "one last look after the last event"
-    assert FOREVER_PS == env.peek_live()
+    assert 50 == env.next_ps(), "a daemon's, which nobody waits for"
 
 
 def test_a_daemons_last_look_can_bring_events() -> None:

@@ -75,7 +75,7 @@ def test_posts_from_outside_the_run_meet_the_same_times(posts) -> None:
     landed = watch_landings(seam.owners)
     posts = sorted(posts)
     for post in posts:
-        seam.env.run(until=post[0])
+        seam.env.run(post[0])
         scatter(seam, post)
     seam.run()
 
@@ -266,7 +266,7 @@ def test_sender_done_means_placed() -> None:
     for nic in b.nics:
         nic.set_waker(lambda: None)  # this reader never looks
     while not a.of(Kind.WRITE):
-        seam.env.step()
+        seam.env.run(seam.env.next_ps())
     a.real[:] = 0
 
     assert [3] * 100 == b.real[:100].tolist()
