@@ -373,8 +373,13 @@ class Channel:
     # ------------------------------------------------------------------ in
 
     def sent(self, ctx: int, status: int) -> None:
-        """Take a NIC's completion of a control message."""
-        delivery = self._out.pop(ctx)
+        """Take a NIC's completion of a control message.
+
+        Where posting it raised, it may have been taken nevertheless; it counts as not sent then.
+        """
+        delivery = self._out.pop(ctx, None)
+        if delivery is None:
+            return
         question = delivery.question
         if status in (Status.OK, Status.UNREACHABLE):  # another error says nothing of the peer
             self._far_ends.control_heard(*delivery.way, heard=status == Status.OK)

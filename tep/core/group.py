@@ -32,7 +32,7 @@ from tep.core.posting import (
 from tep.core.ready import Dealt, Ready
 from tep.core.stats import Journal
 
-__all__ = ["DomainGroup", "Loss", "LostRow", "not_made_good", "row_error"]
+__all__ = ["DomainGroup", "Loss", "LostRow", "may_pass", "not_made_good", "row_error"]
 
 _SHARED: Final = "a row of another request with the same immediate failed, and may have landed"
 
@@ -40,6 +40,15 @@ _NO_IMM: Final = frozenset(
     (Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH)
 )
 """A row with one of these statuses has made no immediate (C11)."""
+
+_SHORT: Final = frozenset(
+    (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINTR)
+)
+
+
+def may_pass(error: OSError | MemoryError) -> bool:
+    """Whether a call may go well a little later: memory or descriptors are short, or a signal."""
+    return isinstance(error, MemoryError) or error.errno in _SHORT
 
 
 class LostRow(NamedTuple):
@@ -86,10 +95,12 @@ class DomainGroup(Posting):
         why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
         losses: lost rows that are kept, by path, in the order of their loss.
         far_ends: the records of paths by address.
+        raised: NICs that are down since a call raised, and may have taken something before that.
     """
 
     __slots__ = (
-        "_can_fence", "_reads_addresses", "_turn", "failover", "far_ends", "losses", "why_not",
+        "_can_fence", "_reads_addresses", "_turn", "failover", "far_ends", "losses", "raised",
+        "why_not",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +120,7 @@ class DomainGroup(Posting):
         self.why_not = why_not
         self.losses: list[Loss] = []
         self.far_ends = FarEnds()
+        self.raised: set[int] = set()
         self._can_fence = all(domain.caps.imm_source for domain in domains)
         self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
 
@@ -345,8 +357,14 @@ class DomainGroup(Posting):
         """
         if isinstance(error, OSError) and error.errno == errno.EINTR:
             return False
+        self.raised.add(domain)
         self.nic_down(domain, error)
         return True
+
+    def count_out(self, ctx: int) -> int:
+        """Count the rows of a batch that its NIC has not returned; 0: there is no such batch."""
+        pending = self.batches.get(ctx)
+        return 0 if pending is None else pending.at - pending.back
 
     def lost(self, domain: int) -> None:
         """A NIC is gone: end its rows, which will not complete."""

@@ -136,15 +136,15 @@ class Outbox:
             self._take_first(line)
             self._end(message, _FAILED, error)
             return True
+        self._ctx += 1  # each try has its own: one that raised may have been taken
         try:
-            taken = group.domains[domain].post_send(peer, message.payload, self._ctx + 1)
+            taken = group.domains[domain].post_send(peer, message.payload, self._ctx)
         except (OSError, MemoryError) as error:
             group.give_up(domain, error)
             return True  # the next try uses another NIC, or the same one after a signal
         if not taken:
             return False
         self._take_first(line)
-        self._ctx += 1
         self.posted[self._ctx] = message
         message.posted = True
         message.over = domain

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final, assert_never
 
@@ -34,7 +34,7 @@ from tep.base.wire import NetAddr
 from tep.control.channel import CONTROL_CTX, Channel, Notices, sooner
 from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
-from tep.core.group import DomainGroup
+from tep.core.group import DomainGroup, may_pass
 from tep.core.handles import (
     PENDING,
     Expectation,
@@ -75,6 +75,9 @@ _LAST_TURNS: Final = 1000
 
 _RAISES_MAX: Final = 16
 """The number of errors of poll() of a NIC that is down, before its rows and messages are ended."""
+
+_SHORT_MAX: Final = 1 << 14
+"""The same while memory or descriptors are short, which may pass: a tenth of a second of polls."""
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED, _READ = map(int, Kind)
 _OK: Final = int(Status.OK)
@@ -212,11 +215,12 @@ class Worker:
             try:
                 n = domain.poll(out)
             except (OSError, MemoryError) as error:
-                n = 0
-                work |= self._give_up(index, error)
-            if n and not (self._gone and index in self._gone):
+                n, work = 0, self._give_up(index, error) or work
+            if n:
                 work = True
-                if n == 1:
+                if group.raised and index in group.raised:
+                    self._take_rows(index, self._known(index, n))
+                elif n == 1:
                     entry = kind, status, count, imm, row, ctx, _ = take_completion(out)
                     if kind == _WRITE:
                         group.finish_rows(index, ctx, count, status, row)
@@ -260,14 +264,14 @@ class Worker:
     def _give_up(self, index: int, error: OSError | MemoryError) -> bool:
         """A NIC's poll() raised: it is down, and is polled some more times for its completions.
 
-        Returns whether another turn is wanted.
+        What may pass is waited for first. Returns whether another turn is wanted.
         """
-        if not self.group.give_up(index, error):
-            return True
         if index in self._gone:
             return False
         self._raised[index] += 1
-        if self._raised[index] == _RAISES_MAX:
+        if may_pass(error) and self._raised[index] < _SHORT_MAX:
+            return True
+        if self.group.give_up(index, error) and self._raised[index] >= _RAISES_MAX:
             self._lose(index)
         return True
 
@@ -279,6 +283,10 @@ class Worker:
             domain.close()
         except (OSError, MemoryError) as error:
             _log.error("NIC %s cannot be closed: %s", domain.caps.nic, error, exc_info=error)
+        self._end_rest(index)
+
+    def _end_rest(self, index: int) -> None:
+        """End what a NIC will not return."""
         self.reads.lost(index)
         self.group.lost(index)
         self.outbox.lost(index)
@@ -505,7 +513,7 @@ class Worker:
 
     # ------------------------------------------------------------------ completions
 
-    def _take_rows(self, domain: int, rows: Sequence[Entry]) -> None:
+    def _take_rows(self, domain: int, rows: Iterable[Entry]) -> None:
         if self._again:
             self._count_again()
         imms = self.imms
@@ -519,6 +527,21 @@ class Worker:
                 self.group.finish_rows(domain, ctx, count, status, row)
             else:
                 self._take_other(domain, kind, status, count, row, ctx)
+
+    def _known(self, domain: int, n: int) -> Iterator[Entry]:
+        """The entries of the last poll; from a NIC that has raised, only those of what was posted.
+
+        It may have taken rows or messages before it raised. When it is gone, it has nothing to say.
+        """
+        doubtful = domain in self.group.raised
+        for entry in self._out[:n].tolist() if domain not in self._gone else ():
+            kind, status, count, imm, row, ctx, nbytes = entry
+            if doubtful and kind in (_WRITE, _READ):
+                count = min(count, self.group.count_out(ctx))  # the rest is unknown
+            elif doubtful and kind == _SENT and ctx < CONTROL_CTX:
+                count = int(ctx in self.outbox.posted)
+            if count:
+                yield kind, status, count, imm, row, ctx, nbytes
 
     def _take_columns(self, domain: int, n: int) -> None:
         """Take many entries.
@@ -693,7 +716,9 @@ class Worker:
             try:
                 domain.close()
                 while n := domain.poll(self._out):
-                    self._take_rows(index, self._out[:n].tolist())
+                    self._take_rows(index, self._known(index, n))
+                if self._raised[index] or index in self.group.raised:
+                    self._end_rest(index)
             except (OSError, MemoryError) as error:
                 self.group.give_up(index, error)
                 self._lose(index)
@@ -724,7 +749,7 @@ class Worker:
                 except (OSError, MemoryError) as error:
                     self._give_up(index, error)
                 else:
-                    self._take_rows(index, self._out[:n].tolist())
+                    self._take_rows(index, self._known(index, n))
 
     def abandon(self, error: ClosedError) -> None:
         """Fail every open handle and run their callbacks; the state of the worker is not reliable.
