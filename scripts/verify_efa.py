@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from tep import Access, FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine, sim
-from tep.backends import efa, local, verbs
+from tep.backends import BACKENDS, efa, local, verbs
 from tep.backends.libfabric import open_domains, probe
 from tep.base.units import KiB, MiB
 
@@ -23,6 +23,13 @@ __all__ = ["main"]
 
 SRD = "srd"  # the backend `efa`, without libfabric
 ALL = "efa-all"
+_CURES = {
+    **dict.fromkeys(("efa", "efa-direct", SRD), BACKENDS["efa"].cure),
+    **{name: BACKENDS[name].cure for name in ("verbs", "local")},
+    "tcp": BACKENDS["libfabric"].cure,
+    "sim": "nothing is needed",
+}
+"""What each can be asked to verify, and what brings it."""
 
 
 class _Site:
@@ -166,6 +173,9 @@ def main(argv: list[str]) -> int:
     provider = argv[0] if argv else "efa"
     if provider == ALL:
         return _side_by_side()
+    if provider not in _CURES:
+        _say(f"FAILED  {provider!r} is none of: {', '.join([*_CURES, ALL])}")
+        return 2
     failed: list[str] = []
 
     def check(name: str, run: Callable[[], str]) -> None:
@@ -183,9 +193,12 @@ def main(argv: list[str]) -> int:
     }
     check("library", probes.get(provider, probe))
     try:
-        site = _Site(provider)
+        site = None if failed else _Site(provider)
     except TepError as error:
         _say(f"FAILED  open: {error}")
+        site = None
+    if site is None:
+        _say(f"what brings it: {_CURES[provider]}; .venv/bin/tep doctor says more")
         return 1
     try:
         check("nics", site.nics)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tep import rendezvous, sim
+    from tep import apps, cuda, rendezvous, sim, testing
     from tep.backends.base import Access
     from tep.backends.local.memory import alloc_shared
     from tep.base.api import (
@@ -60,8 +60,8 @@ __all__ = [
     "PeerChange", "PeerEvent", "PeerGroup", "PeerState", "PeerWatch", "Prepared", "Removal",
     "RendezvousError", "Routing", "Scatter", "ScatterDst", "Sender", "Single", "Span",
     "StaleEpoch", "StallError", "TepError", "ThreadDriver", "Trace", "Transfer", "TransferEngine",
-    "UsageError", "WaitTimeout", "Watcher", "__version__", "alloc", "alloc_shared", "count_imms",
-    "rendezvous", "sim",
+    "UsageError", "WaitTimeout", "Watcher", "__version__", "alloc", "alloc_shared", "apps",
+    "count_imms", "cuda", "rendezvous", "sim", "testing",
 ]  # fmt: skip
 
 _ROOM_OF = {
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
 
     def __getattr__(name: str) -> object:
         """Import a public name from its room, once; afterwards it is an ordinary attribute."""
-        if name in {"rendezvous", "sim"}:
+        if name in {"apps", "cuda", "rendezvous", "sim", "testing"}:
             return importlib.import_module(f"tep.{name}")
         room = _ROOM_OF.get(name)
         if room is None:
@@ -105,4 +105,4 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

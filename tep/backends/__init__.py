@@ -136,9 +136,10 @@ def open_device(backend: str, device: str | None, options: dict[str, object]) ->
         UsageError: as open_backend, or not such a device.
         BackendUnavailable: as open_backend, or no such device, or no NIC for it.
     """
-    if device is None:
-        return open_backend(backend, **options)
     auto = importlib.import_module("tep.backends.auto")  # it imports this room
+    if device is None:
+        auto.check_all(backend, options)
+        return open_backend(backend, **options)
     opened = auto.open_at(backend, check_text("device", device), options)
     assert isinstance(opened, Opened)
     return opened

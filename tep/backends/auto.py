@@ -18,9 +18,9 @@ from tep.backends.base import Opened
 from tep.base.errors import BackendUnavailable
 from tep.host.environment import HCA, read_list, said
 from tep.host.hostfiles import HostFiles, LiveFiles
-from tep.host.topology import Place, detect
+from tep.host.topology import Place, check_files, detect, survey
 
-__all__ = ["Choice", "choose", "open_at", "open_domains", "options_at", "probe"]
+__all__ = ["Choice", "check_all", "choose", "open_at", "open_domains", "options_at", "probe"]
 
 _PEER_MEMORY: Final = "/sys/module/nvidia_peermem"
 _DEVICES: Final = Path("/sys/class/infiniband")
@@ -77,6 +77,16 @@ def probe() -> str:
     return f"{choice.backend}: {choice.why}"
 
 
+def check_all(backend: str, options: dict[str, object]) -> None:
+    """Refuse a NIC without a device file, where a backend takes all NICs that belong together.
+
+    Raises:
+        BackendUnavailable: there is such a NIC.
+    """
+    if "nics" not in options and (backend in {"auto", "verbs"} or _is_efa(backend, options)):
+        check_files(survey(LiveFiles()).taken)
+
+
 def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
     """Open a backend where a device is.
 
@@ -88,8 +98,11 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
         chosen = choose()
         backend, options = chosen.backend, {**chosen.options, **options}
     files = LiveFiles()
-    place = detect(files).place(device)
+    seen = detect(files)
+    place = seen.place(device)
     mine = options_at(backend, place, options, files)
+    if "nics" in mine:
+        check_files(nic for nic in seen.nics if nic.name in place.nics)
     opened = open_backend(backend, **{**mine, **options})
     names = ", ".join(domain.caps.nic for domain in opened.domains)
     how = "named" if "nics" in options or "nics" not in mine else place.why
@@ -121,8 +134,7 @@ def options_at(
     Raises:
         BackendUnavailable: it drives NICs, and the place has none that it can drive.
     """
-    provider = str(given.get("provider", "tcp"))
-    is_efa = backend == "efa" or (backend == "libfabric" and provider.startswith("efa"))
+    is_efa = _is_efa(backend, given)
     if backend != "verbs" and not is_efa:
         return {}  # no NIC to choose: software, or one host
     found: dict[str, object] = {}
@@ -145,6 +157,12 @@ def options_at(
         elif not (files.names(_PEER_MEMORY) and not _makes_dmabufs(place.device)):
             found["dmabuf_export"] = export_dmabuf
     return found
+
+
+def _is_efa(backend: str, options: dict[str, object]) -> bool:
+    """Whether a backend with these options drives EFA's NICs."""
+    provider = str(options.get("provider", "tcp"))
+    return backend == "efa" or (backend == "libfabric" and provider.startswith("efa"))
 
 
 def _makes_dmabufs(device: str) -> bool:

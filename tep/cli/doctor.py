@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.markup import escape
 
-from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_table
+from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_items
 from tep.host.doctor import Finding, Level
 from tep.host.doctor.report import bundle, examine, passed
 from tep.host.hostfiles import Recorder, open_files
@@ -51,15 +50,11 @@ def doctor(
 
 def _print(found: list[Finding]) -> None:
     order = sorted(found, key=lambda one: -list(Level).index(one.level))
-    rows = [
-        {
-            "": f"[{_COLOURS[one.level]}]{one.level.value}[/]",
-            "what": escape(one.area),
-            "found": escape(one.text),
-            "what mends it": escape(one.remedy),
-        }
-        for one in order
-    ]
-    print_table("tep doctor", ("", "what", "found", "what mends it"), rows)
     count = {level: sum(one.level is level for one in found) for level in Level}
     typer.echo(", ".join(f"{number} {level.value}" for level, number in count.items()))
+    print_items((one.level.value, _COLOURS[one.level], _lines(one)) for one in order)
+
+
+def _lines(one: Finding) -> list[str]:
+    mends = [f"what mends it: {one.remedy}"] if one.remedy else []
+    return [f"{one.area}: {one.text}", *mends]

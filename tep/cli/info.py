@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Annotated, Protocol, runtime_checkable
 
 import typer
-from rich.markup import escape
 
 from tep import __version__
 from tep.backends import BACKENDS, load_backend
 from tep.base.errors import BackendUnavailable
-from tep.cli.show import InPath, Json, emit_json, print_table
+from tep.cli.show import InPath, Json, emit_json, print_items
 from tep.host.hostfiles import open_files
 from tep.host.topology import detect
 
@@ -86,24 +85,17 @@ def info(
     if json:
         emit_json({**machine, "backends": states})
         return
-    print_table(
-        f"tep {machine['tep']}, Python {machine['python']}, {machine['system']}",
-        ("backend", "here", "what", "to get it"),
-        (
-            {
-                "backend": state["backend"],
-                "here": "yes" if state["available"] else "no",
-                "what": escape(_what(state)),  # 'tep-engine[libfabric]' is no markup
-                "to get it": None if state["cure"] is None else escape(f"{state['cure']}"),
-            }
-            for state in states
-        ),
+    typer.echo(f"tep {machine['tep']}, Python {machine['python']}, {machine['system']}")
+    print_items(
+        (f"{state['backend']}", "green" if state["available"] else "yellow", _lines(state))
+        for state in states
     )
 
 
-def _what(state: dict[str, object]) -> str:
-    lines = [f"{state['drives']}", f"{state['detail']}"]
+def _lines(state: dict[str, object]) -> list[str]:
     tried = state["tried"]
     assert isinstance(tried, list)
-    verb = "not taken:" if state["available"] else "tried"
-    return "\n".join([*lines, *(f"{verb} {what}: {why}" for what, why in tried)])
+    here, verb = ("here", "not taken:") if state["available"] else ("not here", "tried")
+    lines = [f"{here}: {state['detail']}", f"{state['drives']}"]
+    lines += [f"{verb} {what}: {why}" for what, why in tried]
+    return lines if state["available"] else [*lines, f"to get it: {state['cure']}"]

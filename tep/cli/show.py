@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from rich.text import Text
 
 __all__ = [
     "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
-    "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
+    "print_items", "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
 ]  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -42,6 +44,8 @@ _NUMBER: Final = re.compile(
     r"[+-]?(\d[\d,]*\.?\d*|\.\d+|nan|inf)(e[+-]?\d+)?\s?(%|x|[A-Za-z/]{1,9})?"
 )
 """A number, perhaps with a unit."""
+
+_COLUMNS_LEAST: Final = 60
 
 
 def InPath(*names: str, help: str) -> Any:  # noqa: A002  # as typer.Option, whose value it is
@@ -136,6 +140,24 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
         console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())
     typer.echo("\n".join(line for line in lines if line))
+
+
+def print_items(items: Iterable[tuple[str, str, Iterable[str]]]) -> None:
+    """Print things, each with what there is to say of it, in lines that a CI log shows whole.
+
+    Args:
+        items: of each its label, the colour of the label, and its lines; these are folded at the
+            terminal's width (COLUMNS, else 100 in a pipe), and no word is broken.
+    """
+    given = list(items)
+    indent = 2 + max(len(label) for label, _, _ in given)
+    width = max(_COLUMNS_LEAST, shutil.get_terminal_size((100, 24)).columns)
+    fold = textwrap.TextWrapper(width - indent, break_long_words=False, break_on_hyphens=False)
+    for label, colour, lines in given:
+        first, *others = [part for line in lines for part in fold.wrap(line)]
+        typer.echo(typer.style(label.ljust(indent), fg=colour) + first)
+        for line in others:
+            typer.echo(" " * indent + line)
 
 
 def show_rows(title: str, rows: Sequence[Mapping[str, object]], *, json: bool) -> None:

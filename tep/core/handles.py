@@ -46,6 +46,14 @@ _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
 
 
+_FOR_USERS: Final = frozenset((
+    "add_done_callback", "arrived", "cancel", "cancelled", "count", "describe", "error", "failed",
+    "finished", "imm", "ok", "remove_done_callback", "result", "rows", "sender", "state", "stats",
+    "submitted_s", "unfenced", "wait", "wait_async",
+))  # fmt: skip
+"""The names that completion in a shell shows; the rest is for the engine."""
+
+
 class Waits(Protocol):
     """The driver's part that handles need; see `tep.drivers.threads.Driver`."""
 
@@ -105,6 +113,9 @@ class Handle:
         self._error: TepError | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._delivered = False
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name in _FOR_USERS or name[0] == "_"]
 
     @property
     def state(self) -> State:

@@ -48,6 +48,7 @@ class Found(NamedTuple):
         peer_bytes: bytes of send queues for one peer on it, with the current settings.
         is_efa: True if EFA's driver drives it.
         physical: path of the physical function if this is a virtual one; else "".
+        missing: its device file, if this container was not given it; else "".
     """
 
     name: str
@@ -60,6 +61,7 @@ class Found(NamedTuple):
     peer_bytes: int = 0
     is_efa: bool = False
     physical: str = ""
+    missing: str = ""
 
 
 class Choice(NamedTuple):

@@ -15,15 +15,22 @@ from typing import Final, TypeVar
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.environment import HCA, read_list
 from tep.host.hostfiles import CudaDevice, HostFiles, LiveFiles
-from tep.host.nics import Found, choose, gpu_paths, natural
+from tep.host.nics import Choice, Found, choose, gpu_paths, natural
 
-__all__ = ["Gpu", "Place", "Topology", "cpus_in", "detect", "number"]
+__all__ = [
+    "FILES_CURE", "Gpu", "Place", "Topology", "check_files", "cpus_in", "detect", "number",
+    "survey",
+]  # fmt: skip
+
+FILES_CURE: Final = "docker: --device=/dev/infiniband; kubernetes: the device plugin of the NIC"
 
 _NICS: Final = "/sys/class/infiniband"
 _VERBS: Final = "/sys/class/infiniband_verbs"
 _NODES: Final = "/sys/devices/system/node"
 _NVIDIA: Final = frozenset({"0x10de"})
 _GPUS_GIVEN: Final = "/proc/driver/nvidia/gpus"
+_FILES: Final = "/dev/infiniband"
+_NO_PORT: Final = "no port is ACTIVE: the cable, the switch or the subnet manager"
 _UNKNOWN: Final = -1
 _T = TypeVar("_T")
 
@@ -190,6 +197,7 @@ class Topology:
             lines.append("no GPU")
         if not self.nics:
             lines.append("no RDMA NIC can be used")
+        lines += [f"missing: {nic.missing} of {nic.name}" for nic in self.nics if nic.missing]
         return "\n".join([*lines, *(f"not taken: {name}: {why}" for name, why in self.left)])
 
     def to_json(self) -> dict[str, object]:
@@ -219,15 +227,35 @@ class Topology:
 def detect(files: HostFiles | None = None) -> Topology:
     """Look at this machine (None), or at a captured one."""
     files = files or LiveFiles()
-    found = sorted((_nic(files, name) for name in files.names(_NICS)), key=_order)
-    choice = choose(found, gpu_paths(files), read_list(HCA, files.environ))
+    choice = survey(files)
     return Topology(
         tuple(_gpus(files)),
         tuple(choice.taken),
         tuple(choice.left),
         _cores(files),
-        {nic.name: number(files.read(f"{nic.path}/numa_node")) for nic in found},
+        {nic.name: number(files.read(f"{nic.path}/numa_node")) for nic in choice.taken},
     )
+
+
+def survey(files: HostFiles) -> Choice:
+    """Choose the NICs that belong together, from files; a device file may be missing."""
+    found = sorted((_nic(files, name) for name in files.names(_NICS)), key=_order)
+    return choose(found, gpu_paths(files), read_list(HCA, files.environ))
+
+
+def check_files(nics: Iterable[Found]) -> None:
+    """Refuse NICs whose device files are missing.
+
+    Raises:
+        BackendUnavailable: names these NICs and files.
+    """
+    missing = tuple((nic.name, f"there is no {nic.missing}") for nic in nics if nic.missing)
+    if missing:
+        raise BackendUnavailable(
+            f"{len(missing)} of the NICs that belong together have no device file: the container "
+            f"was not given them. {FILES_CURE}; or take the others by name: nics=[...]",
+            missing,
+        )
 
 
 def _order(nic: Found) -> tuple[str, tuple[str, int, str]]:
@@ -265,29 +293,26 @@ def _nic(files: HostFiles, name: str) -> Found:
     layer = (files.read(f"{port}/link_layer") or "") if port else ""
     gid = (files.read(f"{port}/gids/0") or "") if port else ""
     is_ib = layer == "InfiniBand"
-    why = _why_unusable(files, name, port)
     return Found(
         name,
-        why or f"{name}: {driver or 'no driver'}, {layer}, {rate}",
-        usable=not why,
+        f"{name}: {driver or 'no driver'}, {layer}, {rate}" if port else _NO_PORT,
+        usable=bool(port),
         link_bps=int(float(gbps[1]) * 1e9) if gbps else 0,
         is_ib=is_ib,
         subnet="".join(gid.split(":")[:4]) if is_ib else "",
         path=path,
         is_efa=driver == "efa",
         physical=files.real(f"{path}/physfn") if path else "",
+        missing=_missing(files, name),
     )
 
 
-def _why_unusable(files: HostFiles, name: str, port: str) -> str:
-    if not port:
-        return "no port is ACTIVE: the cable, the switch or the subnet manager"
+def _missing(files: HostFiles, name: str) -> str:
+    """Name a NIC's device file if it is not there; "" also where the kernel lists no uverbs."""
     for uverbs in files.names(_VERBS):
         if files.read(f"{_VERBS}/{uverbs}/ibdev") == name:
-            if uverbs in files.names("/dev/infiniband"):
-                return ""
-            return f"there is no /dev/infiniband/{uverbs}: the container was not given this NIC"
-    return ""  # a kernel that lists no uverbs: opening the NIC will show it
+            return "" if uverbs in files.names(_FILES) else f"{_FILES}/{uverbs}"
+    return ""
 
 
 def _gpus(files: HostFiles) -> Iterable[Gpu]:

@@ -86,4 +86,4 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

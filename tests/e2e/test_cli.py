@@ -198,3 +198,36 @@ def test_bench_measures_every_figure(bench: str) -> None:
         assert figure["unit"]
         if bench == "engine":
             assert figure["calls"] > 0
+
+
+@pytest.mark.parametrize("script", ["verify_efa", "cx7_smoke", "capture_topology"])
+def test_a_script_that_is_asked_for_help_does_nothing_else(script: str, tmp_path: Path) -> None:
+    """`--help` was taken for a provider, and dumped the whole machine."""
+    done = subprocess.run(
+        [ROOT / "scripts" / script, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert f"scripts/{script}" in done.stdout
+    assert "set -euo" not in done.stdout
+
+
+def test_what_is_not_here_is_said_with_its_remedy() -> None:
+    """`nics=0; 1 to 64 are possible` was all that a machine without a NIC said."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/verify_efa.py", "srd"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TEP_LIBEFA": "/nowhere.so"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert 1 == done.returncode
+    assert "what brings it: the EFA installer" in done.stdout
+    assert "open: " not in done.stdout

@@ -108,6 +108,18 @@ def test_numbers_stand_to_the_right_and_words_to_the_left_and_a_pipe_gets_whole_
     assert all(line == line.rstrip() for line in (head, rule, *rows))
 
 
+def test_a_ci_log_shows_every_remedy(capsys, monkeypatch) -> None:
+    """In a pipe the doctor's lines were a thousand columns long, with the remedy at their end."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main(["doctor", "--no-try"])
+    main(["info"])
+    lines = capsys.readouterr().out.splitlines()
+
+    assert [] == [line for line in lines if len(line) > 100]
+    assert "what mends it: " in "\n".join(lines)
+    assert not any(set(line) & set("│┃━─") for line in lines)
+
+
 def test_a_terminal_folds_long_text(monkeypatch, capsys) -> None:
     """A table wider than the window is none."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

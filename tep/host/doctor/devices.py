@@ -283,7 +283,7 @@ def self_test(files: HostFiles) -> Iterator[Finding]:
     """Try every backend; make one finding for each, and one for the NICs' counters."""
     for what, way in ways():
         if isinstance(way, str):
-            cure = BACKENDS[what.split()[0]].cure
+            cure = BACKENDS.get(what.split()[-1], BACKENDS["libfabric"]).cure  # "libfabric efa"
             yield note(f"backend {what}", f"not here: {way}", cure)
             continue
         before = read_counters(files)

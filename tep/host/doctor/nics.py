@@ -11,7 +11,7 @@ from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.host.doctor import Finding, Level, bad, good, note, warn
 from tep.host.environment import read_number
 from tep.host.hostfiles import HostFiles
-from tep.host.topology import Topology, detect, number
+from tep.host.topology import FILES_CURE, Topology, detect, number
 
 __all__ = ["acs_control", "check_acs", "check_nics", "read_counters"]
 
@@ -52,6 +52,7 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
     yield good("NIC drivers", ", ".join(versions) or "part of the kernel")
     seen = detect(files)
     left = dict(seen.left)
+    missing = {nic.name: nic.missing for nic in seen.nics if nic.missing}
     for name in names:
         why_not = left.get(name, "")
         for found in _nic(files, name):
@@ -60,9 +61,10 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
             yield found._replace(level=Level.NOTE) if minor else found
         if why_not and "ACTIVE" not in why_not:
             cure = "name it in nics=[...] to take it all the same"
-            if "not given" in why_not:
-                cure = "docker: --device=/dev/infiniband; kubernetes: the device plugin of the NIC"
             yield note(name, f"not taken by default: {why_not}", cure)
+        if name in missing:
+            text = f"there is no {missing[name]}: the container was not given this NIC"
+            yield bad(name, text, FILES_CURE)
     yield from _distances(seen)
     yield from check_acs(files, seen)
     if any(nic.is_efa for nic in seen.nics):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import tep
+from tep import backends
 from tep.backends import auto
 from tep.backends.auto import Choice, choose
 from tep.base.errors import BackendUnavailable
+from tests.support.trees import dgx_h100
 
 
 def devices(tmp_path, **drivers):
@@ -56,6 +58,33 @@ def test_what_was_chosen_and_why_can_be_read(monkeypatch) -> None:
         engine.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
         peer.expect_imm_count(1, tep.count_imms(tep.Single(8), 2, 1)).wait(20)
         assert 7 == target[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("verbs", {}), ("auto", {}), ("verbs", {"device": "cuda:3"})]
+)
+def test_nics_without_device_files_are_refused_unless_others_are_named(
+    monkeypatch, backend, options
+) -> None:
+    """An engine with fewer NICs than the machine has opened without a word."""
+    built = dgx_h100()
+    built.folders["/dev/infiniband"].remove("uverbs3")
+    opened = []
+    monkeypatch.setattr(auto, "LiveFiles", built.capture)
+    monkeypatch.setattr(auto, "choose", lambda: Choice("verbs", {}, "RDMA devices"))
+
+    def opens(*_, nics):
+        opened.append(nics)
+        raise BackendUnavailable("a fake", ())
+
+    for room in (auto, backends):
+        monkeypatch.setattr(room, "open_backend", opens)
+    with pytest.raises(BackendUnavailable, match="no device file: the container was not given"):
+        tep.TransferEngine.open(backend, **options)
+    assert [] == opened
+    with pytest.raises(BackendUnavailable, match="a fake"):
+        tep.TransferEngine.open("verbs", nics=["mlx5_0"])
+    assert [["mlx5_0"]] == opened
 
 
 def test_a_chosen_backend_that_cannot_run_is_an_error(monkeypatch) -> None:

@@ -152,6 +152,17 @@ def test_each_ailment_is_found_with_its_remedy(name):
     assert cure in mine[0].remedy
 
 
+def test_a_nic_without_its_device_file_is_bad():
+    """The machine has it and this container does not: half of the bandwidth is gone."""
+    built = healthy(dgx_h100())
+    built.folders["/dev/infiniband"].remove("uverbs3")
+    (mine,) = (one for one in look(built) if one.level is Level.BAD)
+
+    assert "mlx5_5" == mine.area
+    assert "there is no /dev/infiniband/uverbs3" in mine.text
+    assert "docker: --device=/dev/infiniband" in mine.remedy
+
+
 def test_every_bad_or_doubtful_finding_has_a_remedy():
     """Every bad finding needs a remedy, even if nearly nothing of the machine can be read."""
     for built in (Builder(), dgx_h100(), p5()):

@@ -18,7 +18,7 @@ from tep.backends import auto, open_backend
 from tep.backends.base import Opened
 from tep.cli import main
 from tep.host.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
-from tep.host.topology import cpus_in, detect
+from tep.host.topology import check_files, cpus_in, detect
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
 
 
@@ -83,13 +83,17 @@ def test_a_container_numbers_the_gpus_it_was_given_and_leaves_the_others_their_n
         seen.place("cuda:2")
 
 
-def test_a_nic_whose_device_file_is_missing_is_not_taken():
-    """The kernel lists every NIC of the host in every container; opening it fails there."""
+def test_a_nic_whose_device_file_is_missing_is_not_left_out_in_silence():
+    """The job ran at 7/8 of its bandwidth, and nothing said so."""
     built = dgx_h100()
     built.folders["/dev/infiniband"].remove("uverbs3")
     seen = detect(built.capture())
 
-    assert "the container was not given this NIC" in dict(seen.left)["mlx5_5"]
+    assert "mlx5_5" in {nic.name for nic in seen.nics} - set(dict(seen.left))
+    assert "missing: /dev/infiniband/uverbs3 of mlx5_5" in seen.picture()
+    with pytest.raises(BackendUnavailable, match="1 of the NICs that belong together") as error:
+        check_files(seen.nics)
+    assert (("mlx5_5", "there is no /dev/infiniband/uverbs3"),) == error.value.tried
 
 
 def test_the_drivers_numbers_count_where_it_can_be_asked():
