@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from tests.support.here import need_guest
+from tests.support.two_kernels import ROUNDS
 from tests.support.vm.pair import Cables, two_guests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,7 +22,7 @@ BOOTED_S = 300.0
 DONE_S = 600.0
 TWO = Cables()
 # A busy host stops both guests for longer than peers elsewhere are silent. Where Soft-RoCE of Linux
-# 6.1 sends again without need, its peer may call a row an invalid request.
+# 6.1 sends again without need, it may damage what it sends.
 TCP = "libfabric --option provider=tcp --option peer_timeout_s=60"
 VERBS = "verbs --option timeout=18"
 NAMES = "export MASTER_ADDR=nodea TEP_TOKEN=of-this-job PYTHONUNBUFFERED=1"
@@ -99,6 +100,29 @@ def test_a_guest_that_stalls_and_one_that_is_switched_off_hang_nobody(backend):
         errors = left.output[before:]
         assert 6 <= errors.count("FabricError: "), errors
         assert "UNREACHABLE" in errors or "does not answer" in errors, errors
+
+
+@pytest.mark.long
+def test_with_the_default_timeout_every_transfer_ends_though_the_guests_stand_still():
+    """Guests that stand still for longer than Soft-RoCE's timer make it repeat rows without need.
+
+    Linux 6.1 then damages what it repeats (docs/howto/soft-roce.md): rows end in errors, NICs are
+    lost, and rows are made good. Each round ends whole or with an error in words, at both ends.
+    """
+    program = "-m tests.support.two_kernels verbs rounds"
+    with two_guests([rank(k, program) for k in range(2)]) as pair:
+        for guest in pair:
+            guest.wait_for("round 0: ", BOOTED_S)
+        for guest in 40 * pair:
+            guest.stall(0.2)
+            guest.is_on(0.2)  # goes on for so long
+
+        assert [0, 0] == [guest.ended(DONE_S) for guest in pair], pair[0].told + pair[1].told
+        for guest in pair:
+            ends = [line for line in guest.output.splitlines() if line.startswith("round ")]
+            assert ROUNDS == len(ends), guest.told
+            right = [line for line in ends if line.endswith("all bytes are right")]
+            assert right, guest.told
 
 
 @pytest.mark.long

@@ -1,11 +1,12 @@
 """The program of one rank in one of two guests: pages both ways, each byte compared. Not a test.
 
-    python -m tests.support.two_kernels BACKEND [ENDLESS]
+    python -m tests.support.two_kernels BACKEND [endless | rounds]
 
 BACKEND is "tcp" or "verbs". Each rank writes to the other, and what has arrived is compared. With
-ENDLESS rank 0 writes for as long as it goes well, and says how it ended; a transfer that failed is
-tried again a few times, since engines connect anew. "kvcache" in place of a backend: rank 0 is a
-KvCache's launcher, the others are its prefiller and its decoder, over tcp.
+"endless" rank 0 writes for as long as it goes well, and says how it ended; a transfer that failed
+is tried again a few times, since engines connect anew. With "rounds" both write again and again,
+and say of each round whether all bytes came or what failed. "kvcache" in place of a backend: rank 0
+is a KvCache's launcher, the others are its prefiller and its decoder, over tcp.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tep.rendezvous.launch import own_address, place_here
 
 PAGE_BYTES, PAGES = 4096, 512
 TRIES = 6
+ROUNDS, LONG_PAGE_BYTES = 16, 65536
 SLOW: dict[str, Any] = {"peer_timeout_s": 20.0}  # a busy host stops both guests
 
 
@@ -39,10 +41,13 @@ def main(argv: list[str]) -> int:
     with opened as engine, tep.rendezvous.join(place, timeout_s=200) as ranks:
         _say(f"met: {engine.explain()}")
         memory = np.zeros((2, PAGES, PAGE_BYTES), np.uint8)
-        memory[0] = np.random.default_rng(place.rank).integers(0, 256, memory[0].shape)
+        memory[0] = _bytes(place.rank, memory[0].shape)
         mr, desc = engine.reg_mr(memory)
         raw = ranks.all_gather(desc.to_bytes(), timeout_s=200)
         other = tep.MrDesc.from_bytes(raw[1 - place.rank])
+        if argv[1:] == ["rounds"]:
+            _rounds(engine, ranks)
+            return 0
         if argv[1:]:
             if place.rank:
                 ranks.barrier(timeout_s=1000)
@@ -62,8 +67,33 @@ def _exchange(engine, mr, other, memory, rank) -> None:
     sent = engine.submit_paged_writes(PAGE_BYTES, (mr, source), (other, target), imm=42)
     got.wait(200)
     sent.wait(200)
-    theirs = np.random.default_rng(1 - rank).integers(0, 256, memory[0].shape).astype(np.uint8)
-    assert (memory[1, places] == theirs).all(), "pages differ"
+    assert (memory[1, places] == _bytes(1 - rank, memory[0].shape)).all(), "pages differ"
+
+
+def _rounds(engine, ranks) -> None:
+    """Write pages of many packets each way; a failure ends its own round only."""
+    pages = PAGES * PAGE_BYTES // LONG_PAGE_BYTES
+    memory = np.zeros((2, pages, LONG_PAGE_BYTES), np.uint8)
+    mr, desc = engine.reg_mr(memory)
+    raw = ranks.all_gather(desc.to_bytes(), timeout_s=500)
+    other = tep.MrDesc.from_bytes(raw[1 - ranks.rank])
+    here, there = tep.Pages(range(pages)), tep.Pages(range(pages, 2 * pages))
+    for number in range(ROUNDS):
+        mine, theirs = 2 * number + ranks.rank, 2 * number + 1 - ranks.rank
+        memory[0], memory[1] = _bytes(mine, memory[0].shape), 0
+        ranks.barrier(timeout_s=500)
+        got = engine.expect_imm_count(theirs, pages)
+        sent = engine.submit_paged_writes(LONG_PAGE_BYTES, (mr, here), (other, there), imm=mine)
+        failures = []
+        for handle in (sent, got):
+            try:
+                handle.wait(300)
+            except tep.FabricError as error:
+                failures.append(f"FabricError: {error}")
+        whole = bool((memory[1] == _bytes(theirs, memory[1].shape)).all())
+        assert failures or whole, f"round {number} was counted, and bytes of it are missing"
+        _say(f"round {number}: {', '.join(failures) or 'all bytes are right'}")
+    ranks.barrier(timeout_s=500)
 
 
 def _kvcache(place) -> int:
@@ -104,6 +134,10 @@ def _write_on(engine, mr, other) -> None:
         rounds, failed = rounds + 1, 0
         if rounds % 3 == 0:
             _say(f"{rounds} rounds")
+
+
+def _bytes(seed, shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def _say(text: str) -> None:

@@ -328,7 +328,8 @@ STATUS_TEXT: Final = meaning(
     "reaches beyond it",
     REMOTE_KEY="the peer refuses key or range: the region was deregistered, or peers "
     "may not write (read) there, or the row reaches beyond it, or the key is another NIC's",
-    REMOTE_RANGE="the target's NIC calls the request invalid: too long for it?",
+    REMOTE_RANGE="the target's NIC calls the request invalid: too long for it? Between Soft-RoCE "
+    "NICs of machines that stand still for tenths of a second, timeout=18 avoids it",
     LENGTH="longer than this NIC's rows may be, or than the peer's buffer",
     RNR="the peer had no receive posted for too long: its engine is not being turned",
     UNREACHABLE="no answer within timeout and retries: the peer or its process is "
