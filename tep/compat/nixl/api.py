@@ -299,7 +299,7 @@ class nixl_agent(Registry):
                 or which.max() >= len(side.rows)
             ):
                 raise nixlBind.nixlInvalidParamError(
-                    f"indices {which.tolist()[:8]} of a list of {len(side.rows)} descriptors"
+                    f"indices {which.ravel()[:8]} of a list of {len(side.rows)} descriptors"
                 )
             picked.append(side.pick(which))
         _check_lengths(picked[0].rows, picked[1].rows)
@@ -417,7 +417,8 @@ class nixl_agent(Registry):
         if request.state == "NEW":
             raise nixlBind.nixlNotPostedError("call transfer() first")
         if request.error is not None:
-            raise request.error.with_traceback(None)
+            kind, why = request.error
+            raise kind(why)
         return request.state
 
     def _found(self, handle: nixl_xfer_handle) -> Request:
@@ -565,7 +566,7 @@ class nixl_agent(Registry):
         why = f"agent {remote.name!r} was removed"
         for request in tuple(self._requests.values()):
             if request.remote is remote and request.state == "PROC":
-                request.fail(nixlBind.nixlRemoteDisconnectError(why))
+                request.fail(nixlBind.nixlRemoteDisconnectError, why)
                 self._cancel(request)
 
     # ------------------------------------------------------------------ under way
@@ -575,7 +576,7 @@ class nixl_agent(Registry):
             self._post(request)
         except (TepError, nixlBind.nixlBackendError) as error:
             request.under_way = False
-            request.fail(nixlBind.nixlBackendError(str(error)))
+            request.fail(nixlBind.nixlBackendError, str(error))
 
     def _post(self, request: Request) -> None:
         """Submit a request: by writes, by reads, or by asking the owner to write."""
@@ -646,7 +647,7 @@ class nixl_agent(Registry):
         text = (
             f"agent {request.remote.name!r}: all bytes are there, its notification is lost: {why}"
         )
-        request.fail(nixlBind.nixlRemoteDisconnectError(text))
+        request.fail(nixlBind.nixlRemoteDisconnectError, text)
 
     def _ask(self, request: Request, channel: Channel) -> None:
         """Ask the owner to write, with one of our immediates."""
@@ -662,7 +663,7 @@ class nixl_agent(Registry):
                 self._own.burn(request.imm)
                 if self._asks.pop(request.number, None) and not expectation.cancelled:
                     text = f"{channel.name!r}: {expectation.error}"
-                    request.fail(nixlBind.nixlRemoteDisconnectError(text))
+                    request.fail(nixlBind.nixlRemoteDisconnectError, text)
                 request.under_way = False
 
         request.under_way = True
@@ -674,7 +675,7 @@ class nixl_agent(Registry):
 
     def _ask_lost(self, request: Request, why: str) -> None:
         text = f"agent {request.remote.name!r} cannot be reached: {why}"
-        request.fail(nixlBind.nixlRemoteDisconnectError(text))
+        request.fail(nixlBind.nixlRemoteDisconnectError, text)
 
     def _cancel(self, request: Request) -> list[Any]:
         """Cancel a request; return the handles to wait for."""
@@ -682,7 +683,7 @@ class nixl_agent(Registry):
         if request in waiting:
             waiting.remove(request)
             request.under_way = False
-            request.fail(nixlBind.nixlCancelledError("released before it was posted"))
+            request.fail(nixlBind.nixlCancelledError, "released before it was posted")
         if request.number in self._asks:
             channel = self._channel(request.remote)
             channel.send(encode(Cancel(request.number)))
@@ -780,7 +781,7 @@ class nixl_agent(Registry):
         del self._asks[message.number]
         if request.expectation is not None:
             request.under_way = False
-            request.fail(nixlBind.nixlBackendError(f"{request.remote.name!r}: {message.reason}"))
+            request.fail(nixlBind.nixlBackendError, f"{request.remote.name!r}: {message.reason}")
             request.expectation.cancel()
 
     def _on_lost(self, channel: Channel, why: str) -> None:
@@ -788,10 +789,10 @@ class nixl_agent(Registry):
         text = f"agent {channel.name!r} cannot be reached: {why}"
         for request in self._ungranted.pop(channel, []):
             request.under_way = False
-            request.fail(nixlBind.nixlRemoteDisconnectError(text))
+            request.fail(nixlBind.nixlRemoteDisconnectError, text)
         for request in tuple(self._asks.values()):
             if request.remote.addr == channel.addr:
-                request.fail(nixlBind.nixlRemoteDisconnectError(text))
+                request.fail(nixlBind.nixlRemoteDisconnectError, text)
 
 
 def _check_lengths(here: nixlBind.Rows, there: nixlBind.Rows) -> None:

@@ -15,6 +15,8 @@ from tep.compat.nixl.wire import Ask, Part, Region, Remote
 
 __all__ = ["Asked", "Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
 
+Failure = tuple[type[nixlBind.Error], str]
+
 _PIECE = 8 << 20
 """Longest row, bytes: long descriptors are cut, so that all NICs carry a part."""
 
@@ -130,7 +132,7 @@ class Request:
     Attributes:
         op, remote, parts, notif: the arguments; all times are of the clock `now_s`.
         state: "NEW", "PROC", "DONE" or "ERR".
-        error: the reason of a failure.
+        error: class and reason of a failure; a raised one would keep its caller's frames.
         number: number of this posting.
         imm: the immediate of its rows.
         under_way: True while its memory may be touched.
@@ -152,7 +154,7 @@ class Request:
         self.nrows = sum(len(part.here) for part in parts)
         self._descs, self._nbytes = len(rows), int(rows[:, 1].sum())
         self.state = "NEW"
-        self.error: Exception | None = None
+        self.error: Failure | None = None
         self.number = self.imm = 0
         self.under_way = False
         self.transfers: list[Transfer] = []
@@ -179,7 +181,7 @@ class Request:
         def done(transfer: Transfer) -> None:
             with lock:
                 if transfer.error is not None:
-                    self.fail(_error_of(transfer.error, self.remote.name))
+                    self.fail(*_error_of(transfer.error, self.remote.name))
                 step()
 
         def step() -> None:
@@ -206,7 +208,7 @@ class Request:
                     raise
                 self.transfers.append(one)
         except TepError as error:
-            self.fail(_error_of(error, self.remote.name))
+            self.fail(*_error_of(error, self.remote.name))
             for one in self.transfers:
                 one.cancel()
         step()
@@ -235,10 +237,10 @@ class Request:
             self.state, self._ended_s = "DONE", self._now_s()
             self.bell.ring()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, kind: type[nixlBind.Error], why: str) -> None:
         """Fail the request, unless it has ended already."""
         if self.state == "PROC":
-            self.state, self.error = "ERR", error
+            self.state, self.error = "ERR", (kind, why)
             self.bell.ring()
 
     def telemetry(self) -> nixlXferTelemetry:
@@ -249,11 +251,11 @@ class Request:
         return nixlXferTelemetry(start_us, post_us, took_us, self._nbytes, self._descs)
 
 
-def _error_of(error: TepError, name: str) -> Exception:
+def _error_of(error: TepError, name: str) -> Failure:
     """Return NIXL's error for one of the engine's."""
     gone = any(word in str(error) for word in ("UNREACHABLE", "PEER_LOST", "STALE", "NIC_DOWN"))
     kind = nixlBind.nixlRemoteDisconnectError if gone else nixlBind.nixlBackendError
-    return kind(f"agent {name!r}: {error}")
+    return kind, f"agent {name!r}: {error}"
 
 
 class Asked:

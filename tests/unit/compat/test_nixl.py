@@ -6,9 +6,11 @@ Expectations were taken from NIXL 1.5.1 itself (UCX), by the same calls.
 from __future__ import annotations
 
 import builtins
+import gc
 import inspect
 import json
 import time
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -291,6 +293,24 @@ def test_a_transfer_of_memory_that_is_gone_is_an_error(world, op):
     assert {} == world.b.update_notifs()
 
 
+def test_a_failed_transfer_keeps_nothing_of_its_caller(world):
+    """A server keeps failed handles a while: each would hold its caller's tensors."""
+
+    def look(handle):
+        tensor = np.zeros(8)
+        try:
+            world.run(handle)
+        except bindings.Error:
+            return weakref.ref(tensor)
+        pytest.fail("its memory is gone")
+
+    handle = world.xfer("WRITE")
+    world.b.deregister_memory(world.regs[1])
+    kept = look(handle)
+    gc.collect()
+    assert kept() is None
+
+
 def test_a_peer_that_was_started_again_is_another_one(world):
     """Its name is the same, and its memory elsewhere; NIXL ends with a segmentation fault."""
     world.run(world.xfer("READ"))
@@ -399,11 +419,10 @@ def test_prepared_lists_refuse_what_nixl_refuses(world):
     """An index that is not looked at moves another page."""
     mine = world.a.prep_xfer_dlist("", world.local((0, 8), (8, 8)))
     there = world.a.prep_xfer_dlist("B", world.remote((0, 8), (8, 8)))
-    square = [[0], [1]]
-    for sides in (
-        *((mine, [0, 1], there, [0]), (mine, [2], there, [0]), (mine, [], there, [])),
-        (mine, square, there, square),
-    ):
+    for some in ([[0], [1]], 0, np.int64(1), [2], []):
+        with pytest.raises(bindings.nixlInvalidParamError):
+            world.a.make_prepped_xfer("READ", mine, some, there, some)
+    for sides in ((mine, [0, 1], there, [0]), (mine, [0], there, [2])):
         with pytest.raises(bindings.nixlInvalidParamError):
             world.a.make_prepped_xfer("READ", *sides)
     with pytest.raises(bindings.nixlInvalidParamError):
