@@ -136,11 +136,25 @@ def _peers(data: Any) -> list[Row]:
             row["least to most"] = f"{_number(one['least'])} to {_number(one['most'])}"
             row["CPU, ms"] = _number(one["cpu_ms"])
         if one["ratio"] is not None and one["who"] != "tep":
-            middle, least, most = map(_number, one["ratio"])
-            row["ratio to tep"] = f"{middle} ({least} to {most})"
+            row["ratio to tep"] = _spread(one["ratio"])
         row["absent"] = one["absent"]
         rows.append(row)
     return rows
+
+
+def _beside(data: Any) -> list[Row]:
+    """Return the rows of vllm_pace: tep, NIXL, and the ratio of the two in the same round."""
+    return [
+        {"what": f"{one['what']}, {one['unit']}"}
+        | {name: _spread(one[name]) for name in ("tep", "nixl", "ratio")}
+        for one in data["rows"]
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Write a median with the least and the most."""
+    middle, least, most = map(_number, values)
+    return f"{middle} ({least} to {most})"
 
 
 def _peers_short(data: Any) -> list[Row]:
@@ -153,8 +167,7 @@ def _peers_short(data: Any) -> list[Row]:
         if one["who"] == "tep":
             row[one["what"]] = f"{_number(one['median'])} {one['unit']}"
         elif one["ratio"] is not None:
-            middle, least, most = map(_number, one["ratio"])
-            row[one["what"]] = f"{middle} ({least} to {most})"
+            row[one["what"]] = _spread(one["ratio"])
     return list(rows.values())
 
 
@@ -293,6 +306,22 @@ BENCHES: Final[dict[str, Bench]] = {
         "1 where the other is better. CPU is of both processes. ucxx sends messages, having no "
         "one-sided writes in Python.",
         _peers_short,
+    ),
+    "vllm": Bench(
+        "Inside vLLM, beside NixlConnector",
+        (
+            ".integrations/vllm/bin/python",
+            "tests/integrations/vllm_pace.py",
+            *("--rounds", "15", "--json", "{json}"),
+        ),
+        _beside,
+        "Two pairs of vLLM 0.32 on CPUs, each a prefill and a decode instance with a small random "
+        "model: one with tep's connector, one with NixlConnector on NIXL 1.5.1 over UCX, both at "
+        "their defaults. They compute the same prompts in turns; medians, least and most of 15 "
+        "rounds. A load is from vLLM's order until vLLM knows that all blocks are there, a first "
+        "token from the request at the decoder. A ratio above 1 says that tep is better. The "
+        "environment is made by `scripts/test --integrations vllm`.",
+        _beside,
     ),
     "sim": Bench(
         "The simulator's speed",

