@@ -173,6 +173,20 @@ def test_c16_nothing_of_a_long_row_is_written_after_deregister():
         assert end == b.target.data[-1]
 
 
+def test_c31_a_read_to_a_wrong_place_fails_and_those_behind_it_arrive():
+    """A batch of reads whose second is impossible: the ones behind it never ended."""
+    require("tcp")
+    with FabricWorld("tcp") as world:
+        net = Net(world)
+        a, b = net.pair()
+        at = [0, 64, 128]
+        batch = a.read(b, b.readable(256), local=[0, len(a.target.data), 128], remote=at)
+        net.write(batch, a)
+
+        assert {Status.OK: 2, Status.LOCAL_KEY: 1} == a.rows_ended(batch.ctx)
+        assert [1] == [error.row for error in a.errors()]
+
+
 @pytest.mark.parametrize("times", [3, math.inf])
 def test_a_peer_for_whom_no_endpoint_can_be_opened_is_tried_again(times):
     """Out of poll(), where a greeting is answered, an exception would end the whole engine."""

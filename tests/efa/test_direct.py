@@ -8,6 +8,7 @@ import tep
 from tep.backends import efa
 from tep.testing.contract import DomainContract
 from tep.testing.contract_engine import EngineContract, OpenEngines
+from tep.testing.world import Net
 from tests.conformance.test_libfabric import TIMEOUT_S
 from tests.efa.test_contract import EfaWorld
 
@@ -48,3 +49,21 @@ class TestEngines(EngineContract):
 
         with OpenEngines(opened, opened) as engines:
             yield engines
+
+
+@pytest.mark.parametrize("out", [0, 16, 48])
+def test_rows_go_by_the_half_window_or_by_what_is_left_of_it(out):
+    """A row by itself costs ten times what it costs among others, but half a window is enough."""
+    window = 64
+    with DirectWorld() as world:
+        world.nodes.append(efa.open_domains(nics=1, name="half", window_rows=window))
+        net = Net(world)
+        a = net.side(node=world.nodes[0])
+        net.write(a.batch(a), a)
+        at = [8 * k for k in range(window)]
+        first = a.batch(a, src=at[:out], dst=at[:out], nbytes=8)
+        assert out == (a.try_post(first, 0, out) if out else 0)
+        taken = a.try_post(a.batch(a, src=at, dst=at, nbytes=8), 0, window)
+        net.settle()
+
+        assert (window - out if out <= window // 2 else 0) == taken

@@ -240,10 +240,10 @@ class LocalDomain:
             if port.scan():
                 sender.small_helpings()
                 at = self._collect(out, at)
-            if woken and not at:
+            idle = woken and not at  # what woke us was a socket or a timer, or nothing did
+            if idle:
                 self._rung = False
-                self._watches.look()  # what woke us was a socket, or nothing did
-            elif self._polls % _LOOKS == 0 or (sender.active and sender.asking):
+            if idle or self._polls % _LOOKS == 0 or (sender.active and sender.asking):
                 self._watches.look()
                 if port.callers:
                     port.hang_up_on_silent()

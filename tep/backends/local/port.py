@@ -297,9 +297,8 @@ class Port:
             channel.close()
             return
         self.callers[channel] = time.monotonic() + _CALLER_S
+        self._watches.wake_in(_CALLER_S)
         self._meet(channel)
-        if channel in self.callers:
-            self._watches.wake_in(_CALLER_S)
 
     def _turn_away(self, channel: Channel) -> None:
         del self.callers[channel]

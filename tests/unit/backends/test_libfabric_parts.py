@@ -19,7 +19,7 @@ from tep.backends.libfabric import discover, frames, rules
 from tep.backends.libfabric.regions import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, NicAddress, Rules, parse
 from tep.backends.libfabric.slots import Slots, Ticket
-from tep.base.errors import BackendUnavailable, BadDescriptor
+from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError
 from tep.memory.source import adapt
 from tests.support.here import need_libfabric
 
@@ -353,6 +353,16 @@ def test_an_idle_engine_sleeps_unless_told_not_to(sleeps):
         assert sleeps == a._domains[0].caps.wakes
         assert sleeps != ("looks again and again: sleeps=False" in a.explain())
         assert target.all()
+
+
+def test_an_address_where_nothing_is_mapped_is_refused():
+    """Software providers register anything, and crash the process once a row arrives."""
+    need_libfabric()
+    with (
+        tep.TransferEngine.open("libfabric", provider="tcp", nics=1) as engine,
+        pytest.raises(FabricError, match="64 bytes at 0x1000 are not all mapped"),
+    ):
+        engine.reg_mr((0x1000, 64, "cpu"))
 
 
 def test_explain_says_what_done_means():

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from tep.backends.base import Status
+from tep.backends.base import Status, WriteBatch
+from tep.memory.source import adapt
 from tests.unit.backends.test_local_strangers import Writer, close_all, victim
 
 __all__ = ["close_all", "victim"]  # fixtures
@@ -37,6 +38,18 @@ def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch, w
     assert [(1, 1, 2)] == seen, "tail before and after the copy, and the byte after it"
     assert 2 == out.words[out.board]
     writer.close()
+
+
+def test_a_lone_row_that_a_killed_peer_cannot_see_is_not_called_done(victim) -> None:
+    """Its bytes go into memory of a process that has ended: whoever counts on them is wrong."""
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    src, lkey, dst = adapt(writer.source).ptr, writer.lkey, adapt(writer.target).ptr
+    victim.die()
+    row = WriteBatch(1, writer.peer, src, lkey, dst, writer.rkey, 8, None, 2)
+    assert 1 == writer.me.post(row, 0, 1)
+
+    assert Status.UNREACHABLE == writer.ended()
 
 
 def test_a_row_that_the_peers_memory_does_not_take_goes_by_number(victim) -> None:

@@ -174,19 +174,20 @@ def test_silent_strangers_are_few_and_lock_nobody_out(victim) -> None:
     assert held <= 64
 
 
-def test_a_silent_stranger_is_hung_up_on_in_time(victim, monkeypatch) -> None:
+@pytest.mark.parametrize("posts", [False, True])
+def test_a_silent_stranger_is_hung_up_on_in_time(victim, monkeypatch, posts) -> None:
     """A connection without a word held a descriptor until the engine's end; nobody has to poll."""
     monkeypatch.setattr("tep.backends.local.port._CALLER_S", 0.02)
-    with call(victim) as stranger:
-        stranger.settimeout(PATIENCE_S)
-        serve(victim)
-        deadline_s = time.monotonic() + PATIENCE_S
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    with call(writer.me) as stranger:
         stranger.setblocking(False)
+        if posts:  # the call is taken meanwhile
+            writer.post()
         while True:
-            assert time.monotonic() < deadline_s
-            if victim.arm():  # asleep: only the timer can wake it
-                assert select.select([victim.wakeup_fd()], [], [], PATIENCE_S)[0]
-            serve(victim, 20)
+            if writer.me.arm():  # asleep: only the timer can wake it
+                assert select.select([writer.me.wakeup_fd()], [], [], PATIENCE_S)[0]
+            serve(writer.me, 1)
             try:
                 assert b"" == stranger.recv(1)
                 break
@@ -437,6 +438,18 @@ def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> Non
     ended = run(RECYCLED)
     assert 0 == ended.returncode, ended.stderr
     assert f"child has {bytes(8)!r}" in ended.stdout
+
+
+def test_a_peer_that_closes_leaves_no_descriptor(victim) -> None:
+    """A bell, a process and its memory for each of them: a service runs out in weeks."""
+    before = descriptors()
+    for _ in range(3):
+        writer = Writer(victim)
+        assert Status.OK == writer.write()
+        writer.close()
+    serve(victim)
+
+    assert set() == opened_since(before)
 
 
 def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:

@@ -157,6 +157,22 @@ def test_rows_of_a_fenced_pair_end_unreachable_both_ways_and_messages_pass(nodes
     assert {} == nodes.imms("a")
 
 
+def test_a_fence_waits_until_the_whole_queue_was_read(stub, nodes):
+    """What had landed before it came behind it, and was counted for what was written again."""
+    nodes.connect("a", "b")
+    nic = nodes.nics["b"]
+    nodes.until(lambda: any(nic.peers.up))
+    (conn,) = filter(None, nic.peers.up)
+    nic.fence(nodes.nics["a"].address, 7)
+    stub.inject_imms(conn.ids[1][0], 300, 5)
+    nodes.out = nodes.out[:16]
+    nodes.until(lambda: any(entry[0] == Kind.FENCED for entry in nodes.seen["b"]))
+    kinds = [entry[0] for entry in nodes.seen["b"]]
+
+    assert 300 == sum(entry[2] for entry in nodes.seen["b"] if entry[0] == Kind.IMM)
+    assert Kind.IMM not in kinds[kinds.index(Kind.FENCED) :]
+
+
 def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     """A queue pair that keeps what it holds may keep immediates that landed, too."""
     nodes.connect("a", "b")
