@@ -145,14 +145,10 @@ class Paths:
             leaf = network.leaves**2
         self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
 
-    def due_ps(self) -> int | None:
-        """The time when the first quantum in a pool can land; None: there is none."""
-        times = [int(self._near[:, FIRST].min())] if len(self._near) else []
-        if len(self._below):
-            times.append(int(self._below[:, FIRST].min()) + self._latency_ps)
-        if len(self._out):
-            times.append(int(self._out[:, FIRST].min()) + self._latency_ps)
-        return min(times, default=None)
+    def due_ps(self) -> int:
+        """The time when the first quantum in a pool can land; NEVER_PS: there is none."""
+        ways = (self._near, 0), (self._below, self._latency_ps), (self._out, self._latency_ps)
+        return min(int(pool[:, FIRST].min(initial=NEVER_PS)) + way for pool, way in ways)
 
     def advance(self, new: Ints, limit_ps: int, receivers: Ints) -> Passing:
         """Compute the landings, provided that nothing unknown starts before the limit.

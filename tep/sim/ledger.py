@@ -6,7 +6,6 @@ A row has a number, counted over the whole fabric in the order of posting. Colum
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from enum import IntFlag
 from typing import Final
 
@@ -19,7 +18,6 @@ __all__ = ["Agenda", "Batches", "Hold", "Ledger"]
 
 _ROWS_MIN: Final = 4096
 _NONE: Final = np.empty(0, np.int64)
-_FEW: Final = 6  # so many rows one by one are quicker than columns
 
 
 class Hold(IntFlag):
@@ -204,22 +202,6 @@ class Agenda:
         left = self._at < len(self._times)
         self.first_ps = int(self._times[self._at]) if left else NEVER_PS
         return self._times[begin : self._at], self._numbers[begin : self._at]
-
-    def take_few(self, now_ps: int) -> list[tuple[int, int]] | None:
-        """Take the rows that are due if they are few, as times and numbers; else return None."""
-        if self._more:
-            self._merge()
-        at = self._at
-        if at + 1 == len(self._times) and self.first_ps <= now_ps:
-            self._at, self.first_ps = at + 1, NEVER_PS
-            return [(self._times.item(at), self._numbers.item(at))]
-        times = self._times[at : at + _FEW + 1].tolist()
-        count = bisect_right(times, now_ps)
-        if count > _FEW:
-            return None
-        self._at = at + count
-        self.first_ps = times[count] if count < len(times) else NEVER_PS
-        return list(zip(times[:count], self._numbers[at : at + count].tolist()))
 
     def nth_ps(self, n: int) -> int:
         """The time of the n-th from now, n >= 1; NEVER_PS if there are fewer."""

@@ -93,7 +93,7 @@ class Machines:
         first: the machine of a node that names no profile.
         shortest_ps: the least latency of any pair: the lookahead.
         pairs: numbers of pairs; None: all machines are alike in these.
-        network: between the NICs; None: a perfect switch, which needs no servers of its own.
+        network: between the NICs.
 
     Raises:
         UsageError: two transports, or two networks.
@@ -120,8 +120,6 @@ class Machines:
         least_ps = min(profile.latency_ps for profile in self.profiles)
         self.shortest_ps = least_ps if self.pairs is None else self.pairs.shortest_ps
         self.network = network or network_of(self.first.profile)
-        if self.network is None and self.pairs is not None:
-            self.network = Network()  # routes of unlike lengths need its pool of late arrivals
 
     @property
     def profiles(self) -> list[Profile]:
@@ -307,14 +305,13 @@ NETWORK: Final = tuple(one.name for one in fields(Network) if one.name != "extra
 """Fields that a profile and its network have in common."""
 
 
-def network_of(profile: Profile) -> Network | None:
-    """The network that a profile says it stands in; None: one perfect switch, and no bus to share.
+def network_of(profile: Profile) -> Network:
+    """The network that a profile says it stands in.
 
     Raises:
         UsageError: its numbers contradict each other.
     """
-    network = Network(**{name: getattr(profile, name) for name in NETWORK})
-    return None if network == Network() and not profile.bus_bps else network
+    return Network(**{name: getattr(profile, name) for name in NETWORK})
 
 
 _PACKET_BYTES: Final = 4096

@@ -24,9 +24,7 @@ from tep.sim.wakes import Fabric, Nic, Region
 
 __all__ = ["Inlet", "trace_ends", "trace_landed", "trace_posts", "trace_row"]
 
-_SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
-_SENDER_BIT, _WIRE_BIT = int(Hold.SENDER), int(Hold.WIRE)
 _OK: Final = int(Status.OK)
 _IMM, _RECV, _CONTROL = int(Kind.IMM), int(Kind.RECV), int(Kind.CONTROL)
 
@@ -56,11 +54,6 @@ class Inlet:
         inbox = self._nic.inbox
         if inbox.first_ps > now:
             return
-        few = inbox.take_few(now)
-        if few is not None:
-            for time_ps, number in few:
-                self._take_one(time_ps, number)
-            return
         fabric, ledger = self._fabric, self._fabric.ledger
         times, numbers = inbox.take(now)
         rows = numbers - ledger.base
@@ -76,33 +69,6 @@ class Inlet:
             times, rows = times[wanted], rows[wanted]
         if len(rows):
             self._take_rows(times, rows)
-
-    def _take_one(self, time_ps: int, number: int) -> None:
-        """The same for one row. Scatters land row by row: without columns it takes half the time.
-
-        Rows with bytes to copy, errors, logs or fences go the way of the columns.
-        """
-        fabric, ledger = self._fabric, self._fabric.ledger
-        row = number - ledger.base
-        hold = ledger.hold.item(row)
-        ledger.hold[row] = hold & ~_WIRE_BIT
-        if not hold & _SENDER_BIT:
-            return
-        if ledger.message.item(row):
-            self._take_message(number, time_ps)
-            return
-        target, nbytes = self.targets.get(ledger.rkey.item(row)), ledger.nbytes.item(row)
-        offset = -1 if target is None else ledger.dst.item(row) - target.ptr
-        fits = target is not None and 0 <= offset <= target.nbytes - nbytes
-        moves = nbytes > 0 and fabric.move_bytes
-        logged = fabric.row_log is not None or fabric.mortal
-        if moves or not fits or logged or ledger.status.item(row) != _OK:
-            self._take_rows(np.array([time_ps]), np.array([row]))
-            return
-        fabric.landed_bytes[self._nic.number] += nbytes
-        imm = ledger.imm.item(row)
-        if imm >= 0:
-            self._nic.ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
 
     def _take_rows(self, times: Ints, rows: Ints) -> None:
         fabric, nic = self._fabric, self._nic
@@ -296,7 +262,7 @@ def _gap_ps(sender: Nic, receiver: Nic) -> int:
 
 def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:
     """Indices of the rows that agree in all columns, a run each."""
-    if all(map(is_alike, columns)):
+    if len(columns[0]) == 1 or all(map(is_alike, columns)):
         return [slice(None)]
     order = np.lexsort(columns)
     change = np.zeros(len(order) - 1, np.bool_)

@@ -16,10 +16,9 @@ Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.base.errors import UsageError
@@ -37,24 +36,19 @@ from tep.sim.congestion import (
     is_paced,
     no_flights,
 )
-from tep.sim.driver import SimNode
-from tep.sim.ledger import Batches, Hold, Ledger
-from tep.sim.machines import InOrder, Machine, Machines, Network
+from tep.sim.ledger import Hold
+from tep.sim.machines import InOrder, Machines, Network
 from tep.sim.profile import Profile
-from tep.sim.queues import NEVER_PS, Ints, by_value, fifo_grouped, has_all, has_any
+from tep.sim.queues import NEVER_PS, Ints, by_value, has_any
 from tep.sim.row_log import RowLog
-from tep.sim.timing_nic import MortalNic, TimingNic, address_of
-from tep.sim.wakes import Fabric, Nic, Wakes
+from tep.sim.timing_nic import MortalNic, TimingNic
+from tep.sim.wakes import Fabric, Nic, Node, address_of
 
 __all__ = ["Node", "TimingFabric"]
 
-_T = TypeVar("_T", bound=np.generic)
-
 _WIRE: Final = np.uint8(Hold.WIRE)
-_NICS_MIN: Final = 16
-_WINDOW_MIN: Final = 1024
-"""Quanta of one NIC that are settled in one pass, at the least. No result depends on it."""
-_COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps")
+_WINDOW: Final = 1024
+"""The most quanta of one NIC that are settled in one pass. No result depends on it."""
 
 
 class _Rows(NamedTuple):
@@ -80,7 +74,7 @@ class _Rows(NamedTuple):
     mine: Ints
 
 
-class TimingFabric:
+class TimingFabric(Fabric):
     """A switched network of machines, equal ones or of one transport.
 
     Args:
@@ -104,41 +98,18 @@ class TimingFabric:
         network: Network | None = None,
         mortal: bool = False,
     ) -> None:
-        self.env = env
-        self.machines = Machines(profile, seed, network)
-        self.pairs = self.machines.pairs
-        self.profile = self.machines.first.profile
-        self._shortest_ps = self.machines.shortest_ps
-        self.row_log = row_log if row_log is not None and row_log.on else None
-        self.move_bytes = move_bytes
-        self.mortal = mortal
-        self.ledger = Ledger()
-        self.batches = Batches()
-        self.payloads: dict[int, bytes] = {}
-        self.controls: set[int] = set()  # which of them are control messages
-        self.slow: dict[int, int] = {}
+        machines = Machines(profile, seed, network)
+        log = row_log if row_log is not None and row_log.on else None
+        super().__init__(env, machines, log, move_bytes=move_bytes, mortal=mortal)
+        self.profile = machines.first.profile
+        self._shortest_ps = machines.shortest_ps
         self.active: dict[int, Nic] = {}
-        self.refused: dict[int, Nic] = {}
-        self.in_order = InOrder() if any(p.loss_ppm for p in self.machines.profiles) else None
+        self.in_order = InOrder() if any(p.loss_ppm for p in machines.profiles) else None
         self.marks = Marks(self.profile, self.pairs) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
-        self._numbers: dict[bytes, int] = {}
-        self._nics: list[Nic | None] = []
         self._due_ps = NEVER_PS
-        self._window = _WINDOW_MIN
-        self.paths: Paths | None = None
-        if self.machines.network is not None:
-            ways = None if self.pairs is None else self.pairs.latency_ps
-            self.paths = Paths(self.machines.network, self._shortest_ps, self._receiving, ways)
-        # Columns, by the number of a NIC: the time when its receiving side is free; the earliest
-        # time at which a non-urgent immediate, and completion, may wake its owner; whether it is
-        # gone; bytes landed here.
-        self._free = np.zeros(_NICS_MIN, np.int64)
-        self.soft = np.zeros(_NICS_MIN, np.int64)
-        self.soft_acks = np.zeros(_NICS_MIN, np.int64)
-        self.gone = np.ones(_NICS_MIN, np.bool_)
-        self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
-        self.cut_ps = np.zeros(_NICS_MIN, np.int64)  # until when its link carries nothing
+        ways = None if self.pairs is None else self.pairs.latency_ps
+        self.paths = Paths(machines.network, self._shortest_ps, self._receiving, ways)
 
     # ------------------------------------------------------------------ nodes and NICs
 
@@ -165,43 +136,11 @@ class TimingFabric:
         if old is not None and not self.gone[old]:
             raise UsageError(f"node {name!r} is open; close its NICs before it starts again")
         self._epochs[name] = epoch
-        return Node(self, name, epoch, machine)
-
-    def attach(self, nic: Nic) -> int:
-        """Give a NIC its number."""
-        number = self.number_of(nic.address)
-        assert self._nics[number] is None, nic.address
-        self._nics[number] = nic
-        self.gone[number] = False
-        if self.paths is not None:
-            self.paths.place(number, nic.node.name, nic.index, nic.profile.bus_bps)
-        if self.pairs is not None:
-            self.pairs.place(number, nic.node.machine.kind)
-        return number
-
-    def number_of(self, address: bytes) -> int:
-        """Return the number of an address; one that nobody has yet gets one too."""
-        found = self._numbers.get(address)
-        if found is None:
-            found = self._numbers[address] = len(self._nics)
-            self._nics.append(None)
-            if found >= len(self._free):
-                for column in _COLUMNS:
-                    old = getattr(self, column)
-                    fill = np.full(len(old), column == "gone", old.dtype)
-                    setattr(self, column, np.concatenate((old, fill)))
-        return found
-
-    def nic(self, number: int) -> Nic:
-        """The NIC of a number that somebody has."""
-        found = self._nics[number]
-        assert found is not None, number
-        return found
-
-    def name_of(self, number: int) -> str:
-        """Name of the node that a NIC number belongs to, "" if it was never there."""
-        found = self._nics[number]
-        return "" if found is None else found.node.name
+        made, make = Node(self, name, epoch, machine), MortalNic if self.mortal else TimingNic
+        made.domains = nics = [make(self, made, index) for index in range(machine.profile.nics)]
+        for nic in nics:
+            self.paths.place(nic.number, name, nic.index, nic.profile.bus_bps)
+        return made
 
     def _why_gone(self, number: int) -> Status:
         """STALE_PEER if a later incarnation is there, else UNREACHABLE."""
@@ -264,7 +203,6 @@ class TimingFabric:
     # ------------------------------------------------------------------ the wire
 
     def sending(self, nic: Nic) -> None:
-        """A NIC has units to send: see that they are resolved when the first arrives."""
         self.active[nic.number] = nic
         self._arm(int(nic.queue.starts[nic.queue.at]) + self._shortest_ps)
 
@@ -283,23 +221,16 @@ class TimingFabric:
         limit_ps = min(self._next_event_ps(), self._window_ps(nics))
         taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
         taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
-        if self.paths is not None:
-            self._settle_paths(self.paths, taken, limit_ps)
-        elif taken:
-            self._settle(taken)
-        firsts: list[int] = []
+        self._settle(taken, limit_ps)
+        due_ps = self.paths.due_ps()
         for nic in nics:
             queue = nic.queue
             if len(queue):
-                firsts.append(queue.starts.item(queue.at))
+                due_ps = min(due_ps, queue.starts.item(queue.at) + self._shortest_ps)
             else:
                 del self.active[nic.number]
-        due = [min(firsts) + self._shortest_ps] if firsts else []
-        flying_ps = None if self.paths is None else self.paths.due_ps()
-        if flying_ps is not None:
-            due.append(flying_ps)
-        if due:
-            self._arm(min(due))
+        if due_ps < NEVER_PS:
+            self._arm(due_ps)
 
     def _next_event_ps(self) -> int:
         """The earliest time at which anybody may post again: Rule 1."""
@@ -310,24 +241,22 @@ class TimingFabric:
 
         A pass looks at every quantum that leaves before its limit, and then keeps those that leave
         before the first wake. Without a window a write of n rows would look at all its quanta n
-        times. The window follows what the last pass kept.
+        times.
         """
         limit_ps = NEVER_PS
         if self.marks is not None:
             return self._notice_ps(nics)
         for nic in nics:
             queue, at = nic.queue, nic.queue.at
-            if len(queue) > self._window:
+            if len(queue) > _WINDOW:
                 first_ps = int(queue.starts[at])
-                limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
+                limit_ps = min(limit_ps, max(int(queue.starts[at + _WINDOW]), first_ps + 1))
         return limit_ps
 
     def _notice_ps(self, nics: list[Nic]) -> int:
         """No sender can learn of an unsettled quantum before this time: rule 2 of `congestion`."""
         first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
-        flying_ps = None if self.paths is None else self.paths.due_ps()
-        limit_ps = first_ps + self._shortest_ps
-        return limit_ps if flying_ps is None else min(limit_ps, flying_ps)
+        return min(first_ps + self._shortest_ps, self.paths.due_ps())
 
     def _notify(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
         """Notify senders of quanta that were taken: a row each of sender, target, bytes."""
@@ -343,71 +272,17 @@ class TimingFabric:
         for queue in queues.values():
             queue.foresee()
 
-    def _settle(self, taken: list[tuple[Nic, int]]) -> None:
-        spans = [slice(nic.queue.at, stop) for nic, stop in taken]
-        plans = [(nic.queue.units, span) for (nic, _), span in zip(taken, spans)]
-        starts = _join([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
-        number = _join([units.number[span] for units, span in plans])
-        target = _join([units.target[span] for units, span in plans])
-        service = _join([units.service[span] for units, span in plans])
-        last = _join([units.last[span] for units, span in plans])
-        arrive = starts + self._shortest_ps  # all ways are alike where there are no `paths`
-        receiving = service
-        if self.slow or self.marks is not None:
-            source = self.ledger.source[number - self.ledger.base]
-            receiving = self._receiving(source, target, service)
-        done = self._served(taken, arrive, receiving, target)
-        if self.marks is not None:
-            nbytes = _join([units.nbytes[span] for units, span in plans])
-            quanta = np.stack((source, target, nbytes), 1)
-            self._notify(self.marks, quanta, done - receiving - arrive, done)
-        numbers, landed = number, done if not self.slow else np.maximum(done, arrive + service)
-        if not has_all(last):
-            numbers, landed = number[last], landed[last]
-        landed = self._late(numbers, landed)
-        # The wakes that these rows cause are events as well. Quanta that leave after the first of
-        # them may meet rows that are posted then, and have to wait; earlier ones are not affected.
-        rows = self._rows(numbers, landed)
-        limit_ps = self._first_wake_ps(rows)
-        if max([nic.queue.starts.item(stop - 1) for nic, stop in taken]) >= limit_ps:
-            kept = starts < limit_ps
-            keeps = kept[last]
-            if not has_all(keeps):
-                rows = self._rows(numbers[keeps], landed[keeps])
-            target, done = target[kept], done[kept]
-            taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
-        np.maximum.at(self._free, target, done)
-        self._window = max(_WINDOW_MIN, 2 * max(stop - nic.queue.at for nic, stop in taken))
-        for nic, stop in taken:
-            nic.queue.at = stop
-        if len(rows.numbers):
-            self._land(rows)
-
-    def _served(
-        self, taken: list[tuple[Nic, int]], arrive: Ints, service: Ints, target: Ints
-    ) -> Ints:
-        """The times when receivers have taken quanta."""
-        lone = {nic.queue.lone: nic.queue for nic, _ in taken}
-        if len(lone) == len(taken) and -1 not in lone and not self.slow:
-            # Each has one sender, whose wire took as long for each quantum: no quantum waits for
-            # the one before it.
-            for number, queue in lone.items():
-                if self._free.item(number) > queue.starts.item(queue.at) + self._shortest_ps:
-                    break
-            else:
-                return arrive + service
-        return fifo_grouped(arrive, service, target, self._free)
-
-    def _settle_paths(self, paths: Paths, taken: list[tuple[Nic, int]], limit_ps: int) -> None:
-        """The same where the way has servers of its own, in a pass that may have to be shortened.
+    def _settle(self, taken: list[tuple[Nic, int]], limit_ps: int) -> None:
+        """Let quanta pass, and those land that nothing can change; the pass may be shortened.
 
         A pass says which rows land if nothing new starts before the limit. If the first wake that
         they cause comes before, it is made again with that as its limit.
         """
+        paths = self.paths
         while True:
             parts = [self._flights(nic, stop) for nic, stop in taken]
             new = np.concatenate(parts) if parts else no_flights()
-            passing = paths.advance(new, limit_ps, self._free)
+            passing = paths.advance(new, limit_ps, self.free)
             ends = passing.flights[:, LAST] != 0
             numbers = passing.flights[ends, NUMBER]
             rows = self._rows(numbers, self._late(numbers, passing.done[ends]))
@@ -421,7 +296,7 @@ class TimingFabric:
         if self.marks is not None:
             quanta = passing.flights[:, [SOURCE, TARGET, NBYTES]]
             self._notify(self.marks, quanta, paths.waited(passing), passing.done)
-        self._free = passing.receivers
+        self.free = passing.receivers
         for nic, stop in taken:
             nic.queue.at = stop
         if len(numbers):
@@ -439,7 +314,7 @@ class TimingFabric:
         """
         if not self.slow:
             return service
-        percent = np.full(len(self._free), 100)
+        percent = np.full(len(self.free), 100)
         percent[list(self.slow)] = list(self.slow.values())
         found: Ints = service * percent[target] // percent[source]
         return found
@@ -557,86 +432,3 @@ class TimingFabric:
             acked_ps = int(batches.acked_ps[number])
         self.nic(source).node.wakes.wake_at(acked_ps)
         batches.end(number)
-
-
-def _join(parts: list[npt.NDArray[_T]]) -> npt.NDArray[_T]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-class Node(SimNode):
-    """One host with one device: its NICs and the CPU of its worker.
-
-    Attributes:
-        machine: which one it is.
-        busy_until_ps: time of the worker's next turn.
-        wakes: the wake-ups of the worker.
-    """
-
-    def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
-        super().__init__(name, epoch)
-        self.machine = machine
-        self._profile = profile = machine.profile
-        self._cpu_free_ps = 0
-        self._turn_ps = profile.turn_rows * profile.post_first_ps
-        self._fabric = fabric
-        self._posts: list[_Post] = []
-        self.wakes = Wakes(fabric)
-        make = MortalNic if fabric.mortal else TimingNic
-        self.domains: Sequence[TimingNic] = [
-            make(fabric, self, index) for index in range(profile.nics)
-        ]
-
-    def step_delay_ps(self) -> int:
-        """The delay from a kick, or a completion, to the worker's turn."""
-        return self._profile.step_delay_ps
-
-    def charge(self, cost_ps: int) -> None:
-        """Give the worker work, to be done after the work that it has."""
-        now = self._fabric.env.now
-        self._cpu_free_ps = max(now, self._cpu_free_ps) + cost_ps
-        # While it posts many rows it looks at its NICs now and then.
-        self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
-
-    def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
-        """Have the worker post rows; they are launched once all posts of this instant are known.
-
-        A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
-        NIC all its rows before it comes to the next. So the rows of one instant are put in turn.
-        """
-        if not self._posts:
-            self._fabric.env.call_at(self._fabric.env.now, self._launch, self._cpu_free_ps)
-        self._posts.append(_Post(nic, numbers, costs))
-        self.charge(int(costs.sum()))
-
-    def _launch(self, cpu_free_ps: int) -> None:
-        posts, self._posts = self._posts, []
-        now = self._fabric.env.now
-        rows = sum(len(post.numbers) for post in posts)
-        if rows <= self._profile.turn_rows:
-            # A worker with a backlog takes new requests at its next turn. Rows planned for then are
-            # not put off, but the CPU time is charged behind the backlog.
-            cpu_free_ps = min(cpu_free_ps, now + self._turn_ps)
-        start_ps = max(now, cpu_free_ps)
-        if len(posts) == 1:
-            nic, numbers, costs = posts[0]
-            nic.launch(numbers, start_ps + np.cumsum(costs))
-            return
-        mine: dict[int, list[_Post]] = {}
-        for post in posts:
-            mine.setdefault(post.nic.index, []).append(post)
-        sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
-        turns = np.zeros((max(sizes), len(mine)), np.int64)  # a NIC without more rows costs nothing
-        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
-            turns[:size, index] = np.concatenate([post.costs for post in found])
-        done = start_ps + np.cumsum(turns).reshape(turns.shape)
-        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
-            numbers = np.concatenate([post.numbers for post in found])
-            found[0].nic.launch(numbers, done[:size, index])
-
-
-class _Post(NamedTuple):
-    """Rows that the worker posts on one NIC, and the CPU time each costs."""
-
-    nic: Nic
-    numbers: Ints
-    costs: Ints

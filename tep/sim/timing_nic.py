@@ -14,7 +14,6 @@ would have landed. Bytes that are under way when a NIC dies are lost.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -37,14 +36,11 @@ from tep.backends.columns import part
 from tep.backends.common import check_memory
 from tep.base.errors import BadDescriptor, ClosedError
 from tep.memory.source import Memory
-from tep.sim.congestion import PacedQueue, is_paced
-from tep.sim.driver import nobody
-from tep.sim.ledger import Agenda, Hold
+from tep.sim.ledger import Hold
 from tep.sim.queues import (
     NEVER_PS,
     Depths,
     Ints,
-    SendQueue,
     Units,
     cut_quanta,
     has_all,
@@ -52,70 +48,34 @@ from tep.sim.queues import (
     is_alike,
 )
 from tep.sim.receiving import Inlet, trace_ends, trace_posts, trace_row
-from tep.sim.wakes import Entry, Fabric, Host, Nic, Region
+from tep.sim.wakes import Fabric, Nic, Node, Region
 
-__all__ = ["MortalNic", "TimingNic", "address_of"]
+__all__ = ["MortalNic", "TimingNic"]
 
 _ADDRESS: Final = re.compile(rb"[^/#]{1,256}/[0-9]{1,3}#[0-9]{1,18}")
 
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
-_SENDER_BIT: Final = int(Hold.SENDER)
 _BOTH: Final = int(Hold.SENDER | Hold.WIRE)
 _OK: Final = int(Status.OK)
 _WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
 
 
-def address_of(name: str, epoch: int, index: int) -> bytes:
-    """The address of a NIC: "name/index#epoch"."""
-    return f"{name}/{index}#{epoch}".encode()
-
-
-class TimingNic:
+class TimingNic(Nic):
     """One NIC; made by TimingFabric.node(). See `tep.backends.base.Domain` for the methods.
 
     Attributes:
-        caps, address: of the seam.
-        fabric, node: of this NIC.
-        profile: of its machine.
-        index: of this NIC in its node.
-        number: of this NIC on its fabric.
-        queue: quanta that it still has to send.
-        inbox: rows that land here, by the time they can be seen.
-        outbox: rows sent from here, by the time their completion can be seen.
-        sources: lkey -> region.
-        ready: completions that poll() hands out.
-        open_rows: rows posted and not completed.
-        depths: the same of each queue pair, where that has a limit.
-        waker: wakes the owner.
+        depths: rows outstanding on each queue pair, where that has a limit.
     """
 
-    def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
+    def __init__(self, fabric: Fabric, node: Node, index: int) -> None:
+        super().__init__(fabric, node, index)
+        self.depths = Depths(self.profile.qp_depth) if self.profile.qp_depth else None
         self._machine = node.machine
-        self.profile = profile = node.machine.profile
-        self.caps = profile.caps(
-            f"{node.name}/{index}",
-            moves_bytes=fabric.move_bytes,
-            control_bytes=profile.max_msg_bytes,
-        )
-        self.address = address_of(node.name, node.epoch, index)
-        self.node = node
-        self.index = index
-        self.number = fabric.attach(self)
-        self.queue = PacedQueue(profile) if is_paced(profile) else SendQueue()
-        self.inbox = Agenda()
-        self.outbox = Agenda()
-        self.sources: dict[int, Region] = {}
-        self.ready: deque[Entry] = deque()
-        self.fabric = fabric
         self._inlet = Inlet(fabric, self)
         self._keys = 0
         self._closed = False
         self._batches: dict[int, int] = {}
-        self.open_rows = 0
-        self.depths = Depths(profile.qp_depth) if profile.qp_depth else None
-        self.waker: Callable[[], None] = nobody
-        node.wakes.nics.append(self)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -280,8 +240,6 @@ class TimingNic:
     def _are_sound(self, numbers: Ints) -> bool:
         """True if these are no messages, and none has a flaw; False: `_flaws` is to look."""
         ledger = self.fabric.ledger
-        if len(numbers) == 1:
-            return self._is_sound(numbers.item(0) - ledger.base)
         rows = ledger.where(numbers)
         lkeys, nbytes = ledger.lkey[rows], ledger.nbytes[rows]
         region, longest = self.sources.get(lkeys.item(0)), nbytes.item(0)
@@ -291,17 +249,6 @@ class TimingNic:
             return False
         offset = ledger.src[rows] - np.uint64(region.ptr)  # one below the region wraps
         return int(offset.max()) <= region.nbytes - longest
-
-    def _is_sound(self, row: int) -> bool:
-        """The same of one row: True if it is no message and has no flaw."""
-        ledger = self.fabric.ledger
-        nbytes = ledger.nbytes.item(row)
-        if ledger.message.item(row) or nbytes > self.caps.max_write_bytes:
-            return False
-        region = self.sources.get(ledger.lkey.item(row))
-        if region is None or not nbytes:
-            return not nbytes
-        return 0 <= ledger.src.item(row) - region.ptr <= region.nbytes - nbytes
 
     def _fail_here(self, numbers: Ints, times: Ints) -> None:
         """Complete rows, whose status is set, that never leave."""
@@ -408,10 +355,7 @@ class TimingNic:
         """Complete rows of this sender whose acknowledgement is here."""
         fabric = self.fabric
         ledger = fabric.ledger
-        few = None if fabric.row_log is not None else self.outbox.take_few(now)
-        if few and self._reap_few([number - ledger.base for _, number in few], now):
-            return
-        times, numbers = self.outbox.take(now) if few is None else tuple(np.array(few).T)
+        times, numbers = self.outbox.take(now)
         rows = numbers - ledger.base
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
@@ -434,29 +378,6 @@ class TimingNic:
             kind = _SENT if ledger.message[row] else _WRITE
             ctx, index = int(ledger.ctx[row]), int(ledger.row[row])
             self.ready.append((kind, int(ledger.status[row]), 1, 0, index, ctx, 0))
-
-    def _reap_few(self, rows: list[int], now: int) -> bool:
-        """Do so for a few rows, without columns, in the order of _report_done(); else False."""
-        fabric, ledger = self.fabric, self.fabric.ledger
-        for target in sorted({ledger.target.item(row) for row in rows}):
-            if not fabric.gone.item(target):
-                fabric.nic(target).take_landed(now)
-        done: dict[int, tuple[int, int]] = {}
-        for row in rows:
-            if ledger.message.item(row) or ledger.status.item(row) != _OK:
-                return False
-            ctx = ledger.ctx.item(row)
-            count, nbytes = done.get(ctx, (0, 0))
-            done[ctx] = count + 1, nbytes + ledger.nbytes.item(row)
-        for row in rows:  # quicker than by columns
-            ledger.hold[row] = ledger.hold.item(row) & ~_SENDER_BIT
-        self.open_rows -= len(rows)
-        if self.depths is not None:
-            self.depths.free(ledger.target[rows])
-        for ctx in sorted(done):
-            count, nbytes = done[ctx]
-            self.ready.append((_WRITE, _OK, count, 0, 0, ctx, nbytes))
-        return True
 
     def _report_done(self, rows: Ints) -> None:
         """Report rows that are done, an entry a batch."""
@@ -593,7 +514,7 @@ class _MortalInlet(Inlet):
 class MortalNic(TimingNic):
     """A NIC that can die, and whose engine can retransmit the lost rows: C23 and C25 to C27."""
 
-    def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
+    def __init__(self, fabric: Fabric, node: Node, index: int) -> None:
         super().__init__(fabric, node, index)
         self.caps = replace(self.caps, imm_source=True)
         self._inlet = self._mortal = _MortalInlet(fabric, self)

@@ -1,11 +1,10 @@
-"""Decides when a node's worker is woken, using few events without changing results.
+"""A node of the timing fabric: what NICs share, the worker's CPU, and when the worker is woken.
 
-Also the protocols by which fabric, node and NIC of the timing fabric know each other. A spinning
-worker sees every immediate at once, but an event for each would cost more than the whole model. So
-there are two kinds of wake-ups. An urgent one comes at its exact time: at the end of a batch, each
-row of a scatter, a message, a failure, room after a refusal. All other entries are gathered: the
-pause between two looks grows with the burst, so that a burst costs a logarithm of wake-ups. A look
-takes in the entries of all NICs of the node, as one step of the worker would.
+A spinning worker sees every immediate at once, but an event for each would cost more than the whole
+model. So there are two kinds of wake-ups. An urgent one comes at its exact time: at the end of a
+batch, each row of a scatter, a message, a failure, room after a refusal. All other entries are
+gathered: the pause between two looks grows with the burst, so that a burst costs a logarithm of
+wake-ups. A look takes in the entries of all NICs of the node, as one step of the worker would.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import DomainCaps
 from tep.backends.columns import HostRegion
 from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv
+from tep.sim.congestion import PacedQueue, is_paced
+from tep.sim.driver import SimNode, nobody
 from tep.sim.ledger import Agenda, Batches, Ledger
-from tep.sim.machines import Machine, Pairs
-from tep.sim.profile import Profile
+from tep.sim.machines import Machine, Machines
 from tep.sim.queues import NEVER_PS, Ints, SendQueue
 from tep.sim.row_log import RowLog
 
-__all__ = ["Entry", "Fabric", "Host", "Nic", "Region", "Wakes"]
+__all__ = ["Entry", "Fabric", "Nic", "Node", "Region", "Wakes", "address_of"]
 
 Entry = tuple[int, int, int, int, int, int, int] | npt.NDArray[np.void]
 """One completion in the order of COMPLETION's fields, or an array of them."""
@@ -55,84 +54,229 @@ class Region:
         self.host = HostRegion(memory, memory.ptr, writable=writable) if host else None
 
 
-class Host(Protocol):
-    """A node as its NICs see it; `timing.Node` is one."""
-
-    name: str
-    epoch: int
-    machine: Machine
-
-    @property
-    def wakes(self) -> Wakes: ...
-
-    def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
-        """Have the worker post rows."""
-
-    def charge(self, cost_ps: int) -> None:
-        """Give the worker work."""
+_NICS_MIN: Final = 16
+_COLUMNS: Final = ("free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps")
 
 
-class Nic(Protocol):
-    """A NIC as the others see it; `timing_nic.TimingNic` is one."""
+class Fabric:
+    """The part of a timing fabric that its nodes and NICs see; `timing` moves their rows.
 
-    number: int
-    index: int
-    address: bytes
-    caps: DomainCaps
-    profile: Profile
-    inbox: Agenda
-    outbox: Agenda
-    ready: deque[Entry]
-    sources: dict[int, Region]
-    queue: SendQueue
-    open_rows: int
-    waker: Callable[[], None]
+    Attributes:
+        env, machines, row_log: the clock, the machines, and the log; None: nothing is recorded.
+        pairs: numbers of pairs of unlike machines; None: all are alike.
+        move_bytes, mortal: as for `timing.TimingFabric`.
+        ledger, batches: rows in flight.
+        payloads: of the messages in flight, by number.
+        controls: which of them are control messages.
+        slow: NIC -> percent of its usual time for every byte.
+        refused: the NICs whose owners wait for room.
+        gone: by the number of a NIC, whether it is gone; as all columns here.
+        soft, soft_acks: earliest times at which non-urgent immediates, and completions, may wake
+            the owner.
+        free: when the receiving side is free.
+        landed_bytes: landed here.
+        cut_ps: until when the link carries nothing.
+    """
 
-    @property
-    def node(self) -> Host: ...
+    def __init__(
+        self,
+        env: FabricEnv,
+        machines: Machines,
+        row_log: RowLog | None,
+        *,
+        move_bytes: bool,
+        mortal: bool,
+    ) -> None:
+        self.env = env
+        self.machines = machines
+        self.pairs = machines.pairs
+        self.row_log = row_log
+        self.move_bytes = move_bytes
+        self.mortal = mortal
+        self.ledger = Ledger()
+        self.batches = Batches()
+        self.payloads: dict[int, bytes] = {}
+        self.controls: set[int] = set()
+        self.slow: dict[int, int] = {}
+        self.refused: dict[int, Nic] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._nics: list[Nic | None] = []
+        self.free = np.zeros(_NICS_MIN, np.int64)
+        self.soft = np.zeros(_NICS_MIN, np.int64)
+        self.soft_acks = np.zeros(_NICS_MIN, np.int64)
+        self.gone = np.ones(_NICS_MIN, np.bool_)
+        self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
+        self.cut_ps = np.zeros(_NICS_MIN, np.int64)
 
-    @property
-    def fabric(self) -> Fabric: ...
+    def attach(self, nic: Nic) -> int:
+        """Give a NIC its number."""
+        number = self.number_of(nic.address)
+        assert self._nics[number] is None, nic.address
+        self._nics[number] = nic
+        self.gone[number] = False
+        if self.pairs is not None:
+            self.pairs.place(number, nic.node.machine.kind)
+        return number
+
+    def number_of(self, address: bytes) -> int:
+        """Return the number of an address; one that nobody has yet gets one too."""
+        found = self._numbers.get(address)
+        if found is None:
+            found = self._numbers[address] = len(self._nics)
+            self._nics.append(None)
+            if found >= len(self.gone):
+                for column in _COLUMNS:
+                    old = getattr(self, column)
+                    fill = np.full(len(old), column == "gone", old.dtype)
+                    setattr(self, column, np.concatenate((old, fill)))
+        return found
+
+    def nic(self, number: int) -> Nic:
+        """The NIC of a number that somebody has."""
+        found = self._nics[number]
+        assert found is not None, number
+        return found
+
+    def name_of(self, number: int) -> str:
+        """Name of the node that a NIC number belongs to, "" if it was never there."""
+        found = self._nics[number]
+        return "" if found is None else found.node.name
+
+    def sending(self, nic: Nic) -> None:
+        """A NIC has units to send: see that they are resolved when the first arrives."""
+        raise NotImplementedError
+
+
+def address_of(name: str, epoch: int, index: int) -> bytes:
+    """The address of a NIC: "name/index#epoch"."""
+    return f"{name}/{index}#{epoch}".encode()
+
+
+class Nic:
+    """The part of a NIC that its node, and other NICs, see; `timing_nic.TimingNic` adds the seam.
+
+    Attributes:
+        caps, address: of the seam.
+        fabric, node: of this NIC.
+        profile: of its machine.
+        index: of this NIC in its node.
+        number: of this NIC on its fabric.
+        queue: quanta that it still has to send.
+        inbox: rows that land here, by the time they can be seen.
+        outbox: rows sent from here, by the time their completion can be seen.
+        sources: lkey -> region.
+        ready: completions that poll() hands out.
+        open_rows: rows posted and not completed.
+        waker: wakes the owner.
+    """
+
+    def __init__(self, fabric: Fabric, node: Node, index: int) -> None:
+        self.fabric = fabric
+        self.node = node
+        self.index = index
+        self.profile = profile = node.machine.profile
+        self.caps = profile.caps(
+            f"{node.name}/{index}",
+            moves_bytes=fabric.move_bytes,
+            control_bytes=profile.max_msg_bytes,
+        )
+        self.address = address_of(node.name, node.epoch, index)
+        self.number = fabric.attach(self)
+        self.queue = PacedQueue(profile) if is_paced(profile) else SendQueue()
+        self.inbox = Agenda()
+        self.outbox = Agenda()
+        self.sources: dict[int, Region] = {}
+        self.ready: deque[Entry] = deque()
+        self.open_rows = 0
+        self.waker: Callable[[], None] = nobody
+        node.wakes.nics.append(self)
 
     def launch(self, numbers: Ints, ready: Ints) -> None:
-        """Queue rows for the wire."""
+        """Queue rows, which are with the NIC at `ready`, for the wire."""
+        raise NotImplementedError
 
     def take_in(self, now: int) -> None:
         """Take in everything that is here by now."""
+        raise NotImplementedError
 
     def take_landed(self, now: int) -> None:
-        """Place all rows that have landed by now."""
+        """Place all rows that have landed by now, before their sender is notified."""
+        raise NotImplementedError
 
 
-class Fabric(Protocol):
-    """The fabric as its NICs see it; `timing.TimingFabric` is one, and says what these are."""
+class Node(SimNode):
+    """One host with one device: its NICs and the CPU of its worker.
 
-    env: FabricEnv
-    pairs: Pairs | None
-    row_log: RowLog | None
-    move_bytes: bool
-    mortal: bool
-    ledger: Ledger
-    batches: Batches
-    payloads: dict[int, bytes]
-    controls: set[int]
-    slow: dict[int, int]
-    refused: dict[int, Nic]
-    soft: Ints
-    soft_acks: Ints
-    gone: npt.NDArray[np.bool_]
-    landed_bytes: Ints
-    cut_ps: Ints
+    Attributes:
+        machine: which one it is.
+        busy_until_ps: time of the worker's next turn.
+        wakes: the wake-ups of the worker.
+    """
 
-    def attach(self, nic: Nic) -> int: ...
+    def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
+        super().__init__(name, epoch)
+        self.machine = machine
+        self._profile = profile = machine.profile
+        self._cpu_free_ps = 0
+        self._turn_ps = profile.turn_rows * profile.post_first_ps
+        self._fabric = fabric
+        self._posts: list[_Post] = []
+        self.wakes = Wakes(fabric)
 
-    def number_of(self, address: bytes) -> int: ...
+    def step_delay_ps(self) -> int:
+        """The delay from a kick, or a completion, to the worker's turn."""
+        return self._profile.step_delay_ps
 
-    def nic(self, number: int) -> Nic: ...
+    def charge(self, cost_ps: int) -> None:
+        """Give the worker work, to be done after the work that it has."""
+        now = self._fabric.env.now
+        self._cpu_free_ps = max(now, self._cpu_free_ps) + cost_ps
+        # While it posts many rows it looks at its NICs now and then.
+        self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
 
-    def name_of(self, number: int) -> str: ...
+    def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
+        """Have the worker post rows; they are launched once all posts of this instant are known.
 
-    def sending(self, nic: Nic) -> None: ...
+        A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
+        NIC all its rows before it comes to the next. So the rows of one instant are put in turn.
+        """
+        if not self._posts:
+            self._fabric.env.call_at(self._fabric.env.now, self._launch, self._cpu_free_ps)
+        self._posts.append(_Post(nic, numbers, costs))
+        self.charge(int(costs.sum()))
+
+    def _launch(self, cpu_free_ps: int) -> None:
+        posts, self._posts = self._posts, []
+        now = self._fabric.env.now
+        rows = sum(len(post.numbers) for post in posts)
+        if rows <= self._profile.turn_rows:
+            # A worker with a backlog takes new requests at its next turn. Rows planned for then are
+            # not put off, but the CPU time is charged behind the backlog.
+            cpu_free_ps = min(cpu_free_ps, now + self._turn_ps)
+        start_ps = max(now, cpu_free_ps)
+        if len(posts) == 1:
+            nic, numbers, costs = posts[0]
+            nic.launch(numbers, start_ps + np.cumsum(costs))
+            return
+        mine: dict[int, list[_Post]] = {}
+        for post in posts:
+            mine.setdefault(post.nic.index, []).append(post)
+        sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
+        turns = np.zeros((max(sizes), len(mine)), np.int64)  # a NIC without more rows costs nothing
+        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
+            turns[:size, index] = np.concatenate([post.costs for post in found])
+        done = start_ps + np.cumsum(turns).reshape(turns.shape)
+        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
+            numbers = np.concatenate([post.numbers for post in found])
+            found[0].nic.launch(numbers, done[:size, index])
+
+
+class _Post(NamedTuple):
+    """Rows that the worker posts on one NIC, and the CPU time each costs."""
+
+    nic: Nic
+    numbers: Ints
+    costs: Ints
 
 
 # Choices of the model, not of any hardware: the longest waits of gathered entries. They bound the

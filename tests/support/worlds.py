@@ -21,8 +21,8 @@ from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
 from tep.sim.profile import load_profile
-from tep.sim.timing import Node as TimingNode
 from tep.sim.timing import TimingFabric
+from tep.sim.wakes import Node as TimingNode
 from tep.testing.world import Ability, Node, World
 from tests.support.loopbacks import MortalLoopback, open_made
 from tests.verbs.rig import die

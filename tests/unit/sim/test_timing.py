@@ -64,7 +64,7 @@ def test_lands_when_the_slow_model_says(posts) -> None:
 @given(POSTS)
 def test_the_window_of_a_pass_changes_no_time(posts) -> None:
     """The number of quanta settled in one pass may change the speed only."""
-    with patch.object(timing, "_WINDOW_MIN", 2):
+    with patch.object(timing, "_WINDOW", 2):
         test_lands_when_the_slow_model_says.hypothesis.inner_test(posts)
 
 
@@ -389,10 +389,10 @@ def test_a_long_write_looks_at_each_quantum_a_few_times(monkeypatch) -> None:
     """A write of 256 GiB is 256 rows and 4 million quanta: each row must not look at them all."""
     seen = 0
 
-    def count(fabric, taken):
+    def count(fabric, taken, limit_ps):
         nonlocal seen
         seen += sum(stop - nic.queue.at for nic, stop in taken)
-        settle(fabric, taken)
+        settle(fabric, taken, limit_ps)
 
     settle = TimingFabric._settle
     monkeypatch.setattr(TimingFabric, "_settle", count)

@@ -70,7 +70,6 @@ def test_equal_machines_said_one_by_one_are_one_machine(posts) -> None:
     seam = Seam(machines, 4)
 
     assert seam.fabric.pairs is None
-    assert seam.fabric.paths is None
     assert landings(None, posts, machines) == landings(None, posts)
 
 
