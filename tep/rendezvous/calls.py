@@ -203,8 +203,8 @@ def _method(worker: object, name: str) -> Callable[..., Awaitable[object]]:
 def _typed(method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
     """Convert arguments to what the method's annotations say."""
     hints = typing.get_type_hints(method)
-    names = list(inspect.signature(method).parameters)[: len(args)]
-    return [msgspec.convert(arg, hints[name]) for name, arg in zip(names, args, strict=True)]
+    given = inspect.signature(method).bind(*args).arguments
+    return [msgspec.convert(arg, hints[name]) for name, arg in given.items()]
 
 
 # ---------------------------------------------------------------------- the worker's side

@@ -183,6 +183,9 @@ class World:
     seed=st.integers(0, 2**20),
     nics=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
 )
+@example(
+    script=[Submit("pages", np.arange(PAGES) + 100, k, 0) for k in (0, 8)], seed=1, nics=(2, 2, 1)
+)
 def test_prepared_is_the_verb(
     script: list[Submit | Happens], seed: int, nics: tuple[int, int, int]
 ) -> None:
@@ -285,8 +288,15 @@ def test_bad_input_is_refused_by_name() -> None:
     """An offset that is no number, or is outside, would be an error of numpy's, or none."""
     with pair(nbytes=8192) as p:
         single = p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
+        some = tep.Pages(range(4))
+        pages = p.a.prepare_paged_writes(64, (p.mr, some), (p.desc, some))
+        scatter = p.a.prepare_scatter(p.mr, [tep.ScatterDst(64, 64, (p.desc, 64))])
+        barrier = p.a.prepare_barrier([p.desc])
         for call, words in (
             (lambda: single.submit(1, src_offset=0.5), "src_offset"),
+            (lambda: pages.submit(1, dst_offset=8192), "src_offset=0 dst_offset=8192"),
+            (lambda: scatter.submit(1, dst_offset=8192), "src_offset=0 dst_offset=8192"),
+            (lambda: scatter.submit(1, src_offset=8192), "src_offset=8192 dst_offset=0"),
             (lambda: single.submit(1, dst_offset=8192), "outside the 8192 bytes"),
             (lambda: single.submit([1, 2]), "imm"),
             (lambda: p.a.prepare_single_write(64, p.mr, (p.desc, 0)), "prepare_single_write: src="),
@@ -296,8 +306,9 @@ def test_bad_input_is_refused_by_name() -> None:
                 lambda: single.submit(1, src_offset=8192),
                 "source bytes 8192 .. 8256 .*src_offset=8192 dst_offset=0",
             ),
-            (lambda: p.a.prepare_barrier([p.desc]).submit(), "imm=None"),
-            (lambda: p.a.prepare_barrier([p.desc]).submit(1, src_offset=8), "it has no bytes"),
+            (barrier.submit, "imm=None"),
+            (lambda: barrier.submit(1, src_offset=1), "it has no bytes"),
+            (lambda: barrier.submit(1, dst_offset=1), "it has no bytes"),
         ):
             with pytest.raises(tep.BadRequest, match=words):
                 call()

@@ -72,6 +72,24 @@ def test_a_silent_stranger_is_hung_up_on_in_time(monkeypatch) -> None:
     assert 4 < len(asyncio.run(main())), "the challenge, and then the end"
 
 
+@pytest.mark.parametrize("args", [("/a", "/b"), (), (5,)])
+def test_a_method_is_called_with_its_own_arguments_or_not_at_all(args) -> None:
+    """Another release may pass one more: what it asks for must not be left out in silence."""
+    service = Service()
+
+    async def main() -> None:
+        async with Listener(TOKEN) as listener:
+            work = working(service, listener.port)
+            caller = await listener.wait_for("sender", "w", 20.0)
+            with pytest.raises(tep.FabricError, match="arg|Expected"):
+                await caller.call(type(None), "load", *args)
+            assert 5 == await caller.call(int, "ping")
+        await work
+
+    asyncio.run(main())
+    assert [] == service.loaded
+
+
 @pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN + "?", ""])
 def test_nobody_works_with_another_token(token) -> None:
     """A hub that compares only a part of the token would be anybody's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -491,6 +492,20 @@ def test_a_forked_child_cannot_turn(driver: TurnDriver, machine: Machine) -> Non
             os._exit(code)
 
     assert 0 == os.waitpid(child, 0)[1]
+
+
+def test_a_kick_after_its_engine_has_gone_is_harmless() -> None:
+    """A handle that outlives its engine may still be cancelled."""
+    machine = Machine()
+    driver = TurnDriver("test")
+    driver.start(machine)
+    del machine
+    until_s = time.monotonic() + PATIENCE_S
+    while driver._machine_ref() is not None:
+        gc.collect()
+        assert time.monotonic() < until_s, "the driver keeps its engine alive"
+    driver.kick()
+    driver.close()
 
 
 def test_its_descriptors_go_with_it(machine: Machine) -> None:

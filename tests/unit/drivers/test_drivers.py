@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -89,6 +90,27 @@ def test_kick_from_many_threads_loses_nothing(driver: ThreadDriver, machine: Mac
         thread.join()
 
     assert all(event.wait(PATIENCE_S) for event in done)
+
+
+def test_kicks_of_an_awake_worker_ring_once(driver: ThreadDriver, machine: Machine) -> None:
+    """Each ring is a system call: a submit beside a busy worker would cost one."""
+    rung: list[int] = []
+    done = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(driver._bell)
+        for _ in range(3):
+            driver.kick()
+        rung.append(os.eventfd_read(driver._bell))
+        done.set()
+
+    asleep(machine)
+    machine.todo.append(work)
+    driver.kick()
+    assert done.wait(PATIENCE_S)
+
+    assert [1] == rung
 
 
 def test_a_nic_descriptor_wakes_a_sleeping_worker(machine: Machine) -> None:

@@ -19,7 +19,7 @@ from tep.cli import main
 from tep.host.doctor import Level
 from tep.host.doctor import devices as probes
 from tep.host.doctor.devices import _counted, check_devices, check_libraries, self_test
-from tep.host.doctor.nics import acs_control
+from tep.host.doctor.nics import acs_control, read_counters
 from tep.host.doctor.report import bundle, examine, passed
 from tep.host.hostfiles import Capture, LiveFiles, Recorder
 from tests.support.here import need_stub
@@ -419,6 +419,43 @@ def test_libraries_are_named_with_their_versions(monkeypatch):
 
     named = re.escape(os.path.realpath(stub.path))
     assert re.search(rf"libibverbs {named}; .*libefa.*; .*libfabric.*; .*cuda-python", found.text)
+
+
+def test_a_library_that_is_missing_hides_no_other(monkeypatch):
+    """Most machines have one of the two; whoever asks for help copies this line."""
+    monkeypatch.setattr(probes.ibverbs, "load", _unavailable)
+    monkeypatch.setattr(probes.efa, "load", _unavailable)
+    (found,) = check_libraries()
+
+    assert "no usable libibverbs; no usable libefa; " in found.text
+
+
+def test_efa_without_its_library_is_a_note(monkeypatch):
+    """The doctor itself would end in an error on an instance without the EFA installer."""
+    monkeypatch.setattr(probes.efa, "load", _unavailable)
+    (found,) = probes._efa("rdmap0s6", "rdmap0s6")
+
+    assert Level.NOTE is found.level
+    assert "not known: libefa: it is not here" in found.text
+
+
+def _unavailable():
+    raise BackendUnavailable("libefa: it is not here")
+
+
+def test_counters_of_every_kind_are_read():
+    """The self-test tells by them which NIC has sent: with none of them it says nothing."""
+    machine, top = p5(), "/sys/class/infiniband"
+    name = machine.folders[top][0]
+    machine.within(f"{top}/{name}/ports", "1")
+    folders = "hw_counters", "ports/1/hw_counters", "ports/1/counters"
+    for value, folder in enumerate(folders):
+        for counter, text in ((f"of_{value}", str(value)), (f"text_{value}", "N/A")):
+            machine.within(f"{top}/{name}/{folder}", counter)
+            machine.texts[f"{top}/{name}/{folder}/{counter}"] = text
+    found = read_counters(machine.capture())
+
+    assert {(name, f"of_{value}"): value for value in range(3)} == found
 
 
 def test_without_devices_nothing_is_said_of_them(monkeypatch):

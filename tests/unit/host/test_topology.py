@@ -18,6 +18,7 @@ from tep.backends import auto, open_backend
 from tep.backends.base import Opened
 from tep.cli import main
 from tep.host.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
+from tep.host.nics import natural
 from tep.host.topology import check_files, cpus_in, detect
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
 
@@ -369,3 +370,10 @@ def test_a_device_that_is_not_here_is_an_error_at_open():
     with TransferEngine.open("local", device="cpu") as engine:
         assert "device cpu" in engine.explain()
     assert tep.__version__
+
+
+def test_names_are_ordered_by_their_numbers():
+    """NIC 10 would be counted before NIC 9, and one without a number behind the first of them."""
+    found = sorted(["ib10", "mlx5_2", "ib9", "ib", "ib0"], key=natural)
+
+    assert ["ib", "ib0", "ib9", "ib10", "mlx5_2"] == found

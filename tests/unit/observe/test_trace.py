@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+import tep
 from tep.base.api import Pages
 from tep.base.units import KiB, MiB
 from tep.observe.trace import Mark, Span, Trace
@@ -38,6 +41,31 @@ def test_a_summary_counts_each_nic_for_itself() -> None:
     assert "  a NIC 0: busy 10 us with 2 batches, 4 rows, 3 MiB" in lines
     assert "  a NIC 1: busy 5 us with 1 batches, 2 rows, 40 bytes" in lines
     assert "  busiest NIC: a NIC 0, 10 us" in lines
+
+
+def test_a_trace_without_events_begins_at_0_and_an_immediate_is_no_fault() -> None:
+    """Its summary is printed all the same, and a fault in it sends people looking."""
+    trace = Trace("host")
+    assert 0.0 == trace.start_s
+    trace.mark(imm(1))
+    assert "fault" not in trace.summary()
+    trace.mark(Mark("fault", "a", "faults", "a NIC is down", 3e-6, {}))
+
+    assert "  fault at 2 us: a: a NIC is down" in trace.summary().splitlines()
+
+
+def test_a_step_takes_no_more_cpu_than_time() -> None:
+    """What its thread had computed before would look like the worker's share."""
+    with tep.TransferEngine.open("loopback") as engine:
+        mr, desc = engine.reg_mr(np.zeros(64, np.uint8))
+        with engine.trace() as trace:
+            for _ in range(200):
+                engine.submit_single_write(64, (mr, 0), (desc, 0)).wait(20)
+        steps = trace.of("step")
+
+    assert steps
+    for span in steps:
+        assert 0 <= span.args["cpu_us"] <= 1e6 * (span.stop_s - span.start_s) + 1
 
 
 def test_what_is_written_has_all_kinds_of_events() -> None:

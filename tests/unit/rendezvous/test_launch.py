@@ -97,6 +97,16 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(shells):
         launch("local", ["x", "y"], [sys.executable, "-c", fail], timeout_s=60, out=io.StringIO())
 
 
+def test_only_the_end_of_a_long_log_is_quoted(shells):
+    """The cause stands last, and an error of a megabyte is read by nobody."""
+    fail = "import sys; print('begun'); print('x' * 3000); sys.exit('no NIC here')"
+    with pytest.raises(RendezvousError, match="no NIC here") as caught:
+        launch("local", ["x"], [sys.executable, "-c", fail], timeout_s=60, out=io.StringIO())
+
+    assert "begun" not in str(caught.value)
+    assert len(str(caught.value)) < 2500
+
+
 def test_ranks_that_never_end_are_ended(shells):
     """CI must not hang with them."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
