@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import queue
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -28,20 +28,8 @@ from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
-from tep.compat.nixl.transfers import Asked, Bell, Numbers, Request, Side, cut_rows
-from tep.compat.nixl.wire import (
-    Ask,
-    Cancel,
-    Ended,
-    Grant,
-    Notif,
-    Remote,
-    Still,
-    WantGrant,
-    Written,
-    decode,
-    encode,
-)
+from tep.compat.nixl.transfers import Bell, Numbers, Request, Side, cut_rows
+from tep.compat.nixl.wire import Grant, Notif, Remote, WantGrant, Written, decode, encode
 
 __all__ = [
     "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",
@@ -53,7 +41,7 @@ _T = TypeVar("_T")
 nixl_backend_handle = int
 
 _BLOCK = 1 << 16
-"""Number of immediates of one writer; block 0 is for the writes that this agent asks for."""
+"""Number of immediates of one writer; block 0 is not given to anyone."""
 
 _YES = {"1", "on", "true", "y", "yes"}
 
@@ -65,12 +53,6 @@ _ASK_AGAIN_S = 1.0
 
 NOTIF_MAX = BODY_MAX - 64
 """Longest notification."""
-
-_REASON = 1000
-"""Characters of a reason that is sent to another agent."""
-
-_ASKED_MAX = 4096
-"""Limit of one agent's open asks, and of the ended asks that are remembered for all agents."""
 
 
 class nixl_agent_config:
@@ -208,13 +190,9 @@ class nixl_agent(Registry):
         self._lists: dict[int, Side] = {}
         self._requests: dict[int, Request] = {}
         self._dropped: deque[int] = deque()
-        self._asks: dict[int, Request] = {}  # by number, this agent's
-        self._asked: dict[Channel, dict[int, Asked]] = {}  # those of others
-        self._over: OrderedDict[tuple[Channel, int], str] = OrderedDict()  # how theirs ended
         self._grants: dict[Channel, Grant] = {}  # given
         self._granted: dict[Channel, Numbers] = {}  # got
         self._ungranted: dict[Channel, list[Request]] = {}
-        self._own = Numbers(1, _BLOCK)
         self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, notification]
         self._new: dict[str, list[bytes]] = {}
         self._heard = Bell()
@@ -360,7 +338,7 @@ class nixl_agent(Registry):
             request = self._found(handle)
             state = self._state(request)
             if state == "PROC" and self._now_s() - request.asked_s > _ASK_AGAIN_S:
-                self._ask_again(request)
+                self._ask_again(request)  # the answer may have been lost
         if state == "PROC":
             self._turn()
         return state
@@ -579,7 +557,7 @@ class nixl_agent(Registry):
             request.fail(nixlBind.nixlBackendError, str(error))
 
     def _post(self, request: Request) -> None:
-        """Submit a request: by writes, by reads, or by asking the owner to write."""
+        """Submit a request; writes wait until the target has granted immediates for them."""
         channel = self._channel(request.remote)
         request.asked_s = self._now_s()
         if request.op == nixlBind.NIXL_WRITE:
@@ -592,22 +570,17 @@ class nixl_agent(Registry):
                 return
             request.imm = granted.take()
             request.submit(self.engine, self.lock, lambda: self._written(request, granted, channel))
-        elif self.reads and all(part.desc.readable for part in request.parts):
-            request.submit(self.engine, self.lock, lambda: self._read(request, channel))
         else:
-            self._ask(request, channel)
+            request.submit(self.engine, self.lock, lambda: self._read(request, channel))
 
     def _want_grant(self, channel: Channel) -> None:
         channel.send(encode(WantGrant()), on_lost=lambda why: self._on_lost(channel, why))
 
     def _ask_again(self, request: Request) -> None:
-        """Ask again for the answer that a request waits for, since it may have been lost."""
         request.asked_s = self._now_s()
         channel = self._channel(request.remote)
         if request in self._ungranted.get(channel, ()):
             self._want_grant(channel)
-        elif request.number in self._asks:
-            channel.send(encode(Still(request.number)), on_lost=partial(self._ask_lost, request))
 
     def _written(self, request: Request, numbers: Numbers, channel: Channel) -> None:
         """Ask the target, once all rows are back, to count them and notify."""
@@ -649,34 +622,6 @@ class nixl_agent(Registry):
         )
         request.fail(nixlBind.nixlRemoteDisconnectError, text)
 
-    def _ask(self, request: Request, channel: Channel) -> None:
-        """Ask the owner to write, with one of our immediates."""
-        request.imm = self._own.take()
-        self._asks[request.number] = request
-
-        def counted(expectation: Expectation) -> None:
-            with self.lock:
-                if expectation.ok:
-                    self._asks.pop(request.number, None)
-                    request.end()
-                    return
-                self._own.burn(request.imm)
-                if self._asks.pop(request.number, None) and not expectation.cancelled:
-                    text = f"{channel.name!r}: {expectation.error}"
-                    request.fail(nixlBind.nixlRemoteDisconnectError, text)
-                request.under_way = False
-
-        request.under_way = True
-        request.expectation = self.engine.expect_imm_count(
-            request.imm, request.nrows, sender=channel.addr, on_done=counted
-        )
-        for message in request.asks():
-            channel.send(encode(message), on_lost=partial(self._ask_lost, request))
-
-    def _ask_lost(self, request: Request, why: str) -> None:
-        text = f"agent {request.remote.name!r} cannot be reached: {why}"
-        request.fail(nixlBind.nixlRemoteDisconnectError, text)
-
     def _cancel(self, request: Request) -> list[Any]:
         """Cancel a request; return the handles to wait for."""
         waiting = self._ungranted.get(self._channel(request.remote), [])
@@ -684,10 +629,6 @@ class nixl_agent(Registry):
             waiting.remove(request)
             request.under_way = False
             request.fail(nixlBind.nixlCancelledError, "released before it was posted")
-        if request.number in self._asks:
-            channel = self._channel(request.remote)
-            channel.send(encode(Cancel(request.number)))
-            return [request.expectation]
         for one in request.transfers:
             one.cancel()
         return list(request.transfers)
@@ -717,18 +658,6 @@ class nixl_agent(Registry):
                 self._on_written(channel, message)
             case Notif():
                 self._queue(channel, message.notif, ready=True)
-            case Ask():
-                self._on_ask(channel, message)
-            case Still() | Cancel():
-                asked = self._asked.get(channel, {}).get(message.number)
-                if asked is None:
-                    why = self._over.get((channel, message.number), "it is not known here")
-                    if why or isinstance(message, Cancel):
-                        channel.send(encode(Ended(message.number, why or "it had ended")))
-                elif isinstance(message, Cancel):
-                    asked.cancel()
-            case Ended():
-                self._on_ended(channel, message)
 
     def _on_written(self, channel: Channel, message: Written) -> None:
         """Notify once a transfer's immediates are counted; they must be granted to its writer."""
@@ -746,53 +675,12 @@ class nixl_agent(Registry):
 
         self.engine.expect_imm_count(message.imm, message.count, on_done=counted)
 
-    def _on_ask(self, channel: Channel, message: Ask) -> None:
-        mine = self._asked.setdefault(channel, {})
-        asked = mine.get(message.number)
-        if asked is None:
-            if len(mine) >= _ASKED_MAX:
-                channel.send(encode(Ended(message.number, f"{_ASKED_MAX} asks are open")))
-                return
-            asked = mine[message.number] = Asked(channel.addr)
-        mrs = {desc.region: mr for mr, (_, desc) in self._regions.items()}
-        asked.submit(self.engine, message, mrs, lambda: self._asked_done(channel, message.number))
-
-    def _asked_done(self, channel: Channel, number: int) -> None:
-        with self.lock:
-            mine = self._asked.get(channel, {})
-            asked = mine.get(number)
-            if asked is None or not asked.over:
-                return
-            del mine[number]
-            if not mine:
-                del self._asked[channel]
-            self._over[channel, number] = asked.reason
-            while len(self._over) > _ASKED_MAX:
-                self._over.popitem(last=False)
-            if asked.reason:
-                channel.send(encode(Ended(number, asked.reason[:_REASON])))
-            elif asked.notif is not None:
-                self._queue(channel, asked.notif, ready=True)
-
-    def _on_ended(self, channel: Channel, message: Ended) -> None:
-        request = self._asks.get(message.number)
-        if request is None or request.remote.addr != channel.addr:
-            return
-        del self._asks[message.number]
-        if request.expectation is not None:
-            request.under_way = False
-            request.fail(nixlBind.nixlBackendError, f"{request.remote.name!r}: {message.reason}")
-            request.expectation.cancel()
-
     def _on_lost(self, channel: Channel, why: str) -> None:
         """Fail the requests that wait for an agent that is lost or gets no messages."""
         text = f"agent {channel.name!r} cannot be reached: {why}"
         for request in self._ungranted.pop(channel, []):
             request.under_way = False
             request.fail(nixlBind.nixlRemoteDisconnectError, text)
-        for request in tuple(self._asks.values()):
-            if request.remote.addr == channel.addr:
-                request.fail(nixlBind.nixlRemoteDisconnectError, text)
 
 
 def _check_lengths(here: nixlBind.Rows, there: nixlBind.Rows) -> None:

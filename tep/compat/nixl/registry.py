@@ -19,7 +19,6 @@ from tep import (
     Access,
     BadDescriptor,
     BusyError,
-    MrDesc,
     MrHandle,
     NetAddr,
     TepError,
@@ -55,6 +54,8 @@ PARAMS: Final = {"ucx_devices": "", "num_workers": "1", "ucx_error_handling_mode
 
 MEMS: Final = ("DRAM_SEG", "VRAM_SEG")
 
+_ACCESS: Final = Access.SOURCE_AND_TARGET | Access.READABLE
+
 _NOTHING: Final = np.zeros(1, np.uint8)
 
 _LOST_S = 30.0
@@ -67,7 +68,6 @@ class Registry:
     Attributes:
         name, engine, channels: the agent's.
         lock: guards everything.
-        reads: False: READ asks the owner of the memory to write, since the backend has no reads.
         remotes: the agents that are known, by name.
         backends, plugin_list, nixl_mems: same as in NIXL's agent.
     """
@@ -84,10 +84,7 @@ class Registry:
             "cuda": nixlBind.VRAM_SEG,
         }  # fmt: skip
         self.lock = channels.lock
-        self.reads = True
-        # In the order of their registration; one that is registered again moves to the end.
-        self._regions: dict[MrHandle, tuple[Region, MrDesc]] = {}
-        self._by_key: dict[tuple[int, int, int, int], list[MrHandle]] = {}
+        self._regions: dict[tuple[int, int, int, int], list[tuple[Region, MrHandle]]] = {}
         self.remotes: dict[str, Remote] = {}
 
     def _forget(self, remote: Remote) -> None:
@@ -147,43 +144,25 @@ class Registry:
             for start, nbytes, device, _ in descs:
                 place = "cpu" if mem == nixlBind.DRAM_SEG else f"cuda:{device}"
                 memory = (start, nbytes, place) if nbytes else _NOTHING  # rows in it have no bytes
-                mr, desc = self._register(memory)
-                made.append((Region(int(mem), start, nbytes, device, desc.to_bytes()), mr, desc))
+                mr, desc = self.engine.reg_mr(memory, access=_ACCESS)
+                made.append((Region(int(mem), start, nbytes, device, desc.to_bytes()), mr))
         except TepError as error:
-            for _, mr, _ in made:
+            for _, mr in made:
                 self.engine.deregister(mr)
             raise nixlBind.nixlBackendError(str(error)) from error
         with self.lock:
             for entry in made:
-                self._keep(*entry)
+                self._keep(entry)
         return descs
 
-    def _keep(self, region: Region, mr: MrHandle, desc: MrDesc) -> None:
+    def _keep(self, entry: tuple[Region, MrHandle]) -> None:
         """Add a region; under the lock."""
-        self._regions[mr] = region, desc
-        self._by_key.setdefault(region.key, []).append(mr)
+        self._regions.setdefault(entry[0].key, []).append(entry)
 
-    def _take(self, key: tuple[int, int, int, int]) -> tuple[Region, MrHandle, MrDesc] | None:
-        """Remove the region that was registered last under a key, if any; under the lock."""
-        same = self._by_key.get(key)
-        if not same:
-            return None
-        mr = same.pop()
-        if not same:
-            del self._by_key[key]
-        region, desc = self._regions.pop(mr)
-        return region, mr, desc
-
-    def _register(self, memory: Any) -> tuple[MrHandle, MrDesc]:
-        if self.reads:
-            try:
-                return self.engine.reg_mr(memory, access=Access.SOURCE_AND_TARGET | Access.READABLE)
-            except UsageError as error:
-                result = self.engine.reg_mr(memory)  # if reads were not the reason, this raises
-                self.reads = False
-                logger.info("READ asks the owner to write: %s", error)
-                return result
-        return self.engine.reg_mr(memory)
+    def _held(self) -> list[tuple[Region, MrHandle]]:
+        """List the registered regions."""
+        with self.lock:
+            return [entry for same in self._regions.values() for entry in same]
 
     def deregister_memory(
         self,
@@ -194,15 +173,18 @@ class Registry:
         self._check_backends(backends)
         mem = int(dereg_list.getType())
         for start, nbytes, device, *_ in dereg_list:
+            key = mem, start, nbytes, device
             with self.lock:
-                found = self._take((mem, start, nbytes, device))
-            if found is None:
-                raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
+                if key not in self._regions:
+                    raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
+                found = self._regions[key].pop()
+                if not self._regions[key]:
+                    del self._regions[key]
             try:
                 self.engine.deregister(found[1])
             except BusyError as error:
                 with self.lock:
-                    self._keep(*found)
+                    self._keep(found)
                 raise nixlBind.nixlBackendError(str(error)) from error
 
     def query_memory(
@@ -217,9 +199,11 @@ class Registry:
 
     def get_agent_metadata(self) -> bytes:
         """Return the metadata by which a peer reaches this agent and its memory."""
-        with self.lock:
-            regions = tuple(region for region, _ in self._regions.values())
-        return encode(Metadata(self.name, self.channels.raw, regions, False))
+        return encode(self._metadata())
+
+    def _metadata(self) -> Metadata:
+        regions = tuple(region for region, _ in self._held())
+        return Metadata(self.name, self.channels.raw, regions, False)
 
     def get_partial_agent_metadata(
         self,
@@ -229,8 +213,7 @@ class Registry:
     ) -> bytes:
         """Return the same for some of the memory."""
         self._check_backends(backends)
-        with self.lock:
-            known = [region for region, _ in self._regions.values()]
+        known = [region for region, _ in self._held()]
         rows = descs.rows()
         where = find_regions(known, int(descs.getType()), rows)
         exact = [
@@ -302,8 +285,7 @@ class Registry:
             remote = self.remotes.get(text_of(agent))
             if remote is None and text_of(agent) == self.name:
                 remote = Remote(self.name)
-                regions = tuple(region for region, _ in self._regions.values())
-                remote.learn(Metadata(self.name, self.channels.raw, regions, False))
+                remote.learn(self._metadata())
         if remote is None:
             raise nixlBind.nixlNotFoundError(f"agent {text_of(agent)!r} is not known")
         return remote
@@ -450,13 +432,10 @@ class Registry:
 
     def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
         """Find the region of each row."""
+        held: list[tuple[Region, Any]] = []
         with self.lock:
-            held: list[tuple[Region, Any, MrDesc]] = [
-                (region, mr, desc) for mr, (region, desc) in self._regions.items()
-            ]
-            if remote is not None:
-                held = [(region, None, desc) for region, desc in remote.regions]
-        where = find_regions([region for region, *_ in held], int(mem), rows)
+            held += self._held() if remote is None else remote.regions
+        where = find_regions([region for region, _ in held], int(mem), rows)
         if (where < 0).any():
             start, nbytes, device = rows[int(np.argmax(where < 0))].tolist()
             whose = "here" if remote is None else f"by agent {remote.name!r}"

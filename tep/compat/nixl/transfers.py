@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tep import Expectation, MrDesc, MrHandle, NetAddr, Pages, TepError, Transfer, TransferEngine
+from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
-from tep.compat.nixl.wire import Ask, Part, Region, Remote
+from tep.compat.nixl.wire import Region, Remote
 
-__all__ = ["Asked", "Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
+__all__ = ["Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
 
 Failure = tuple[type[nixlBind.Error], str]
 
 _PIECE = 8 << 20
 """Longest row, bytes: long descriptors are cut, so that all NICs carry a part."""
 
-_ROWS = 1536
-"""Rows of one Ask: 24 KiB of offsets."""
-
 
 class Side(NamedTuple):
-    """The descriptors of one side: agent, rows, region of each row, and regions."""
+    """The descriptors of one side: agent, rows, region of each row, regions with handle or desc."""
 
     remote: Remote | None
     rows: Rows
     where: Rows
-    held: list[tuple[Region, Any, MrDesc]]
+    held: list[tuple[Region, Any]]
 
     def pick(self, which: Rows) -> Side:
         """Return a selection of them."""
@@ -43,7 +40,6 @@ class Rows2(NamedTuple):
     length: int
     mr: MrHandle
     desc: MrDesc
-    here_desc: MrDesc
     here: Rows
     there: Rows
 
@@ -76,8 +72,8 @@ def cut_rows(local: Side, there: Side) -> list[Rows2]:
     found = []
     for index, (here, far, length) in enumerate(keys.tolist()):
         rows = table[group.ravel() == index]
-        _, mr, here_desc = local.held[here]
-        found.append(Rows2(length, mr, there.held[far][2], here_desc, rows[:, 2], rows[:, 3]))
+        mr, desc = local.held[here][1], there.held[far][1]
+        found.append(Rows2(length, mr, desc, rows[:, 2], rows[:, 3]))
     return found
 
 
@@ -137,7 +133,7 @@ class Request:
         imm: the immediate of its rows.
         under_way: True while its memory may be touched.
         asked_s: time of the last message to its agent.
-        transfers, expectation: the handles of this posting.
+        transfers: the handles of this posting.
         bell: rings when a posting is over.
     """
 
@@ -158,7 +154,6 @@ class Request:
         self.number = self.imm = 0
         self.under_way = False
         self.transfers: list[Transfer] = []
-        self.expectation: Expectation | None = None
         self.bell = Bell()
         self._now_s = now_s
         self._left = 0
@@ -167,7 +162,7 @@ class Request:
     def begin(self, number: int) -> None:
         """Start a posting, the first or a later one."""
         self.state, self.error, self.number = "PROC", None, number
-        self.transfers, self.expectation, self.under_way = [], None, True
+        self.transfers, self.under_way = [], True
         self._begun_s = self._now_s()
 
     def submit(
@@ -213,23 +208,6 @@ class Request:
                 one.cancel()
         step()
 
-    def asks(self) -> Iterator[Ask]:
-        """Yield the messages that ask the owner to write all of it."""
-        pieces = [
-            Part(
-                part.length,
-                part.desc.region,
-                part.there[first : first + _ROWS].astype("<i8").tobytes(),
-                part.here_desc.to_bytes(),
-                part.here[first : first + _ROWS].astype("<i8").tobytes(),
-            )
-            for part in self.parts
-            for first in range(0, len(part.here), _ROWS)
-        ]
-        for index, piece in enumerate(pieces):
-            last = index == len(pieces) - 1
-            yield Ask(self.number, self.imm, (piece,), last, self.notif or None)
-
     def end(self, number: int | None = None) -> None:
         """End the posting of this number, or the current one if there is none."""
         self.under_way = False
@@ -256,79 +234,3 @@ def _error_of(error: TepError, name: str) -> Failure:
     gone = any(word in str(error) for word in ("UNREACHABLE", "PEER_LOST", "STALE", "NIC_DOWN"))
     kind = nixlBind.nixlRemoteDisconnectError if gone else nixlBind.nixlBackendError
     return kind, f"agent {name!r}: {error}"
-
-
-class Asked:
-    """The writes that another agent has asked for.
-
-    Args:
-        reader: its engine; only memory of that engine is written.
-
-    Attributes:
-        reason: the reason of a failure, or "".
-        notif: the notification to deliver at the end.
-    """
-
-    def __init__(self, reader: NetAddr) -> None:
-        self._reader = reader
-        self.reason = ""
-        self.notif: bytes | None = None
-        self._transfers: list[Transfer] = []
-        self._left = 0
-        self._whole = False
-
-    @property
-    def over(self) -> bool:
-        """True if no write of it is in flight, and none will follow."""
-        return self._left == 0 and self._whole
-
-    def submit(
-        self,
-        engine: TransferEngine,
-        ask: Ask,
-        mrs: dict[int, MrHandle],
-        on_end: Callable[[], object],
-    ) -> None:
-        """Write one message's part, under the lock; on_end() takes the lock itself."""
-
-        def done(transfer: Transfer) -> None:
-            if transfer.error is not None:
-                self.reason = self.reason or str(transfer.error)
-            self._left -= 1  # on_end() looks, under the lock
-            on_end()
-
-        self._whole = self._whole or ask.last
-        self.notif = ask.notif
-        for part in () if self.reason else ask.parts:
-            try:
-                mr = mrs.get(part.region)
-                if mr is None:
-                    self.reason = f"region {part.region} is not registered any more"
-                    break
-                src = Pages(np.frombuffer(part.src, "<i8"), stride=1)
-                dst = Pages(np.frombuffer(part.dst, "<i8"), stride=1)
-                desc = MrDesc.from_bytes(part.desc).by_address()
-                if desc.addr != self._reader:
-                    self.reason = f"{desc} is not the asking agent's memory"
-                    break
-                target = (desc, dst)
-                self._left += 1
-                try:
-                    one = engine.submit_paged_writes(
-                        part.length, (mr, src), target, ask.imm, on_done=done
-                    )
-                except TepError:
-                    self._left -= 1
-                    raise
-                self._transfers.append(one)
-            except (TepError, ValueError) as error:
-                self.reason = f"{type(error).__name__}: {error}"
-        if self.reason:
-            self.cancel(self.reason)
-        on_end()
-
-    def cancel(self, reason: str = "cancelled by the reader") -> None:
-        """Cancel the writes."""
-        self.reason = self.reason or reason
-        for one in self._transfers:
-            one.cancel()

@@ -11,9 +11,9 @@ from msgspec import Meta
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
-__all__ = ["Ask", "Body", "Call", "Cancel", "Ended", "Forget", "Give", "Grant", "Load", "Metadata",
-           "Notif", "Part", "Region", "Remote", "Still", "WantGrant", "Written", "decode",
-           "decode_call", "encode"]  # fmt: skip
+__all__ = ["Body", "Call", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Region",
+           "Remote", "WantGrant", "Written", "decode", "decode_call", "encode",
+           "find_regions"]  # fmt: skip
 
 _T = TypeVar("_T")
 
@@ -73,61 +73,6 @@ class Notif(_Body, frozen=True, array_like=True, tag=True):
     notif: bytes
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one length between two regions.
-
-    Attributes:
-        length: bytes of a row.
-        region: number of the owner's region.
-        src: offsets in it, int64 little-endian.
-        desc: MrDesc of the reader's region.
-        dst: offsets in it.
-    """
-
-    length: int
-    region: int
-    src: bytes
-    desc: bytes
-    dst: bytes
-
-
-class Ask(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: write these rows to me, each with this immediate.
-
-    Attributes:
-        number: number of the ask, counted by the reader; several messages may have the same.
-        imm: the immediate, chosen by the reader.
-        parts: the rows to write.
-        last: True if these are the last.
-        notif: the notification for the owner, once all is written.
-    """
-
-    number: int
-    imm: int
-    parts: tuple[Part, ...]
-    last: bool
-    notif: bytes | None
-
-
-class Still(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: is this ask in progress? Its Ended may have been lost."""
-
-    number: int
-
-
-class Cancel(_Body, frozen=True, array_like=True, tag=True):
-    """Reader -> owner: stop writing, and answer when it has ended."""
-
-    number: int
-
-
-class Ended(_Body, frozen=True, array_like=True, tag=True):
-    """Owner -> reader: the ask failed or was cancelled, and none of its rows is in flight."""
-
-    number: int
-    reason: str
-
-
 class Load(_Body, frozen=True, array_like=True, tag=True):
     """Over a socket: this is my metadata."""
 
@@ -145,7 +90,7 @@ class Forget(_Body, frozen=True, array_like=True, tag=True):
 
 
 Call = Load | Give | Forget
-Body = WantGrant | Grant | Written | Notif | Ask | Still | Cancel | Ended
+Body = WantGrant | Grant | Written | Notif
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
 _CALL: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, strict=True)

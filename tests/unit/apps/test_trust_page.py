@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tep
 from tep.apps.kvcache.blocks import cache
-from tep.compat.nixl import api, channel, listener
+from tep.compat.nixl import channel, listener
 from tep.integrations.vllm import holds
 from tep.rendezvous import calls
 
@@ -23,11 +23,10 @@ def test_the_limits_on_the_page_are_those_of_the_code():
         ),
         "answers on their way": (cache.OUT_MAX,),
         "loads of one key": (holds.SENDS_MAX,),
-        "pieces out of order": (channel.WINDOW, channel.PIECE),
+        "pieces out of order": (channel.EARLY_MAX, channel.PIECE),
         "being put together": (channel.BODY_MAX,),
         "waits for its name": (channel.HELD_MAX, 2 * channel.BODY_MAX),
         "agents that have spoken": (channel.AGENTS_MAX,),
-        "open asks": (api._ASKED_MAX,),
         "a call of its listener": (listener.BYTES_MAX,),
         "a control frame": (calls.FRAME_MAX,),
     }

@@ -88,7 +88,7 @@ class World:
 
 @pytest.fixture(params=["local", "loopback"])
 def world(request, monkeypatch):
-    """On loopback READ is a one-sided read, elsewhere the owner may be asked to write."""
+    """Rows of loopback go through calls, those of local through the kernel."""
     found = World(request.param, monkeypatch)
     yield found
     found.a.close()
@@ -373,6 +373,16 @@ def test_errors_are_nixls(world, name):
     expected = getattr(builtins, kind, None) or getattr(bindings, f"nixl{kind}Error")
     with pytest.raises(expected):
         ERRORS[name](world)
+
+
+def test_a_backend_without_reads_is_refused_by_name(monkeypatch):
+    """Every READ of it would fail, long after it was opened."""
+    monkeypatch.setenv("TEP_NIXL_BACKEND", "loopback")
+    monkeypatch.setenv("TEP_NIXL_OPTIONS", '{"reads": 0}')
+    agent, memory = nixl_agent("A"), np.zeros(64, np.uint8)
+    with pytest.raises(bindings.nixlBackendError, match="opened with reads=0"):
+        agent.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM")
+    agent.close()
 
 
 def test_what_is_registered_in_part_is_given_back(world, monkeypatch):
