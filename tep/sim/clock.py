@@ -1,7 +1,7 @@
-"""The simulated clock: calls at times, in integer picoseconds. No NIC, no engine, no asyncio here.
+"""The simulated clock: simpy in integer picoseconds. No NIC, no engine, no asyncio here.
 
-Rule 1: time is an int; a float would make a trace depend on rounding. Rule 2: nothing here reads a
-wall clock, a random source, `id` or `hash`.
+Rule 1: time is an int; a float delay is refused, since it would make a trace depend on rounding.
+Rule 2: nothing here reads a wall clock, a random source, `id` or `hash`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from enum import Enum
-from heapq import heappop, heappush
-from itertools import count
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import simpy
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, Event, EventPriority
 
 from tep.base.checks import unpicklable
 from tep.base.errors import UsageError
 from tep.base.hashing import draws, stream_key
 from tep.sim.draws import Stream
 
-__all__ = ["FOREVER_PS", "FabricEnv", "Turned", "in_one_process"]
+__all__ = ["FOREVER_PS", "Call", "FabricEnv", "Turned", "in_one_process"]
 
 FOREVER_PS: Final = 1 << 100
 """Later than any event: the deadline of what has none."""
@@ -37,15 +39,32 @@ in_one_process: Final = unpicklable(
 )
 """The `__reduce__` of what lives in a simulation."""
 
-_Event = tuple[int, int, int, Callable[[Any], object], Any]
-"""A call in the order of all: time, rank, number; the function and its argument."""
+
+class Call(Event):
+    """A call at a time: one function, one argument; triggered from the start. Nobody holds one."""
+
+    # Class attributes in place of Event.__init__, which takes longer than the rest of a call.
+    _ok = True
+    _value = None
+
+    def __init__(self, fn: Callable[[Any], object], arg: object) -> None:
+        self.fn = fn
+        self.arg = arg
 
 
-class FabricEnv:
-    """A clock in integer picoseconds, and the calls that are booked on it.
+def _fire(event: Any) -> None:  # Call by name; simpy types its callbacks for any event
+    event.fn(event.arg)
+
+
+Call.callbacks = (_fire,)  # type: ignore[assignment]  # a tuple: shared, so nobody may append
+
+
+class FabricEnv(simpy.Environment):
+    """A simpy environment in integer picoseconds, with call_at() and runs that have a deadline.
+
+    Processes, timeouts and conditions of simpy work in it; delays are ints, in ps.
 
     Attributes:
-        now: the time, in ps.
         running: True while events are being processed, or an asyncio loop on this clock runs.
         deadline_ps: when the present run comes back at the latest, and others may act again; a
             model that computes ahead must not settle what lies behind it.
@@ -56,12 +75,10 @@ class FabricEnv:
     """
 
     def __init__(self, *, tie_seed: int | None = None) -> None:
-        self.now = 0
+        super().__init__(0)
         self.running = False
         self.deadline_ps = FOREVER_PS
         self.reporters: list[Callable[[], str]] = []
-        self._queue: list[_Event] = []
-        self._number = count()
         self._daemons = 0
         self._rank: Callable[[], int] | None = None
         if tie_seed is not None:
@@ -72,9 +89,37 @@ class FabricEnv:
     def __repr__(self) -> str:
         return f"FabricEnv(at {self.now} ps, {len(self._queue)} events)"
 
+    if TYPE_CHECKING:  # ints: rule 1, schedule() lets nothing else in
+
+        @property
+        def now(self) -> int:
+            """The time, in ps."""
+
+    else:
+        now = property(operator.attrgetter("_now"), doc="The time, in ps.")  # half the time
+
     def shuffle_ties(self, seed: int) -> None:
         """From now on, order the events of one instant by a hash of this seed."""
         self._rank = draws(stream_key(seed, Stream.TIES), 1).__next__
+
+    def schedule(
+        self, event: Event, priority: EventPriority = NORMAL, delay: int | float = 0
+    ) -> None:
+        """Queue an event; simpy's own events come here as well.
+
+        Raises:
+            UsageError: the delay is not a whole number of ps.
+        """
+        try:
+            whole = operator.index(delay)  # type: ignore[arg-type]  # a float may come
+        except TypeError:
+            raise UsageError(
+                f"delay {delay!r}: simulated time is an integer count of picoseconds; "
+                "multiply by tep.base.units.PS_PER_US and round"
+            ) from None
+        if self._rank is not None and priority == NORMAL:
+            priority = EventPriority(NORMAL + (self._rank() >> 8))  # behind URGENT
+        simpy.Environment.schedule(self, event, priority, whole)
 
     def call_at(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
         """Call fn(arg) at t_ps, which is now or later.
@@ -82,8 +127,7 @@ class FabricEnv:
         A call cannot be taken back: let `arg` show whether it is out of date.
         """
         assert t_ps >= self.now, (t_ps, self.now)
-        rank = 0 if self._rank is None else self._rank()
-        heappush(self._queue, (t_ps, rank, next(self._number), fn, arg))
+        self.schedule(Call(fn, arg), NORMAL, t_ps - self.now)
 
     def call_daemon(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
         """Do as call_at, for periodic looks: an environment with only daemons counts as empty."""
@@ -96,7 +140,11 @@ class FabricEnv:
 
     def next_ps(self) -> int:
         """The time of the next event; FOREVER_PS if there is none."""
-        return self._queue[0][0] if self._queue else FOREVER_PS
+        return int(self._queue[0][0]) if self._queue else FOREVER_PS
+
+    def skip_to(self, t_ps: int) -> None:
+        """Set the clock forward; nothing may be left to do before that time."""
+        self._now = max(self._now, t_ps)
 
     # ---- turning
 
@@ -105,8 +153,7 @@ class FabricEnv:
         for _ in range(self._daemons):
             if len(self._queue) > self._daemons:
                 break
-            self.now, _, _, fn, arg = heappop(self._queue)
-            fn(arg)
+            simpy.Environment.step(self)
         return len(self._queue) > self._daemons
 
     def run_until(self, settled: Callable[[], bool], deadline_ps: int = FOREVER_PS) -> Turned:
@@ -129,37 +176,53 @@ class FabricEnv:
     def turn(self, settled: Callable[[], bool], deadline_ps: int) -> Turned:
         """Run the loop of run_until; enter() must have been called."""
         self.deadline_ps = deadline_ps
-        queue = self._queue
+        queue, step = self._queue, super().step
         while not settled():
             if queue and queue[0][0] > deadline_ps:
-                self.now = deadline_ps
+                self.skip_to(deadline_ps)
                 return Turned.DEADLINE
             if len(queue) > self._daemons:
-                self.now, _, _, fn, arg = heappop(queue)
-                fn(arg)
+                step()
             elif not self.revive():
                 return Turned.SETTLED if settled() else Turned.EMPTY
         return Turned.SETTLED
+
+    def step(self) -> None:
+        """Process the next event.
+
+        Raises:
+            EmptySchedule: none is left but daemons' looks.
+        """
+        if len(self._queue) <= self._daemons and not self.revive():
+            raise EmptySchedule
+        super().step()
 
     def enter(self) -> None:
         """Mark the clock as running; whoever calls this sets `running` back to False."""
         if self.running:
             raise UsageError(
-                "the simulated clock is already running: inside a coroutine or callback use "
-                "`await`, not wait() or run()"
+                "the simulated clock is already running: inside a coroutine, process or callback "
+                "use `await`, not wait() or run()"
             )
         self.running = True
 
-    def run(self, until: int | None = None) -> None:
-        """Run to the end, or to a time in ps."""
+    def run(self, until: int | float | Event | None = None) -> Any:
+        """Run as simpy does: to the end, to a time in ps, or to an event, and return its value."""
+        if isinstance(until, Event):
+            self.enter()
+            try:
+                return super().run(until)
+            finally:
+                self.running = False
         if until is None:
             self.run_until(_never)
-            return
-        until_ps = operator.index(until)  # raises TypeError for floats
+            return None
+        until_ps = operator.index(until)  # type: ignore[arg-type]  # raises TypeError for floats
         if until_ps < self.now:
             raise UsageError(f"run({until_ps}): the clock stands at {self.now} ps already")
         if self.run_until(_never, until_ps) is Turned.EMPTY:
-            self.now = until_ps
+            self.skip_to(until_ps)
+        return None
 
     def stall_report(self) -> str:
         """Report what every registered engine waits for, one paragraph an engine."""

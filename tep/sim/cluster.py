@@ -69,7 +69,7 @@ class Cluster:
 
     Attributes:
         engines: one a node, in order; restart() replaces one.
-        env: the clock; `env.call_at` calls a function at a time.
+        env: the clock; a simpy environment for processes beside the engines.
         fabric: the chaos or timing fabric underneath.
         row_log: every row on the fabric; reading it is a UsageError unless it was asked for.
         happened: the faults so far, in order: those of calls, those at times, and those that the

@@ -78,7 +78,7 @@ class _ClockSelector(selectors.BaseSelector):
             if not loop.has_queued():
                 if timeout is None:
                     loop.stall()
-                env.now = max(env.now, deadline_ps)
+                env.skip_to(deadline_ps)
                 loop.widen()
         loop.forget_queued()
         return []

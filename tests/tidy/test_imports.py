@@ -19,7 +19,7 @@ _ROOMS = {"core", "control", "engine"}
 CORE = [path for path in python_files("tep") if path.parts[1] in _ROOMS] + NOUNS
 
 _FOREIGN = """
-    torch cuda cupy typer rich matplotlib prometheus_client
+    simpy torch cuda cupy typer rich matplotlib prometheus_client
     tep.backends.ffi tep.cuda tep.host.cuda tep.sim tep.apps tep.cli tep.testing
 """
 FOREIGN = _FOREIGN.split()
@@ -174,7 +174,7 @@ def test_import_tep_is_light() -> None:
     found = json.loads(done.stdout)
 
     assert ["tep"] == [name for name in found["modules"] if name.partition(".")[0] == "tep"]
-    heavy = {"numpy", "msgspec", "ctypes", "threading", "asyncio", "rich", "typer"}
+    heavy = {"numpy", "simpy", "msgspec", "ctypes", "threading", "asyncio", "rich", "typer"}
     assert set() == heavy & set(found["modules"])
     assert [] == [name for name in found["libraries"] if "/lib-dynload/" not in name]
     assert 1 == found["threads"]

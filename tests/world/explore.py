@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tep.base.units import PS_PER_US
 from tep.engine import TransferEngine
-from tep.sim.clock import FabricEnv, Turned
+from tep.sim.clock import Call, FabricEnv, Turned
 from tep.sim.driver import SimDriver
 from tep.testing.case import Violation
 from tests.world.oracle import Outcome, run_scenario
@@ -84,13 +84,15 @@ class OrderEnv(FabricEnv):
         queue = self._queue
         while len(queue) > self._daemons:
             if queue[0][0] > deadline_ps:
-                self.now = deadline_ps
+                self.skip_to(deadline_ps)
                 return Turned.DEADLINE
             entry = self._next(sorted(queue, key=lambda entry: entry[:3]))
             queue.remove(entry)
             heapify(queue)
-            self.now = max(self.now, entry[0])
-            entry[3](entry[4])
+            self.skip_to(entry[0])
+            event = entry[3]
+            assert type(event) is Call, "only calls can be put in another order"
+            event.fn(event.arg)
             if settled():
                 return Turned.SETTLED
         return Turned.EMPTY
@@ -101,7 +103,7 @@ class OrderEnv(FabricEnv):
     def _next(self, waiting: list[Any]) -> Any:
         near = [entry for entry in waiting if entry[0] <= waiting[0][0] + self._window_ps]
         if self._eager:
-            steps = [entry for entry in near if _is_step(entry[3])]
+            steps = [entry for entry in near if _is_step(entry[3].fn)]
             if steps:
                 return steps[0]
         return near[self._choices.pick(len(near))] if len(near) > 1 else near[0]

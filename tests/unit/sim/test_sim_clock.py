@@ -1,8 +1,9 @@
-"""The simulated clock: order, deadlines, ends."""
+"""The simulated clock: order, deadlines, ends, and simpy's own events beside calls."""
 
 from __future__ import annotations
 
 import pytest
+import simpy
 
 from tep.base.errors import UsageError
 from tep.sim.clock import FabricEnv, Turned
@@ -27,10 +28,47 @@ def test_calls_run_in_time_then_in_order_made() -> None:
     assert [*expected, (30, "b")] == log
 
 
+def test_processes_timeouts_and_conditions_of_simpy_stand_beside_calls() -> None:
+    """Researchers write their loads as simpy processes."""
+    env = FabricEnv()
+    log: list[tuple[int, str]] = []
+    env.call_at(10, lambda what: log.append((env.now, what)), "call")
+
+    def walker():
+        for _ in range(2):
+            yield env.timeout(10)
+            log.append((env.now, "walk"))
+        yield env.all_of([env.timeout(1), env.timeout(7)])
+        return "walked"
+
+    assert "walked" == env.run(env.process(walker()))
+    assert [(10, "call"), (10, "walk"), (20, "walk")] == log
+    assert 27 == env.now
+    with pytest.raises(RuntimeError, match="No scheduled events left"):
+        env.run(env.event())
+
+
+def test_a_users_own_steps_run_calls() -> None:
+    """A user's own loop over step() must see the fabric move."""
+    env = FabricEnv()
+    seen: list[int] = []
+    env.call_at(5, seen.append, 1)
+    env.call_at(5, seen.append, 2)
+    env.step()
+
+    assert ([1], 5) == (seen, env.now)
+    env.step()
+    with pytest.raises(simpy.core.EmptySchedule):
+        env.step()
+
+
 def test_a_float_time_is_refused() -> None:
     """Float time rounds differently at different distances from zero: no two machines' traces."""
+    env = FabricEnv()
+    with pytest.raises(UsageError, match=r"delay 1\.5: simulated time is an integer count"):
+        env.timeout(1.5)
     with pytest.raises(TypeError):
-        FabricEnv().run(1.5)  # type: ignore[arg-type]  # that is the test
+        env.run(1.5)
 
 
 def test_run_to_a_time() -> None:

@@ -134,17 +134,18 @@ def test_awaiting_in_real_time_is_refused() -> None:
             run(main())
 
 
-def test_words_written_by_a_call_are_seen_and_keep_nothing_alive() -> None:
+def test_words_written_by_a_process_are_seen_and_keep_nothing_alive() -> None:
     """A watched word is how a GPU's progress reaches the engine."""
     with Cluster(seed=1) as cluster:
         seen: list[tuple[int, int]] = []
         watcher = cluster.engines[0].alloc_uvm_watcher(lambda old, new: seen.append((old, new)))
 
-        def write(value: int) -> None:
-            watcher.word[0] = value
+        def gpu():
+            for value in (1, 5):
+                yield cluster.env.timeout(3_000_000)
+                watcher.word[0] = value
 
-        cluster.env.call_at(3_000_000, write, 1)
-        cluster.env.call_at(6_000_000, write, 5)
+        cluster.env.process(gpu())
         cluster.env.run()
         assert [(0, 1), (1, 5)] == seen
         assert cluster.now_us < 10

@@ -102,19 +102,23 @@ def test_ready_coroutines_do_not_starve_and_time_stands_still() -> None:
     assert 0 == run(main())
 
 
-def test_calls_of_the_clock_come_between_coroutines() -> None:
-    """A model of a GPU books calls, programs are coroutines; they share one clock."""
+def test_simpy_processes_live_beside_coroutines() -> None:
+    """Workloads are written as simpy processes, programs as coroutines; they share one clock."""
     env = FabricEnv()
     log: list[tuple[str, int]] = []
-    for k in range(1, 4):
-        env.call_at(k * PS_PER_US, lambda _: log.append(("call", env.now)))
+
+    def process():
+        for _ in range(3):
+            yield env.timeout(PS_PER_US)
+            log.append(("process", env.now))
 
     async def main() -> None:
+        env.process(process())
         await asyncio.sleep(1.5e-6)
         log.append(("coroutine", env.now))
 
     run(main(), env)
-    assert [("call", 1_000_000), ("coroutine", 1_500_000)] == log
+    assert [("process", 1_000_000), ("coroutine", 1_500_000)] == log
     env.run()
     assert 3_000_000 == env.now
 
