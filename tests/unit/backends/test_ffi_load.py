@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes.util
 import platform
+import socket
+import struct
 
 import pytest
 
-from tep.backends.ffi import ibverbs, libfabric
+from tep.backends.ffi import ibverbs, libc, libfabric
 from tep.backends.ffi.load import (
     Step,
     check,
@@ -172,6 +174,24 @@ def test_a_call_that_a_provider_does_not_have_is_not_made(call, missing, found):
     context = ctypes.addressof(memory) + before
 
     assert found == (ibverbs.Library.extended_create(None, context) is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("fe80::1", "fe80::1%eth0"),
+        ("febf::1", "febf::1%eth0"),
+        ("fec0::1", "fec0::1"),
+        ("fe00::1", "fe00::1"),
+        ("2001:db8::1", "2001:db8::1"),
+    ],
+)
+def test_only_an_address_of_the_link_names_it(text, found):
+    """No other host understands our name of an interface."""
+    raw = struct.pack("<H6x", socket.AF_INET6) + socket.inet_pton(socket.AF_INET6, text) + bytes(4)
+    kept = ctypes.create_string_buffer(raw)
+
+    assert found == libc._spell(ctypes.addressof(kept), "eth0")
 
 
 def test_check_says_call_code_and_context():

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tep.backends.columns import HostRegion
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
 from tep.backends.local import outbound as outbound_room
-from tep.backends.local.memory import COPYING, arena_of
+from tep.backends.local.memory import COPYING, Witness, arena_of
 from tep.base.errors import FabricError, UsageError
 from tep.memory.source import adapt
 from tests.support.descriptors import descriptors, opened_since
@@ -178,6 +179,14 @@ def test_shared_memory_is_mapped_once_and_let_go_with_its_last_region(pair) -> N
     for _ in range(40):
         pair.turn()
     assert before + 1 == mapped(), "the owner's own mapping is left"
+
+
+def test_each_senders_byte_of_the_witness_is_in_its_page_and_not_in_the_proof() -> None:
+    """A byte behind the page is another mapping's, or ends each copy as if the peer were gone."""
+    at = [Witness.byte(1 << 20, slot) - (1 << 20) for slot in range(1000)]
+
+    assert all(64 <= byte < mmap.PAGESIZE for byte in at)
+    assert all(a // 64 != b // 64 for a, b in itertools.pairwise(at))
 
 
 def test_alloc_shared_is_freed_with_its_last_array() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -22,7 +23,7 @@ from tep.backends import base as seam
 from tep.backends import local as local_room
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.fences import new_fence
-from tep.backends.local import LocalDomain, alloc_shared, memory, open_domains
+from tep.backends.local import LocalDomain, alloc_shared, memory, open_domains, outbound
 from tep.backends.local import channel as channel_room
 from tep.backends.local import sender as sender_room
 from tep.backends.local.channel import Address, Channel, Hello, is_bell
@@ -438,6 +439,67 @@ def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> Non
     ended = run(RECYCLED)
     assert 0 == ended.returncode, ended.stderr
     assert f"child has {bytes(8)!r}" in ended.stdout
+
+
+def test_an_answer_that_makes_no_sense_ends_one_peer_and_raises_nothing(victim, monkeypatch):
+    """An exception out of poll() ends the engine, with all its peers."""
+    monkeypatch.setattr(outbound, "is_bell", lambda _: False)
+    writer = Writer(victim)
+
+    assert Status.UNREACHABLE == writer.write()
+    assert "its answer makes no sense" in writer.me.status_text(Status.UNREACHABLE)
+
+
+def test_a_peer_whose_port_cannot_be_mapped_for_a_while_is_called_again(victim, monkeypatch):
+    """A process that is short of descriptors for a second lost its peers until they restarted."""
+    true, left = outbound.SharedMap, [2]
+
+    def short(fd, nbytes, **options):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EMFILE, "too many")
+        return true(fd, nbytes, **options)
+
+    monkeypatch.setattr(outbound, "SharedMap", short)
+
+    assert Status.OK == Writer(victim).write()
+    assert left[0] < 0
+
+
+def test_immediates_that_no_memory_is_left_for_come_later(victim, monkeypatch):
+    """A MemoryError while a burst is taken ended the engine, and the burst was lost."""
+    writer = Writer(victim)
+    take, fails = LocalDomain._take_burst, [True]
+
+    def short(self, *args):
+        if fails:
+            fails.pop()
+            raise MemoryError
+        return take(self, *args)
+
+    monkeypatch.setattr(LocalDomain, "_take_burst", short)
+    at = np.full(60, adapt(writer.source).ptr, np.uint64)
+    to = np.full(60, adapt(writer.target).ptr, np.uint64)
+    imms = np.arange(60, dtype=np.uint32)
+    rows = WriteBatch(60, writer.peer, at, writer.lkey, to, writer.rkey, 8, imms, 1)
+    assert 60 == writer.me.post(rows, 0, 60)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while writer.imms < 60:
+        writer.turn()
+        assert time.monotonic() < deadline_s, f"{writer.imms} of 60 arrived"
+
+    assert not fails
+
+
+def test_a_row_far_behind_its_region_is_refused(victim) -> None:
+    """Twice the region's address leaves the same rest as the address itself."""
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    src, dst = adapt(writer.source).ptr, adapt(writer.target).ptr
+    row = WriteBatch(1, writer.peer, src, writer.lkey, 2 * dst, writer.rkey, 8, None, 2)
+    assert 1 == writer.me.post(row, 0, 1)
+
+    assert Status.REMOTE_RANGE == writer.ended()
 
 
 def test_a_peer_that_closes_leaves_no_descriptor(victim) -> None:

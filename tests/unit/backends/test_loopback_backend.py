@@ -73,6 +73,41 @@ def test_one_bad_row_among_many_is_found(in_order) -> None:
             assert n - 1 == a.rows_ended(batch.ctx)[Status.OK]
 
 
+def test_who_polls_is_woken_while_there_is_more(in_order) -> None:
+    """A driver that sleeps would leave the rest until something else comes."""
+    a, b = in_order.pair()
+    (domain,) = a.domains
+    woken: list[int] = []
+    domain.set_waker(lambda: woken.append(1))
+    for _ in range(2):
+        a.post(a.batch(b))
+    woken.clear()
+    first = new_completions(1)
+    assert 1 == domain.poll(first)
+    assert [1] == woken
+    assert 1 == domain.poll(first)
+    assert [1] == woken, "nothing is left"
+
+
+def test_who_was_refused_is_woken_when_there_is_room() -> None:
+    """Rows that found the queue full are offered again when somebody says so."""
+    with LoopbackWorld(sq_depth=2) as world:
+        net = Net(world)
+        a, b = net.pair()
+        (domain,) = a.domains
+        woken: list[int] = []
+        domain.set_waker(lambda: woken.append(1))
+        batch = a.batch(b, src=[0, 8, 16], dst=0, nbytes=8)
+        assert 2 == domain.post(batch, 0, 3)
+        assert 0 == domain.post(batch, 2, 3)
+        woken.clear()
+        while not domain.poll(new_completions(8)):
+            pass
+
+        assert [1] == woken
+        assert 1 == domain.post(batch, 2, 3)
+
+
 def test_too_long_is_length() -> None:
     """caps are enforced, so that an engine that ignores them is found out here."""
     with LoopbackWorld(max_write_bytes=100, max_msg_bytes=10) as world:

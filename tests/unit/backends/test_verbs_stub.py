@@ -241,10 +241,11 @@ def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
         assert 10 == sum(count for _, count, _ in rig.settle(10))
 
 
+@pytest.mark.parametrize("row", [0, 4])
 @pytest.mark.parametrize(
     ("column", "status"), [("nbytes", Status.LENGTH), ("rkey", Status.REMOTE_KEY)]
 )
-def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan, column, status):
+def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan, column, status, row):
     """A number cut to 32 bits is a short write, or one elsewhere, that is called a success."""
     rig, post = fan
     for _ in range(3):
@@ -253,23 +254,40 @@ def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan, column, statu
     batch = rig.rows(range(10), peer=np.array([0, 1] * 5, np.uint64))
     batch.nbytes = np.full(10, PAGE, np.uint64)
     batch.rkey = np.full(10, rig.there.rkey, np.uint64)
-    getattr(batch, column)[4] += np.uint64(1 << 32)
+    getattr(batch, column)[row] += np.uint64(1 << 32)
     at = 0
     while at < 10:
         at += rig.a.post(batch, at, 10)
     back = rig.settle(10)
 
-    assert [(status, 1, 4)] == [entry for entry in back if entry[0] != Status.OK]
+    assert [(status, 1, row)] == [entry for entry in back if entry[0] != Status.OK]
     assert 9 == sum(count for found, count, _ in back if found == Status.OK)
 
 
+def test_each_impossible_row_of_a_scatter_has_its_own_reason(fan):
+    """A key is looked for where a length was wrong, for days."""
+    rig, _ = fan
+    batch = rig.rows(range(10), peer=np.array([0, 1] * 5, np.uint64))
+    batch.nbytes = np.full(10, PAGE, np.uint64)
+    batch.rkey = np.full(10, rig.there.rkey, np.uint64)
+    batch.rkey[2] += np.uint64(1 << 32)
+    batch.nbytes[3] += np.uint64(1 << 32)
+    at = 0
+    while at < 10:
+        at += rig.a.post(batch, at, 10)
+    bad = [entry for entry in rig.settle(10) if entry[0] != Status.OK]
+
+    assert [(Status.REMOTE_KEY, 1, 2), (Status.LENGTH, 1, 3)] == sorted(bad, key=lambda e: e[2])
+
+
+@pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize(
     ("code", "status"), [(errno.ENOMEM, Status.OK), (errno.EIO, Status.PROVIDER)]
 )
-def test_a_scatter_that_is_known_survives_a_refusal(stub, fan, code, status):
+def test_a_scatter_survives_a_refusal(stub, fan, code, status, times):
     """One queue pair has no room, or never takes the row: the other nine go out all the same."""
     rig, post = fan
-    for _ in range(2):
+    for _ in range(times):
         post()
         rig.settle(10)
     stub.set(Knob.FAIL_AFTER, 4)
@@ -420,6 +438,9 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
 
     assert not armed
     assert [Kind.DOWN] == kinds
+    rig.a._poll_cq = None  # of a device that is gone nothing is asked any more
+    assert [] == rig.poll(rig.a)
+    assert rig.a.arm()
     assert 3 == taken
     assert {Status.NIC_DOWN} == {status for status, _, _ in back}
 
@@ -436,6 +457,15 @@ def test_a_queue_pair_that_failed_by_itself_is_replaced(stub, rig, kind):
 
     assert 3 == sum(count for _, count, _ in rig.settle(3))
     assert failed.qp not in {row.qp for row in stub.since(mark)}
+
+
+def test_a_message_that_is_too_long_ends_once(rig):
+    """The engine counts by it: with none of it the message would stay open for ever."""
+    assert rig.a.post_send(rig.peer, bytes(rig.a.caps.max_msg_bytes + 1), 5)
+
+    assert [(Kind.SENT, Status.LENGTH, 1, 5)] == [
+        (kind, status, count, ctx) for kind, status, count, _, _, ctx, _ in rig.poll(rig.a)
+    ]
 
 
 def test_a_message_is_read_and_given_back_after_close(rig):

@@ -9,7 +9,13 @@ import pytest
 from tep.backends.base import Status
 from tep.backends.verbs.conns import Tag, number_of, tag
 from tep.backends.verbs.device import GidSeen, rank_gids
-from tep.backends.verbs.handshake import ADDRESS_BYTES, Address, gid_text, identity_of
+from tep.backends.verbs.handshake import (
+    ADDRESS_BYTES,
+    Address,
+    engine_of,
+    gid_text,
+    identity_of,
+)
 from tep.backends.verbs.receive import STATUS_TEXT, send_status, write_status
 from tep.backends.verbs.settings import Settings
 from tep.base.errors import BadDescriptor, UsageError
@@ -34,6 +40,14 @@ def address(**changes):
         "identity": identity_of("engine", 3),
     }
     return Address(**{**values, **changes})
+
+
+def test_nics_of_one_incarnation_are_known_by_their_addresses():
+    """Rows of an engine that has restarted would count for the one before."""
+    first, second = (address(ud_qpn=n).encode() for n in (1, 2))
+    assert engine_of(first) == engine_of(second)
+    for epoch in (2**63 + 1, 2**63 + 2**8, 2**62):
+        assert engine_of(first) != engine_of(address(epoch=epoch).encode())
 
 
 def test_an_address_survives_bytes_and_has_golden_ones():

@@ -43,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
         self.server.going.wait(60)
-        if "prompt" not in body:
+        if self.headers["Content-Type"] != "application/json":
+            self.answer({"error": "vLLM takes JSON alone"}, 415)
+        elif "prompt" not in body:
             self.answer({"error": "no prompt"}, 400)
         elif body.get("stream"):
             self.send_response(200)
