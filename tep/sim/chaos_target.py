@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import re
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -24,7 +24,7 @@ from tep.memory.source import Memory
 from tep.sim.chaos_parts import CompletionQueue, NicState, Region
 from tep.sim.clock import FabricEnv
 from tep.sim.draws import Draws
-from tep.sim.driver import SimNode
+from tep.sim.driver import SimNic, SimNode
 from tep.sim.faults import Chaos, Fault, KillNic
 from tep.sim.row_log import Record, RowLog, What
 
@@ -401,7 +401,7 @@ class ChaosNode(SimNode):
         self._paused_ps = self.fabric.env.now + for_ps
 
 
-class ChaosTarget:
+class ChaosTarget(SimNic):
     """One NIC as far as others reach it.
 
     Attributes:
@@ -414,6 +414,7 @@ class ChaosTarget:
     link: Link
 
     def __init__(self, fabric: Fabric, node: ChaosNode, number: int) -> None:
+        super().__init__()
         chaos = fabric.chaos
         self.fabric = fabric
         self.node = node
@@ -453,10 +454,6 @@ class ChaosTarget:
         self._credits = chaos.imm_credits
         self._waiting: list[Flight] = []
         self._serving = False
-        self._slots: list[bytearray] = []
-        self._filled: list[int] = []
-        self._senders: list[bytes] = []
-        self._free_slots: deque[int] = deque()
         self._controls: dict[int, tuple[bytes, bytes]] = {}
         self._controls_seen = 0
         self._sources: dict[bytes, int] = {}
@@ -529,14 +526,8 @@ class ChaosTarget:
         bits = self._draws.post(self._uid + self._calls, index)
         return 1 + (bits >> 8 & 3) if 255 - (bits & 0xFF) < often else 0
 
-    def forget(self, peer: int) -> None:
-        """Nothing is kept of a peer that could be given back."""
-
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._cq.waker = waker
-
-    def wakeup_fd(self) -> int | None:
-        return None
 
     def arm(self) -> bool:
         return True
@@ -735,18 +726,15 @@ class ChaosTarget:
             self._hear(row)
             self._answer(row)
             return
-        if not self._free_slots:
-            self._park(row)
-            return
-        slot = self._free_slots.popleft()
-        buffer = self._slots[slot]
-        if row.nbytes > len(buffer):
-            self._free_slots.append(slot)
+        if self.pool.never_fits(row.nbytes):
             row.nic.refuse(row, Status.LENGTH)
             return
+        found = self.pool.take(row.nbytes, row.nic.address)
+        if found is None:
+            self._park(row)
+            return
+        slot, buffer = found
         buffer[: row.nbytes] = row.payload
-        self._filled[slot] = row.nbytes
-        self._senders[slot] = row.nic.address
         if self._row_log is not None:
             self._note("recv", row, row.nic.node.name, value=slot)
         self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
@@ -815,11 +803,6 @@ class ChaosTarget:
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
         return self._controls.pop(slot)
 
-    def engine_of(self, address: bytes) -> bytes:
-        """An address is sim:name/nic#epoch."""
-        name, _, rest = address.rpartition(b"/")
-        return name + b"#" + rest.rpartition(b"#")[2]
-
     def source(self, number: int) -> bytes:
         return list(self._sources)[number]
 
@@ -860,22 +843,11 @@ class ChaosTarget:
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
-        for _ in range(count):
-            self._free_slots.append(len(self._slots))
-            self._slots.append(bytearray(nbytes))
-            self._filled.append(0)
-            self._senders.append(b"")
+        self.pool.add(nbytes, count)
         self._has_receives()
 
-    def recv_view(self, slot: int) -> memoryview:
-        return memoryview(self._slots[slot])[: self._filled[slot]]
-
-    def recv_source(self, slot: int) -> bytes:
-        return self._senders[slot]
-
     def recv_done(self, slot: int) -> None:
-        assert slot not in self._free_slots, slot
-        self._free_slots.append(slot)
+        self.pool.give_back(slot)
         self._has_receives()
 
     def poll(self, out: Completions) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import Domain
+from tep.backends.handing import ReceivePool
 from tep.base.errors import StallError, UsageError
 from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.base.waiting import Interrupts, escaped
@@ -22,7 +23,7 @@ from tep.drivers.threads import Machine, Settles
 from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, in_one_process
 from tep.sim.loop import SimLoop
 
-__all__ = ["WATCH_PS", "SimDriver", "SimNode", "nobody"]
+__all__ = ["WATCH_PS", "SimDriver", "SimNic", "SimNode", "nobody"]
 
 T = TypeVar("T")
 
@@ -72,6 +73,47 @@ class SimNode:
 
     def end_turn(self) -> None:
         """Learn that the turn has posted everything."""
+
+
+class SimNic:
+    """One simulated NIC: what those of all fabrics have in common.
+
+    An address ends in name/nic#epoch.
+
+    Attributes:
+        pool: the buffers that messages come to.
+        waker: wakes the owner.
+    """
+
+    __slots__ = ("pool", "waker")
+
+    def __init__(self) -> None:
+        self.pool = ReceivePool()
+        self.waker: Callable[[], object] = nobody
+
+    def recv_view(self, slot: int) -> memoryview:
+        """See `tep.backends.base.Domain`, as for the others."""
+        return self.pool.view(slot)
+
+    def recv_source(self, slot: int) -> bytes:
+        """Look it up in the pool."""
+        return self.pool.sender(slot)
+
+    def engine_of(self, address: bytes) -> bytes:
+        """All of the address but the NIC's number."""
+        name, _, rest = address.rpartition(b"/")
+        return name + b"#" + rest.rpartition(b"#")[2]
+
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """Wake this owner from now on."""
+        self.waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        """There is none in simulated time."""
+        return None
 
 
 def nobody() -> None:

@@ -15,7 +15,7 @@ happens to several flows at one instant is one event: at 1,000 engines events ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -24,7 +24,7 @@ from tep.base.errors import BadDescriptor, ClosedError
 from tep.base.units import PS_PER_S
 from tep.memory.source import Memory
 from tep.sim.clock import FOREVER_PS, FabricEnv, in_one_process
-from tep.sim.driver import SimNode, nobody
+from tep.sim.driver import SimNic, SimNode
 from tep.sim.machines import Machines, ack_ps, latency_ps
 from tep.sim.profile import Profile
 
@@ -188,7 +188,7 @@ class _Flow:
         self.arrive_ps = arrive_ps
 
 
-class FlowNic:
+class FlowNic(SimNic):
     """One NIC; see `tep.backends.base.Domain` for its methods.
 
     Attributes:
@@ -197,13 +197,14 @@ class FlowNic:
     """
 
     __slots__ = (
-        "_acks", "_costs", "_env", "_fabric", "_flying", "_free_slots", "_gather_ps", "_key",
+        "_acks", "_costs", "_env", "_fabric", "_flying", "_gather_ps", "_key",
         "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_report_ps", "_rx_free_ps",
-        "_sends", "_slot_bytes", "_slots", "_tx_free_ps", "_waker", "address", "caps", "closed",
+        "_sends", "_tx_free_ps", "address", "caps", "closed",
         "node",
     )  # fmt: skip
 
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
+        super().__init__()
         profile = node.profile
         nic = f"{node.name}/{index}"
         caps = profile.caps(nic, moves_bytes=False, control_bytes=0)
@@ -223,11 +224,7 @@ class FlowNic:
         self._refused = self.closed = False
         self._flying: set[_Flow] = set()
         self._sends: dict[int, None] = {}  # messages that have not ended
-        self._slots: dict[int, tuple[bytes, bytes]] = {}  # sender and payload
-        self._free_slots: list[int] = []
         self._mail: deque[tuple[FlowNic, bytes, int]] = deque()
-        self._slot_bytes = 0
-        self._waker: Callable[[], None] = nobody
         fabric.numbers[self.address] = len(fabric.nics)
         fabric.nics.append(self)
 
@@ -358,39 +355,29 @@ class FlowNic:
 
     def _hand_out(self) -> None:
         seen_ps = self._env.now - self._profile.receive_ps
-        while self._mail and self._free_slots:
-            source, payload, ctx = self._mail.popleft()
+        while self._mail:
+            source, payload, ctx = self._mail[0]
+            fits = not self.pool.never_fits(len(payload))
+            found = self.pool.take(len(payload), source.address) if fits else None
+            if fits and found is None:
+                return
+            self._mail.popleft()
             acked_ps = seen_ps + ack_ps(source._profile, self._profile)
-            fits = len(payload) <= self._slot_bytes
             status = _OK if fits else int(Status.LENGTH)
             self._env.call_at(acked_ps, source._end_send, (ctx, status))
-            if fits:
-                slot = self._free_slots.pop()
-                self._slots[slot] = source.address, payload
+            if found is not None:
+                slot, buffer = found
+                buffer[: len(payload)] = payload
                 self._ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
-                self._waker()
+                self.waker()
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
-        first = len(self._slots) + len(self._free_slots)
-        self._slot_bytes = nbytes
-        self._free_slots += range(first, first + count)
+        self.pool.add(nbytes, count)
         self._hand_out()
 
-    def recv_view(self, slot: int) -> memoryview:
-        return memoryview(self._slots[slot][1])
-
-    def recv_source(self, slot: int) -> bytes:
-        return self._slots[slot][0]
-
-    def engine_of(self, address: bytes) -> bytes:
-        """An address is flow:name/nic#epoch."""
-        name, _, rest = address.rpartition(b"/")
-        return name + b"#" + rest.rpartition(b"#")[2]
-
     def recv_done(self, slot: int) -> None:
-        del self._slots[slot]
-        self._free_slots.append(slot)
+        self.pool.give_back(slot)
         self._hand_out()
 
     # ------------------------------------------------------------------ completions
@@ -425,7 +412,7 @@ class FlowNic:
         self._acks = later
         if found:
             self._refused = False
-            self._waker()
+            self.waker()
         if later and not self.closed:
             gather_ps = 0 if self._refused else self._gather_ps
             self._report_at(min(due_ps for due_ps, _ in later) + gather_ps)
@@ -438,7 +425,7 @@ class FlowNic:
         self._open -= flow.n
         for row in range(flow.start, flow.start + flow.n):
             self._ready.append((_WRITE, int(status), 1, 0, row, flow.batch.ctx, 0))
-        self._waker()
+        self.waker()
 
     def _end_send(self, ctx_status: tuple[int, int]) -> None:
         if self.closed:
@@ -447,7 +434,7 @@ class FlowNic:
         self._open -= 1
         del self._sends[ctx]
         self._ready.append((_SENT, status, 1, 0, 0, ctx, 0))
-        self._waker()
+        self.waker()
 
     def poll(self, out: Completions) -> int:
         ready = self._ready
@@ -457,20 +444,11 @@ class FlowNic:
         for k in range(n):
             out[k] = ready.popleft()
         if ready:
-            self._waker()
+            self.waker()
         return n
 
     def status_text(self, status: int) -> str:  # noqa: ARG002  # the seam's signature
         return ""
-
-    def forget(self, peer: int) -> None:
-        """Nothing is kept of a peer that could be given back."""
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self._waker = waker
-
-    def wakeup_fd(self) -> int | None:
-        return None
 
     def arm(self) -> bool:
         return not self._ready
@@ -529,7 +507,7 @@ def _count(flows: list[_Flow]) -> None:
         else:
             mine = imm[flow.start : flow.start + flow.n].tolist()
             nic._ready += [(_IMM, _OK, 1, value, 0, 0, 0) for value in mine]
-        nic._waker()
+        nic.waker()
 
 
 def _taking_ps(profile: Profile, n: int, nbytes: int) -> int:

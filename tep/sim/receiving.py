@@ -40,10 +40,6 @@ class Inlet:
         self.targets: dict[int, Region] = {}
         self._fabric = fabric
         self._nic = nic
-        self._slots: list[bytearray] = []
-        self._lengths: dict[int, int] = {}
-        self._senders: dict[int, bytes] = {}
-        self._idle: deque[int] = deque()
         self._starved: deque[int] = deque()
         self._unread: dict[int, tuple[bytes, bytes]] = {}  # control messages, by their numbers
 
@@ -140,41 +136,23 @@ class Inlet:
         """A control message, and the address of its sender; once."""
         return self._unread.pop(slot)
 
-    def add_slots(self, nbytes: int, count: int) -> None:
-        """Add receive buffers; messages that wait for one take them."""
-        first = len(self._slots)
-        self._slots.extend(bytearray(nbytes) for _ in range(count))
-        self._idle.extend(range(first, first + count))
-        self._feed()
-
-    def view(self, slot: int) -> memoryview:
-        """The bytes of a received message."""
-        return memoryview(self._slots[slot])[: self._lengths[slot]].toreadonly()
-
-    def sender(self, slot: int) -> bytes:
-        """The address of the NIC that sent a received message."""
-        return self._senders[slot]
-
-    def free(self, slot: int) -> None:
-        """Put a buffer back."""
-        del self._lengths[slot], self._senders[slot]
-        self._idle.append(slot)
-        self._feed()
-
-    def _feed(self) -> None:
-        while self._starved and self._idle:
-            number = self._starved.popleft()
-            if number in self._fabric.payloads:
-                self._receive(number, self._fabric.env.now)
-                self._nic.node.wakes.wake_at(self._fabric.env.now)
+    def feed(self) -> None:
+        """Receive the messages that waited for a buffer, as far as there are some now."""
+        fabric = self._fabric
+        while self._starved:
+            number = self._starved[0]
+            if number in fabric.payloads:
+                if not self._receive(number, fabric.env.now):
+                    return
+                self._nic.node.wakes.wake_at(fabric.env.now)
                 self._nic.node.wakes.book()
+            self._starved.popleft()
 
     def _take_message(self, number: int, time_ps: int) -> None:
         if number in self._fabric.controls:
             self._keep_control(number, time_ps)
             return
-        if self._idle and not self._starved:
-            self._receive(number, time_ps)
+        if not self._starved and self._receive(number, time_ps):
             return
         # No buffer. As on RC with an endless RNR retry it waits, but not for ever.
         self._starved.append(number)
@@ -201,18 +179,20 @@ class Inlet:
             self._starved.remove(number)
             self._answer(number, Status.RNR, self._fabric.env.now)
 
-    def _receive(self, number: int, time_ps: int) -> None:
-        fabric, nic = self._fabric, self._nic
-        payload = fabric.payloads[number]
-        if len(payload) > len(self._slots[self._idle[0]]):
+    def _receive(self, number: int, time_ps: int) -> bool:
+        """Put a message into a buffer, or refuse it; False: there is no buffer for it now."""
+        payload, pool = self._fabric.payloads[number], self._nic.pool
+        if pool.never_fits(len(payload)):
             self._answer(number, Status.LENGTH, time_ps)
-            return
-        slot = self._idle.popleft()
-        self._slots[slot][: len(payload)] = payload
-        self._lengths[slot] = len(payload)
-        self._senders[slot] = self._sender(number)
-        nic.ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+            return True
+        found = pool.take(len(payload), self._sender(number))
+        if found is None:
+            return False
+        slot, buffer = found
+        buffer[: len(payload)] = payload
+        self._nic.ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
         self._finish(number, time_ps)
+        return True
 
     def _finish(self, number: int, time_ps: int) -> None:
         """Record that a message or control message was taken, and answer it."""

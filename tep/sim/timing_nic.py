@@ -14,7 +14,6 @@ would have landed. Bytes that are under way when a NIC dies are lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -270,11 +269,6 @@ class TimingNic(Nic):
     def take_control(self, slot: int) -> tuple[bytes, bytes]:
         return self._inlet.take_control(slot)
 
-    def engine_of(self, address: bytes) -> bytes:
-        """An address is name/nic#epoch."""
-        name, _, rest = address.rpartition(b"/")
-        return name + b"#" + rest.rpartition(b"#")[2]
-
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
         if self.open_rows >= self.caps.sq_depth or (
@@ -301,16 +295,12 @@ class TimingNic(Nic):
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
-        self._inlet.add_slots(nbytes, count)
-
-    def recv_view(self, slot: int) -> memoryview:
-        return self._inlet.view(slot)
-
-    def recv_source(self, slot: int) -> bytes:
-        return self._inlet.sender(slot)
+        self.pool.add(nbytes, count)
+        self._inlet.feed()
 
     def recv_done(self, slot: int) -> None:
-        self._inlet.free(slot)
+        self.pool.give_back(slot)
+        self._inlet.feed()
 
     # ------------------------------------------------------------------ completions
 
@@ -404,15 +394,6 @@ class TimingNic(Nic):
         return _STATUS_TEXT.get(status, "")
 
     # ------------------------------------------------------------------ wakes
-
-    def forget(self, peer: int) -> None:
-        """Nothing is kept of a peer that could be given back."""
-
-    def set_waker(self, waker: Callable[[], None]) -> None:
-        self.waker = waker
-
-    def wakeup_fd(self) -> int | None:
-        return None
 
     def arm(self) -> bool:
         now = self.fabric.env.now

@@ -10,7 +10,6 @@ wake-ups. A look takes in the entries of all NICs of the node, as one step of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -22,7 +21,7 @@ from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv
 from tep.sim.congestion import PacedQueue, is_paced
-from tep.sim.driver import SimNode, nobody
+from tep.sim.driver import SimNic, SimNode
 from tep.sim.ledger import Agenda, Batches, Ledger
 from tep.sim.machines import Machine, Machines
 from tep.sim.queues import NEVER_PS, Ints, SendQueue
@@ -152,7 +151,7 @@ def address_of(name: str, epoch: int, index: int) -> bytes:
     return f"{name}/{index}#{epoch}".encode()
 
 
-class Nic:
+class Nic(SimNic):
     """The part of a NIC that its node, and other NICs, see; `timing_nic.TimingNic` adds the seam.
 
     Attributes:
@@ -167,10 +166,10 @@ class Nic:
         sources: lkey -> region.
         ready: completions that poll() hands out.
         open_rows: rows posted and not completed.
-        waker: wakes the owner.
     """
 
     def __init__(self, fabric: Fabric, node: Node, index: int) -> None:
+        super().__init__()
         self.fabric = fabric
         self.node = node
         self.index = index
@@ -188,7 +187,6 @@ class Nic:
         self.sources: dict[int, Region] = {}
         self.ready: deque[Entry] = deque()
         self.open_rows = 0
-        self.waker: Callable[[], None] = nobody
         node.wakes.nics.append(self)
 
     def launch(self, numbers: Ints, ready: Ints) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tep.backends.base import Access, Kind, Status, WriteBatch
+from tep.backends.base import Access, Kind, Status
 from tep.base.errors import BadDescriptor, ClosedError, TepError
 from tep.memory.source import adapt
 from tep.testing.world import Ability, Net, Seen, Side, World
@@ -22,12 +22,6 @@ from tep.testing.world import Ability, Net, Seen, Side, World
 __all__ = ["ErrorsContract", "LifeContract"]
 
 _ROW_BYTES_MAX = 8 * 1024 * 1024  # longest row that a test may cost
-
-
-def _close(*sides: Side) -> None:
-    for side in sides:
-        for domain in side.domains:
-            domain.close()
 
 
 class LifeContract:
@@ -48,10 +42,9 @@ class LifeContract:
     def test_c12_both_sides_may_connect_at_once(self, net: Net) -> None:
         """Peers meet each other in the same moment; one connection must not undo the other."""
         a, b = net.pair()
-        at = [64 * k for k in range(30)]
         for _ in range(5):
-            a.post(a.batch(b, src=at, dst=at, imm=1))
-            b.post(b.batch(a, src=at, dst=at, imm=2))
+            a.post(a.batch(b, n=30, imm=1))
+            b.post(b.batch(a, n=30, imm=2))
         net.settle()
 
         assert ({2: 150}, {1: 150}) == (a.imms(), b.imms())
@@ -96,37 +89,29 @@ class LifeContract:
         net.need(Ability.KILL, Ability.RESTART)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
-        net.forget(b)
-        net.world.kill(b.node)
+        net.kill(b)
         reborn = net.side(node=net.world.restart(b.node))
-        at = [64 * k for k in range(20)]
-        stale = a.batch(b, src=at, dst=at, imm=2)
+        stale = a.batch(b, n=20, imm=2)
         limit_s = a.domains[0].caps.peer_timeout_s
-        start = 0
-
-        def offer() -> bool:
-            nonlocal start
-            start += a.try_post(stale, start, stale.n) if start < stale.n else 0
-            return start == stale.n and a.rows_open == 0
-
-        net.until(offer, "stale rows to fail", timeout_s=limit_s * stale.n)
+        net.until(
+            lambda: a.offer(stale) and not a.rows_open, "stale rows to fail", limit_s * stale.n
+        )
         net.quiet()
 
         assert reborn.domains[0].address != b.domains[0].address
         assert Status.OK not in a.rows_ended(stale.ctx)
         assert Counter() == reborn.imms()
         assert reborn.untouched()
-        net.write(a.batch(reborn, src=at, dst=at, imm=3), a)
+        net.write(a.batch(reborn, n=20, imm=3), a)
         assert {3: 20} == reborn.imms()
 
     def test_c14_close_ends_every_row(self, net: Net) -> None:
         """A row that never comes back holds its memory, and its transfer, for ever."""
         a, b = net.pair()
-        at = [64 * k for k in range(100)]
-        batch = a.batch(b, src=at, dst=at, imm=6)
+        batch = a.batch(b, n=100, imm=6)
         a.try_post(batch, 0, batch.n)
-        a.try_post(a.batch(b, src=at, dst=at), 0, 100)
-        _close(a)
+        a.try_post(a.batch(b, n=100), 0, 100)
+        a.close()
         net.until(lambda: a.rows_open == 0, "rows that were open at close() to be handed out")
         net.quiet()
 
@@ -139,7 +124,7 @@ class LifeContract:
         """A message that nobody received is given back like a row."""
         a, b = net.pair()
         ctx = a.send(b, b"there is no receive for this one")
-        _close(a)
+        a.close()
         net.until(lambda: a.messages_open == 0, "the message that was open at close()")
 
         assert {ctx: 1} == a.acknowledged
@@ -148,10 +133,10 @@ class LifeContract:
         """Engines, context managers and finalisers all close; the second time is not an event."""
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
-        _close(a)
+        a.close()
         net.quiet()
         seen = len(a.seen)
-        _close(a)
+        a.close()
         net.quiet()
 
         assert seen == len(a.seen)
@@ -161,7 +146,7 @@ class LifeContract:
         a, b = net.pair()
         c = net.side()
         net.write(a.batch(b, imm=1), a)
-        _close(c)
+        c.close()
         net.write(a.batch(b, imm=1), a)
 
         assert {1: 2} == b.imms()
@@ -174,7 +159,7 @@ class LifeContract:
         peer = a.peer(b)
         domain = a.domains[0]
         memory = adapt(np.zeros(64, np.uint8))
-        _close(a)
+        a.close()
         for use in (
             lambda: domain.post(batch, 0, 1),
             lambda: domain.post_send(peer, b"x", 1),
@@ -212,12 +197,12 @@ class LifeContract:
         depth = a.domains[0].caps.sq_depth
         n = min(2 * depth, 40_000)
         batch = a.batch(b, src=[0] * n, dst=0, nbytes=1)
-        start = most = 0
+        most = 0
         for _ in range(60):
-            burst = start
+            before = a.accepted[batch.ctx]
             for _ in range(4):  # no time passes between these
-                start += a.try_post(batch, start, n) if start < n else 0
-            most = max(most, start - burst)
+                a.offer(batch)
+            most = max(most, a.accepted[batch.ctx] - before)
             net.turn()
         net.settle()
 
@@ -247,9 +232,13 @@ class LifeContract:
         net.need(Ability.FORK)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
-        code = _in_child(lambda: _close(a, b))
-        at = [64 * k for k in range(50)]
-        net.write(a.batch(b, src=at, dst=at, imm=2), a)
+
+        def close() -> None:
+            a.close()
+            b.close()
+
+        code = _in_child(close)
+        net.write(a.batch(b, n=50, imm=2), a)
 
         assert 0 == code
         assert {1: 1, 2: 50} == b.imms()
@@ -363,11 +352,6 @@ def _check_bad_row(net: Net, a: Side, b: Side, **bad: int) -> None:
     assert np.array_equal(a.source.data[:192], b.target.data[:192])
 
 
-def _offer(side: Side, batch: WriteBatch) -> bool:
-    """Post a batch of one row; whether it was taken."""
-    return side.try_post(batch, 0, 1) == 1
-
-
 class ErrorsContract:
     """Clauses on failures."""
 
@@ -472,20 +456,19 @@ class ErrorsContract:
         """The memory goes back to its owner when deregister() returns, whatever was in flight."""
         a, b = net.pair()
         extra = b.buffer(65536)
-        at = [64 * k for k in range(200)]
-        batch = a.batch(b, src=at, dst=at, imm=5, target=extra)
-        posted = a.try_post(batch, 0, batch.n)
+        batch = a.batch(b, n=200, imm=5, target=extra)
+        a.offer(batch)
         for turn in range(6):
             if turn == 3:
                 extra.deregister()
                 frozen = extra.data.copy()
             net.turn()
-            posted += a.try_post(batch, posted, batch.n) if posted < batch.n else 0
+            a.offer(batch)
         net.settle()
         ended = a.rows_ended(batch.ctx)
 
         assert np.array_equal(frozen, extra.data)
-        assert posted == ended.total()
+        assert a.accepted[batch.ctx] == ended.total()
         assert b.imms()[5] <= int((frozen.reshape(-1, 64)[:200] != 0x5A).any(axis=1).sum())
 
     def test_c17_a_killed_peer_ends_in_errors(self, net: Net) -> None:
@@ -494,21 +477,18 @@ class ErrorsContract:
         a, b = net.pair()
         c = net.side()
         net.write(a.batch(b, imm=1), a)
-        at = [64 * k for k in range(50)]
-        early = a.batch(b, src=at, dst=at)
-        taken = a.try_post(early, 0, early.n)
-        net.forget(b)
-        net.world.kill(b.node)
-        late = a.batch(b, src=at, dst=at)
-        taken_late = a.try_post(late, 0, late.n)
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.rows_open == 0, "rows to a dead peer to fail", timeout_s=limit_s)
+        early = a.batch(b, n=50)
+        a.offer(early)
+        net.kill(b)
+        late = a.batch(b, n=50)
+        a.offer(late)
+        net.ended(a, "rows to a dead peer to fail")
 
-        assert taken == a.rows_ended(early.ctx).total()
+        assert a.accepted[early.ctx] == a.rows_ended(early.ctx).total()
         assert set(a.rows_ended(early.ctx)) <= _GIVEN_UP | {Status.OK}
-        assert taken_late == a.rows_ended(late.ctx).total()
+        assert a.accepted[late.ctx] == a.rows_ended(late.ctx).total()
         assert set(a.rows_ended(late.ctx)) <= _GIVEN_UP
-        net.write(a.batch(c, src=at, dst=at, imm=2), a)
+        net.write(a.batch(c, n=50, imm=2), a)
         assert {2: 50} == c.imms(), "other peers are not concerned"
 
     def test_c17_posting_to_a_killed_peer_ends_in_errors(self, net: Net) -> None:
@@ -516,13 +496,12 @@ class ErrorsContract:
         net.need(Ability.KILL)
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
-        net.forget(b)
-        net.world.kill(b.node)
+        net.kill(b)
         limit_s = a.domains[0].caps.peer_timeout_s
         for _ in range(3):
             batch = a.batch(b, imm=2)
-            net.until(functools.partial(_offer, a, batch), "room", timeout_s=limit_s)
-            net.until(lambda: a.rows_open == 0, "a row to nobody to fail", timeout_s=limit_s)
+            net.until(functools.partial(a.offer, batch), "room", limit_s)
+            net.ended(a, "a row to nobody to fail")
             assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
             assert 1 == a.rows_ended(batch.ctx).total()
 
@@ -531,12 +510,10 @@ class ErrorsContract:
         net.need(Ability.KILL)
         a, b = net.pair()
         a.send(b, b"nobody will read this")
-        net.forget(b)
-        net.world.kill(b.node)
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.messages_open == 0, "the message to end", timeout_s=limit_s)
+        net.kill(b)
+        net.ended(a, "the message to end")
         ctx = a.send(b, b"nor this")
-        net.until(lambda: a.messages_open == 0, "the message to end", timeout_s=limit_s)
+        net.ended(a, "the message to end")
 
         assert 1 == a.acknowledged[ctx]
         assert ctx in {seen.ctx for seen in a.errors() if seen.kind == Kind.SENT}
@@ -546,12 +523,11 @@ class ErrorsContract:
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         net.forget(b)
-        for domain in b.domains:
-            domain.close()
+        b.close()
         batch = a.batch(b, imm=2)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(functools.partial(_offer, a, batch), "room", timeout_s=limit_s)
-        net.until(lambda: a.rows_open == 0, "a row to a closed peer to fail", timeout_s=limit_s)
+        net.until(functools.partial(a.offer, batch), "room", limit_s)
+        net.ended(a, "a row to a closed peer to fail")
 
         assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
 
@@ -560,7 +536,7 @@ class ErrorsContract:
         a, b = net.pair()
         net.forget(b)  # it is deaf before it was ever met, and where that matters rows fail
         early = a.batch(b, imm=1)
-        _offer(a, early)
+        a.offer(early)
         limit_s = a.domains[0].caps.peer_timeout_s
         end_s = net.world.now_s() + min(limit_s, _DEAF_S_MAX)
         while a.rows_open and net.world.now_s() < end_s:
@@ -575,7 +551,7 @@ class ErrorsContract:
                     return True
                 late.append(a.batch(b, imm=2))
             if not a.accepted[late[-1].ctx]:
-                _offer(a, late[-1])
+                a.offer(late[-1])
             return False
 
         net.until(reached, "a row to get there", timeout_s=2 * limit_s)

@@ -148,14 +148,13 @@ class MessagesContract:
         calls = _sleep(net, a)
         net.forget(a)
         batch = a.batch(b, imm=2)
-        start = 0
         for _ in range(net.world.turns_max):
-            start = start or a.try_post(batch, 0, 1)
+            posted = a.offer(batch)
             net.turn()
             if _woken(a, calls):
                 calls.clear()
                 a.poll()
-            if start and not a.rows_open:
+            if posted and not a.rows_open:
                 break
         net.sides.append(a)
 
@@ -191,8 +190,7 @@ class MessagesContract:
         net.need(Ability.FAIL_NIC)
         a, b = net.pair(nics=2)
         net.write(a.batch(b, imm=1), a)
-        at = [64 * k for k in range(60)]
-        batch = a.batch(b, src=at, dst=at, imm=2)
+        batch = a.batch(b, n=60, imm=2)
         a.try_post(batch, 0, batch.n)
         net.world.fail_nic(a.node, 0)
         net.until(lambda: any(seen.kind == Kind.DOWN for seen in a.seen), "NIC 0 to be reported")
@@ -203,7 +201,7 @@ class MessagesContract:
         ended = a.rows_ended(batch.ctx)
         assert a.accepted[batch.ctx] == ended.total()
         assert set(ended) <= {Status.OK, Status.NIC_DOWN, Status.FLUSHED}
-        net.write(a.batch(b, src=at, dst=at, imm=3, nic=1, remote=1), a, nic=1)
+        net.write(a.batch(b, n=60, imm=3, nic=1, remote=1), a, nic=1)
         assert 60 == b.imms()[3], "the other NIC is not concerned"
 
     def test_c23_a_dying_nic_hands_out_what_its_peers_know_to_be_there(self, net: Net) -> None:
@@ -211,8 +209,7 @@ class MessagesContract:
         net.need(Ability.FAIL_NIC)
         a, b = net.pair(nics=2)
         net.write(a.batch(b, imm=1), a)
-        at = [64 * k for k in range(12)]
-        batch = a.batch(b, src=at, dst=at, imm=2)
+        batch = a.batch(b, n=12, imm=2)
         net.forget(b)  # so that what arrives is still there when its NIC dies
         a.try_post(batch, 0, batch.n)
         for _ in range(net.world.quiet_turns):
@@ -250,7 +247,7 @@ def _woken(side: Side, calls: list[int]) -> bool:
     return bool(calls) or bool(fds and select.select(fds, [], [], 0)[0])
 
 
-_AT: Final = [64 * k for k in range(30)]
+_ROWS: Final = 30
 
 
 def _pair(net: Net, nics: int = 1) -> tuple[Side, Side]:
@@ -308,7 +305,7 @@ def _ways(a: Side, b: Side) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
 
 def _write_both_ways(net: Net, a: Side, b: Side, imm: int) -> list[tuple[Side, Side, WriteBatch]]:
     """Write rows from a to b and back, let all come that comes: (from, to, batch) of both."""
-    sent = [(side, to, side.batch(to, src=_AT, dst=_AT, imm=imm)) for side, to in _ways(a, b)]
+    sent = [(side, to, side.batch(to, n=_ROWS, imm=imm)) for side, to in _ways(a, b)]
     for side, _, batch in sent:
         side.post(batch)
     net.settle()
@@ -319,7 +316,7 @@ def _fence_amid_rows(net: Net, a: Side, b: Side, ctx: int) -> None:
     """Fence a off while it writes, and compare what landed with what was said before the fence."""
     first, first_seen = len(b.seen), len(a.seen)
     for k in range(8):
-        batch = a.batch(b, src=_AT, dst=_AT, imm=100 * ctx + k)
+        batch = a.batch(b, n=_ROWS, imm=100 * ctx + k)
         a.try_post(batch, 0, batch.n)
         net.turn()
         a.poll()
@@ -397,9 +394,8 @@ class ControlContract:
         a, b = _fencing(net, nics=2)
         c = net.side(nics=2)
         lanes = [(side, nic, to) for side in (a, c) for nic in range(2) for to in range(2)]
-        at = [64 * k for k in range(5)]
         for side, nic, to in lanes:
-            side.post(side.batch(b, src=at, dst=at, imm=7, nic=nic, remote=to), nic)
+            side.post(side.batch(b, n=5, imm=7, nic=nic, remote=to), nic)
         net.settle()
 
         for side, nic, to in lanes:
@@ -433,7 +429,7 @@ class ControlContract:
     def test_c26_what_landed_is_handed_out_before_the_fence(self, net: Net) -> None:
         """The sums are told when the fence is closed: one that comes later is counted twice."""
         a, b = _fencing(net)
-        net.write(a.batch(b, src=_AT, dst=_AT, imm=0), a)
+        net.write(a.batch(b, n=_ROWS, imm=0), a)
         _fence_amid_rows(net, a, b, 1)
 
     def test_c26_a_fence_may_be_repeated_and_may_name_anybody(self, net: Net) -> None:
@@ -459,8 +455,8 @@ class ControlContract:
                 net.settle()
             _nic(a).unfence(b.domains[0].address)
             for side, to, batch in _write_both_ways(net, a, b, ctx):
-                assert {Status.OK: len(_AT)} == side.rows_ended(batch.ctx), f"round {ctx}"
-                assert len(_AT) == to.imms()[ctx]
+                assert {Status.OK: _ROWS} == side.rows_ended(batch.ctx), f"round {ctx}"
+                assert _ROWS == to.imms()[ctx]
 
         assert 0 == b.imms()[99]
         assert 1 == len({seen.ctx for seen in b.seen if seen.kind == Kind.IMM}), "one number (C25)"
@@ -488,7 +484,7 @@ class ControlContract:
         """Links flap more than once."""
         a, b = _fencing(net)
         for ctx in (1, 2):
-            net.write(a.batch(b, src=_AT, dst=_AT, imm=ctx), a)
+            net.write(a.batch(b, n=_ROWS, imm=ctx), a)
             _fence_amid_rows(net, a, b, ctx)
             _unfence(a, b)
 
@@ -501,7 +497,7 @@ class ControlContract:
             _nic(first).unfence(then.domains[0].address)
             for side, to, batch in _write_both_ways(net, a, b, ctx):
                 ended = side.rows_ended(batch.ctx)
-                assert ended[Status.OK] <= to.imms()[ctx] <= ended.total() == len(_AT)
+                assert ended[Status.OK] <= to.imms()[ctx] <= ended.total() == _ROWS
             _unfence(a, b)
             last = a.batch(b, imm=10 + ctx)
             net.write(last, a)
@@ -517,14 +513,14 @@ class ControlContract:
         _unfence(a, b)
         for k in range(6):
             for side, to in _ways(a, b):
-                batch = side.batch(to, src=_AT, dst=_AT, imm=k)
+                batch = side.batch(to, n=_ROWS, imm=k)
                 side.post(batch)
                 net.turn()
                 _nic(to if k % 2 else side).unfence((side if k % 2 else to).domains[0].address)
         net.settle()
 
         assert [] == a.errors() + b.errors()
-        assert {k: len(_AT) for k in range(6)} == a.imms() == b.imms()
+        assert dict.fromkeys(range(6), _ROWS) == a.imms() == b.imms()
         net.forget(c)
         c.domains[0].close()
         with pytest.raises(ClosedError):

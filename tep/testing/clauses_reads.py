@@ -5,7 +5,6 @@ A backend without reads (`caps.reads` 0) is skipped, and has to say why it has n
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from typing import cast
 
@@ -123,15 +122,13 @@ class ReadsContract:
         source = b.readable(8 * n)
         at = [8 * k for k in range(n)]
         batch = a.read(b, source, local=at, remote=at, nbytes=8, into=into)
-        start = 0
 
         def offer() -> bool:
-            nonlocal start
-            burst = start
-            for _ in range(3):  # no time passes between these
-                start += a.try_post(batch, start, n) if start < n else 0
-            assert start - burst <= limit, f"C29: {start - burst} reads, caps.reads={limit}"
-            return start == n
+            before = a.accepted[batch.ctx]
+            whole = [a.offer(batch) for _ in range(3)]  # no time passes between these
+            taken = a.accepted[batch.ctx] - before
+            assert taken <= limit, f"C29: {taken} reads, caps.reads={limit}"
+            return whole[-1]
 
         net.until(offer, f"post_read() to take all {n} rows")
         net.settle()
@@ -209,14 +206,11 @@ class ReadsContract:
     def test_c30_an_ended_row_is_over_whatever_its_status(self, net: Net) -> None:
         """Memory of a read that failed goes to somebody else, who finds old bytes in it."""
         a, b, memory = _reading(net)
-        at = [64 * k for k in range(120)]
-        batch = a.read(b, memory, local=at, remote=at)
+        batch = a.read(b, memory, n=120)
         _some(net, a, batch)
         net.forget(b)
-        for domain in b.domains:
-            domain.close()
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.rows_open == 0, "reads of a closed peer to end", timeout_s=limit_s)
+        b.close()
+        net.ended(a, "reads of a closed peer to end")
         if not set(a.rows_ended(batch.ctx)) & _OPEN_ENDED:
             a.target.data[:] = 7
             net.quiet()
@@ -227,8 +221,7 @@ class ReadsContract:
         """The reader gives its memory back while reads are out; C16 holds for them as well."""
         a, b, memory = _reading(net)
         into = a.buffer(65536)
-        at = [64 * k for k in range(200)]
-        batch = a.read(b, memory, local=at, remote=at, into=into)
+        batch = a.read(b, memory, n=200, into=into)
         _some(net, a, batch)
         net.turn()
         into.deregister()
@@ -314,21 +307,20 @@ class ReadsContract:
         a, b, _ = _reading(net)
         memory = b.readable(65536)
         was = memory.data.copy()
-        at = [64 * k for k in range(200)]
-        batch = a.read(b, memory, local=at, remote=at)
-        posted = _some(net, a, batch)
+        batch = a.read(b, memory, n=200)
+        _some(net, a, batch)
         for turn in range(6):
             if turn == 3:
                 memory.deregister()
                 memory.data[:] = 1
             net.turn()
-            posted += a.try_post(batch, posted, batch.n) if posted < batch.n else 0
+            a.offer(batch)
         net.settle()
         failed = {seen.row for seen in a.errors()}
         fresh = np.flatnonzero((a.target.data == 1).any())
 
         assert 0 == len(fresh), "C31: bytes that were written after deregister() got out"
-        for row in set(range(posted)) - failed:
+        for row in set(range(a.accepted[batch.ctx])) - failed:
             place = slice(64 * row, 64 * row + 64)
             assert np.array_equal(was[place], a.target.data[place])
 
@@ -339,16 +331,14 @@ class ReadsContract:
         c = net.side()
         other = c.readable(4096)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory))
-        at = [64 * k for k in range(50)]
-        early = a.read(b, memory, local=at, remote=at)
+        early = a.read(b, memory, n=50)
         taken = _some(net, a, early)
-        net.forget(b)
-        net.world.kill(b.node)
+        net.kill(b)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.rows_open == 0, "reads of a dead peer to fail", timeout_s=limit_s)
+        net.ended(a, "reads of a dead peer to fail")
         late = a.read(b, memory, local=4096)
-        net.until(functools.partial(_offer, a, late), "room", timeout_s=limit_s)
-        net.until(lambda: a.rows_open == 0, "a read of nobody to fail", timeout_s=limit_s)
+        net.until(lambda: a.offer(late), "room", limit_s)
+        net.ended(a, "a read of nobody to fail")
 
         assert taken == a.rows_ended(early.ctx).total()
         assert Status.NIC_DOWN not in a.rows_ended(early.ctx)
@@ -360,14 +350,13 @@ class ReadsContract:
         net.need(Ability.KILL, Ability.RESTART)
         a, b, memory = _reading(net)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, local=8192))
-        net.forget(b)
-        net.world.kill(b.node)
+        net.kill(b)
         reborn = net.side(node=net.world.restart(b.node))
         reborn.readable(65536)
         stale = a.read(b, memory, nbytes=256)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(functools.partial(_offer, a, stale), "room", timeout_s=limit_s)
-        net.until(lambda: a.rows_open == 0, "a stale read to fail", timeout_s=limit_s)
+        net.until(lambda: a.offer(stale), "room", limit_s)
+        net.ended(a, "a stale read to fail")
         net.quiet()
 
         assert Status.OK not in a.rows_ended(stale.ctx)
@@ -378,12 +367,10 @@ class ReadsContract:
         net.need(Ability.FAIL_NIC)
         a, b, memory = _reading(net, nics=2)
         assert {Status.OK: 1} == _finish(net, a, a.read(b, memory, local=8192))
-        at = [64 * k for k in range(50)]
-        batch = a.read(b, memory, local=at, remote=at)
+        batch = a.read(b, memory, n=50)
         taken = _some(net, a, batch)
         net.world.fail_nic(a.node, 0)
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.rows_open == 0, "reads of a dead NIC to end", timeout_s=limit_s)
+        net.ended(a, "reads of a dead NIC to end")
         ended = a.rows_ended(batch.ctx)
         if Status.NIC_DOWN not in ended:
             a.target.data[:] = 7
@@ -400,11 +387,9 @@ class ReadsContract:
     def test_c32_close_ends_every_read(self, net: Net) -> None:
         """A read that never comes back holds its memory for ever."""
         a, b, memory = _reading(net)
-        at = [64 * k for k in range(100)]
-        batch = a.read(b, memory, local=at, remote=at)
+        batch = a.read(b, memory, n=100)
         _some(net, a, batch)
-        for domain in a.domains:
-            domain.close()
+        a.close()
         a.target.data[:] = 7
         net.until(lambda: a.rows_open == 0, "reads that were open at close() to be handed out")
         net.quiet()
@@ -417,8 +402,7 @@ class ReadsContract:
         a, b, memory = _reading(net, nics=2)
         if not b.domains[0].caps.imm_source:
             pytest.skip("this backend has no fences")
-        at = [64 * k for k in range(100)]
-        batch = a.read(b, memory, local=at, remote=at)
+        batch = a.read(b, memory, n=100)
         _some(net, a, batch)
         net.turn()
         nic = cast("ControlDomain", b.domains[0])
@@ -444,8 +428,3 @@ def _some(net: Net, side: Side, batch: ReadBatch) -> int:
     """Post what fits at once; how many rows that were, 1 or more."""
     net.until(lambda: side.try_post(batch, 0, batch.n) > 0, "post_read() to take a row")
     return side.accepted[batch.ctx]
-
-
-def _offer(side: Side, batch: ReadBatch) -> bool:
-    """Post a batch of one row; whether it was taken."""
-    return side.try_post(batch, 0, 1) == 1

@@ -297,6 +297,7 @@ class Side:
         self,
         to: Side,
         *,
+        n: int | None = None,
         src: Values = 0,
         dst: Values = 0,
         nbytes: Values = 64,
@@ -309,8 +310,11 @@ class Side:
     ) -> WriteBatch:
         """Make a batch from this side's source to another's target; src and dst are offsets.
 
-        A list gives a column; its length is the number of rows. Without any list, one row.
+        A list gives a column; its length is the number of rows. Without any list, one row. With
+        `n` there are so many, of 64 bytes unless told otherwise, one behind the other.
         """
+        if n is not None:
+            src = dst = [64 * k for k in range(n)]
         target = to.target if target is None else target
         if ctx is None:
             self._ctx += 1
@@ -336,6 +340,7 @@ class Side:
         owner: Side,
         memory: Buffer,
         *,
+        n: int | None = None,
         local: Values = 0,
         remote: Values = 0,
         nbytes: Values = 64,
@@ -348,6 +353,8 @@ class Side:
 
         As `batch`: a list gives a column. `far` is the owner's NIC; `into` the target unless given.
         """
+        if n is not None:
+            local = remote = [64 * k for k in range(n)]
         into = self.target if into is None else into
         self._ctx += 1
         lengths = [len(v) for v in (local, remote, nbytes) if not isinstance(v, int)]
@@ -378,27 +385,28 @@ class Side:
             self.reads.add(batch.ctx)
         return taken
 
+    def offer(self, batch: Batch, nic: int = 0, stop: int | None = None) -> bool:
+        """Post once what is left of a batch, up to row `stop`; True if all of it is posted now."""
+        stop = batch.n if stop is None else stop
+        start = self.accepted[batch.ctx]
+        return start == stop or start + self.try_post(batch, start, stop, nic) == stop
+
     def post(self, batch: Batch, nic: int = 0) -> None:
         """Post all rows, turning the net while the queue is full."""
-        start = 0
+        self.net.until(lambda: self.offer(batch, nic), f"post() to take all {batch.n} rows")
 
-        def offer() -> bool:
-            nonlocal start
-            start += self.try_post(batch, start, batch.n, nic)
-            return start == batch.n
-
-        self.net.until(offer, f"post() to take all {batch.n} rows")
+    def close(self) -> None:
+        """Close all NICs."""
+        for domain in self.domains:
+            domain.close()
 
     def send(self, to: Side, payload: bytes, remote: int = 0, nic: int = 0) -> int:
         """Post a message, turning the net while the queue is full; return its ctx."""
         self._ctx += 1
-        ctx = self._ctx
+        ctx, domain = self._ctx, self.domains[nic]
         peer = self.peer(to, nic, remote)
-
-        def offer() -> bool:
-            return self.domains[nic].post_send(peer, payload, ctx)
-
-        self.net.until(offer, f"post_send() to take a message of {len(payload)} bytes")
+        what = f"post_send() to take a message of {len(payload)} bytes"
+        self.net.until(lambda: domain.post_send(peer, payload, ctx), what)
         self.sent[ctx] += 1
         return ctx
 
@@ -537,6 +545,11 @@ class Net:
         """Poll a side no more: it is dead."""
         self.sides.remove(side)
 
+    def kill(self, side: Side) -> None:
+        """End a side's node as a killed process ends. Ability.KILL."""
+        self.forget(side)
+        self.world.kill(side.node)
+
     def turn(self) -> None:
         """Let time pass, and poll every NIC once; who comes first changes from turn to turn."""
         self.world.turn()
@@ -589,6 +602,11 @@ class Net:
             "every row and message taken to complete",
         )
         self.quiet()
+
+    def ended(self, side: Side, what: str) -> None:
+        """Turn until all rows and messages of a side have ended, within its peer timeout (C17)."""
+        limit_s = side.domains[0].caps.peer_timeout_s
+        self.until(lambda: not (side.rows_open or side.messages_open), what, limit_s)
 
     def write(self, batch: Batch, side: Side, nic: int = 0) -> None:
         """Post a batch and turn until all is quiet."""
