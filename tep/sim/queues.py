@@ -342,6 +342,7 @@ class SendQueue:
         self._ended: dict[int, int] = {}
         self._later: list[Units] = []  # behind others of their queue pairs, and not planned yet
         self._later_ps = NEVER_PS  # they change nothing of the plan until then
+        self._lasts: Ints | None = None  # by target, its last unit in the plan; None: not known
 
     def __len__(self) -> int:
         return len(self.starts) - self.at
@@ -358,23 +359,41 @@ class SendQueue:
         return max(self.at, started)
 
     def add(self, units: Units, now_ps: int) -> None:
-        """Take more units, and plan again those that have not started once these change that."""
+        """Take more units, and plan again those that have not started once these change that.
+
+        Units of a queue pair that has some waiting wait behind these, and until the last of them
+        leaves, every other queue pair has its turns as planned.
+        """
         cut = self.cut(now_ps)
-        if len(self.starts) - cut > _MANY and self.lone < 0 and is_alike(units.target):
-            mine = (self.units.target[cut:] == units.target.item(0)).nonzero()[0]
-            if 0 < len(mine) < len(self.starts) - cut:
-                # They wait behind those of their queue pair, and until these have left every
-                # other queue pair has its turns as planned.
-                self._later.append(units)
-                self._later_ps = min(self._later_ps, self.starts.item(cut + mine.item(-1)))
+        if len(self.starts) - cut > _MANY and self.lone < 0:
+            at_once = []
+            for target, which in by_value(units.target):
+                last_ps = self._last_ps(target, cut)
+                if last_ps < 0:
+                    at_once.append(which)
+                else:
+                    self._later.append(units.pick(which))
+                    self._later_ps = min(self._later_ps, last_ps)
+            if not at_once:
                 return
+            units = Units.join([units.pick(which) for which in at_once])
         self._plan(Units.join([*self._take_later(), units]), cut)
+
+    def _last_ps(self, target: int, cut: int) -> int:
+        """The start of the last waiting unit of a queue pair, as planned; -1: none waits."""
+        if self._lasts is None:
+            targets = self.units.target
+            self._lasts = np.full(int(targets.max()) + 1, -1)
+            self._lasts[targets] = np.arange(len(targets))  # the last one of each stays
+        last = self._lasts.item(target) if target < len(self._lasts) else -1
+        return self.starts.item(last) if last >= cut else -1
 
     def _take_later(self) -> list[Units]:
         later, self._later, self._later_ps = self._later, [], NEVER_PS
         return later
 
     def _plan(self, units: Units, cut: int) -> None:
+        self._lasts = None
         self._keep_ends(cut)
         waits = len(self.starts) - cut
         target = units.target.item(0) if is_alike(units.target) else -1
@@ -423,6 +442,7 @@ class SendQueue:
         dropped = Units.join([self.units.pick(slice(cut, None)), *self._take_later()])
         self.units = self.units.pick(slice(0, cut))
         self.starts = self.starts[:cut]
+        self._lasts = None
         return dropped
 
 

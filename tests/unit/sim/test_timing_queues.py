@@ -124,6 +124,32 @@ def test_planning_again_changes_nothing_but_what_is_new(many, items, gaps) -> No
     assert starts[-left:] == queue.starts.tolist()
 
 
+def test_a_full_queue_is_not_planned_again_for_each_refill(monkeypatch) -> None:
+    """A NIC is refilled row by row, to several peers: to plan thousands anew is a cliff."""
+    planned = added = 0
+
+    def count(flow, *rest):
+        nonlocal planned
+        planned += len(flow)
+        return round_robin(flow, *rest)
+
+    def units(n: int) -> Units:
+        nonlocal added
+        added += n
+        zeros = np.zeros(n, np.int64)
+        last = np.ones(n, np.bool_)
+        return Units(zeros, np.arange(n) % 8, zeros, zeros + 10, last, zeros)
+
+    monkeypatch.setattr(queues, "round_robin", count)
+    queue = SendQueue()
+    queue.add(units(800), 0)
+    for now in range(80, 40_000, 80):
+        queue.at = queue.before(now)
+        queue.add(units(8), now)
+
+    assert added <= planned <= 2 * added
+
+
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.integers(1, 100))
 def test_quanta_tile_their_rows(sizes, quantum) -> None:
     """A byte lost here arrives early; a row without a last quantum never arrives."""
