@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import socket
 import struct
 
@@ -17,9 +19,9 @@ from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import discover, frames, rules
 from tep.backends.libfabric.regions import bounds, mr_attr
-from tep.backends.libfabric.rules import RULES, NicAddress, Rules, parse
+from tep.backends.libfabric.rules import RULES, NicAddress, Rules, is_loopback, parse
 from tep.backends.libfabric.slots import Slots, Ticket
-from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError
+from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError, UsageError
 from tep.memory.source import adapt
 from tests.support.here import need_libfabric
 
@@ -353,6 +355,64 @@ def test_an_idle_engine_sleeps_unless_told_not_to(sleeps):
         assert sleeps == a._domains[0].caps.wakes
         assert sleeps != ("looks again and again: sleeps=False" in a.explain())
         assert target.all()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("10.0.0.127", False),
+        ("::1", True),
+        ("::2", False),
+    ],
+)
+def test_loopback_addresses_are_known(text, expected):
+    """No other host reaches one: its engine would be waited for until the timeout."""
+    v6 = ":" in text
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    packed = socket.inet_pton(family, text)
+    raw = struct.pack("<H", family) + struct.pack(">H", 4000) + bytes(4 * v6) + packed
+
+    assert expected == is_loopback(raw + bytes(8 - 4 * v6))
+
+
+@pytest.mark.parametrize("nics", [0, 65, [], ["lo"] * 65, "lo"])
+def test_impossible_numbers_of_nics_are_refused(nics):
+    """A typo is found before anything is opened, and the largest number is no typo."""
+    discover.check_nics(64)
+    discover.check_nics(["lo"] * 64)
+    with pytest.raises(UsageError, match="1 to 64"):
+        discover.check_nics(nics)
+
+
+@pytest.mark.parametrize("filtered", ["", "tcp"])
+def test_a_variable_that_hides_providers_is_named(monkeypatch, filtered):
+    """It is in a job script that somebody else wrote."""
+    need_libfabric()
+    monkeypatch.setenv("FI_PROVIDER", filtered)
+    tried = [why for step, why in libfabric.facts()["tried"] if step.startswith("provider ")]
+
+    assert tried
+    assert all(bool(filtered) == ("FI_PROVIDER='tcp' filters it" in why) for why in tried)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("rc", [0, -errno.ENOPROTOOPT, -errno.EINVAL])
+def test_an_option_may_be_unknown_unless_it_is_needed(monkeypatch, needed, rc):
+    """Older providers do not know all; but what they refuse for another reason is an error."""
+    need_libfabric()
+    true = fi.op
+
+    def op(ops, name, **how):
+        return (lambda *_: rc) if name == "setopt" else true(ops, name, **how)
+
+    with contextlib.closing(libfabric.open_domains(provider="tcp", nics=1).domains[0]) as domain:
+        monkeypatch.setattr(fi, "op", op)
+        fails = rc == -errno.EINVAL or (rc and needed)
+        with pytest.raises(FabricError, match="fi_setopt") if fails else contextlib.nullcontext():
+            domain.nic.open_endpoint(((99, True, needed),))
+        assert "refused" not in domain.status_text(Status.PROVIDER), "no post was"
 
 
 def test_an_address_where_nothing_is_mapped_is_refused():

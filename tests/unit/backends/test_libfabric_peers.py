@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import time
 from collections import deque
@@ -91,6 +92,24 @@ def test_a_frame_that_is_refused_makes_the_nic_ask_whether_its_peer_lives() -> N
     assert isinstance(frames.decode(memoryview(end.peer.outbox[0])), frames.Hello)
 
 
+@pytest.mark.parametrize("what", ["open", "outbox", "sends", "lost"])
+def test_a_peer_is_forgotten_when_nothing_goes_to_it_any_more(what: str) -> None:
+    """Its endpoint was closed under what it had to send: a message that nobody answered for."""
+    end = End()
+    end.peers.endpoint(end.peer)
+    end.peer.forget_s = 10.0
+    busy = {"open": 1, "sends": 1, "outbox": deque([b"frame"]), "lost": [(1, 0, 7)]}[what]
+    quiet = getattr(end.peer, what)
+    setattr(end.peer, what, busy)
+    end.peers.let_go(end.peer, 9.0)
+    assert State.READY is end.peer.state
+    setattr(end.peer, what, quiet)
+    end.peers.let_go(end.peer, 9.0)
+
+    assert State.SILENT is end.peer.state
+    assert end.peer.endpoint is None
+
+
 def test_only_its_peer_answers_for_a_message() -> None:
     """A stranger, or an answer that came twice, ended a message of somebody else."""
     sent: deque[tuple[int, ...]] = deque()
@@ -120,6 +139,7 @@ class Wire(Nic):
     def __init__(self) -> None:
         super().__init__()
         self.full = False
+        self.refuses = 0
         self.tried = 0
 
     def open_endpoint(self) -> SimpleNamespace:
@@ -127,7 +147,7 @@ class Wire(Nic):
 
     def write(self, *_: object) -> int:
         self.tried += 1
-        return -FI_EAGAIN if self.full else 0
+        return -self.refuses or (-FI_EAGAIN if self.full else 0)
 
 
 class RowsEnd(End):
@@ -197,6 +217,17 @@ def test_a_row_waits_for_those_in_flight_and_else_for_its_peers_word() -> None:
     end.nic.full = True
     assert 0 == end.post(), "it is offered again once the first is back"
     assert State.READY is end.peer.state
+
+
+def test_a_row_that_is_refused_fails_and_says_with_which_errno() -> None:
+    """PROVIDER alone tells nobody what to mend."""
+    end = RowsEnd()
+    assert 0 == end.rows.refusal, "none was refused yet"
+    end.nic.refuses = errno.EINVAL
+
+    assert 1 == end.post()
+    assert [Status.PROVIDER] == end.statuses()
+    assert errno.EINVAL == end.rows.refusal
 
 
 def test_rows_behind_those_that_failed_in_time_fail_with_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -108,6 +109,37 @@ def test_a_peer_that_has_said_hello_is_no_stranger(provider, monkeypatch) -> Non
         counted.wait(PATIENCE_S)
         assert [(), ()] == [one.stats().faults for one in (peer, engine)]
     assert 1 == max(looks)
+
+
+def test_the_oldest_strangers_are_hung_up_on_first(monkeypatch) -> None:
+    """A peer that has just come says hello in a moment; one that is silent for long never will."""
+    ages = {10: 0.1, 11: 0.4, 12: 0.2, 13: 0.3}
+    hung: list[int] = []
+
+    def silent_s(_: Strangers, fd: int, *, hang_up: bool = False) -> float:
+        if hang_up:
+            hung.append(fd)
+        return ages[fd]
+
+    monkeypatch.setattr(room, "_descriptors", lambda: list(ages))
+    monkeypatch.setattr(room, "_socket", lambda fd: fd)
+    monkeypatch.setattr(room, "STRANGERS_MAX", 2)
+    monkeypatch.setattr(Strangers, "_silent_s", silent_s)
+    with contextlib.closing(Strangers(1)) as strangers:
+        strangers.look()
+
+    assert [11, 13] == hung
+
+
+def test_a_descriptor_that_closes_meanwhile_is_no_stranger() -> None:
+    """Another thread may close one between the list and the look at it."""
+    with contextlib.closing(Strangers(1)) as strangers:
+        strangers.look()
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.close(writer)
+
+        assert 0.0 == strangers._silent_s(reader)
 
 
 SHORT = """
