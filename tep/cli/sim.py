@@ -369,14 +369,15 @@ def _search(
 def _shrunk(judge: ProtocolJudge, seed: int) -> str:
     """Shrink a seed's finding to the simplest run that shows it; return its story."""
     from tep.testing.case import Violation
-    from tep.testing.hunting import shrink, story
+    from tep.testing.hunting import shrink
+    from tep.testing.telling import story
 
     try:
         judge.play(seed)
     except Violation as finding:
         found = shrink(finding)
         replay = str(found).rpartition("\n")[2]
-        return f"shrunk to {found.case!r}\n{story(found)}\n{replay}"
+        return f"{story(found)}\n{replay}"
     raise AssertionError(f"seed {seed} breaks no promise any more")
 
 

@@ -347,7 +347,7 @@ class DomainGroup(Posting):
             nic = self.domains[domain].caps.nic
             text = f"NIC {domain} ({nic}) is down{self.why_down}; {up} are left"
             level = logging.WARNING if error is None else logging.ERROR
-            self.journal.say("nic_down", text, level, error)
+            self.journal.say("nic_down", text, level)
             self._reroute(lambda pending: pending.domain == domain)
 
     def give_up(self, domain: int, error: OSError | MemoryError) -> bool:

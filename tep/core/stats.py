@@ -39,22 +39,19 @@ class Journal:
         if self._log.isEnabledFor(logging.DEBUG):
             self._log.debug("%s: %s", self._name, why())
 
-    def say(
-        self, kind: str, text: str, level: int = logging.WARNING, error: BaseException | None = None
-    ) -> None:
+    def say(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         """Log one event, if its kind is not too frequent, and tell the listeners of it.
 
         Args:
             kind: of a few: nic_down, peer_lost, peer_back, failover, fence, reopen, burnt.
             text: one line.
             level: of the log; `logging.INFO` for what mends something.
-            error: what was raised, to be logged with its traceback.
         """
         self.counts[kind] += 1
         times = self.counts[kind]
         if times <= _EACH_MAX or times & (times - 1) == 0:
             many = f" ({times} times {kind} so far)" if times > _EACH_MAX else ""
-            self._log.log(level, "%s: %s%s", self._name, text, many, exc_info=error)
+            self._log.log(level, "%s: %s%s", self._name, text, many)
         for listener in self.listeners:
             listener(kind, text)
 

@@ -25,7 +25,7 @@ from tep.base.distribution import need
 
 if TYPE_CHECKING:
     from tep.testing.case import Case, Violation, scenarios
-    from tep.testing.hunting import Ran, hunt, run, shrink, story
+    from tep.testing.hunting import Ran, Tried, hunt, run, shrink
     from tep.testing.spreading import (
         Finding,
         Judge,
@@ -36,19 +36,21 @@ if TYPE_CHECKING:
         search,
         spread,
     )
+    from tep.testing.telling import story
 
 __all__ = [
-    "Case", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share", "Violation", "hunt",
-    "judge_share", "run", "scenarios", "search", "shrink", "spread", "story",
+    "Case", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share", "Tried", "Violation",
+    "hunt", "judge_share", "run", "scenarios", "search", "shrink", "spread", "story",
 ]  # fmt: skip
 
 _ROOMS = {
     "case": ("Case", "Violation", "scenarios"),
-    "hunting": ("Ran", "hunt", "run", "shrink", "story"),
+    "hunting": ("Ran", "Tried", "hunt", "run", "shrink"),
     "spreading": (
         *("Finding", "Judge", "Judged", "ProtocolJudge"),
         *("Share", "judge_share", "search", "spread"),
     ),
+    "telling": ("story",),
 }
 _ROOM_OF = {name: f"tep.testing.{room}" for room, names in _ROOMS.items() for name in names}
 

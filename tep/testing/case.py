@@ -57,6 +57,7 @@ class Violation(AssertionError):
     Attributes:
         case: the run in which it was found; None if that is not known.
         again: runs a case as this one was run; None if nobody can.
+        stood: where each task of the protocol stood, a line each.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Violation(AssertionError):
         what: str,
         case: Record | None = None,
         again: Callable[..., object] | None = None,
+        stood: Sequence[str] = (),
     ) -> None:
         super().__init__(what)
         self.case = case
         self.again = again
+        self.stood = tuple(stood)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

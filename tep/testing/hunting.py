@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Sequence
@@ -24,6 +26,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 import tep
@@ -42,14 +45,14 @@ from tep.base.errors import (
 from tep.base.units import PS_PER_S, PS_PER_US
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
-from tep.sim.draws import Label, Recorder, describe
-from tep.sim.faults import Chaos, Restart
+from tep.sim.draws import Label, Recorder
+from tep.sim.faults import GROUPS, Chaos, Restart
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics, Violation
 
 __all__ = [
-    "DEADLINE_S", "Protocol", "Ran", "Trial", "hunt", "load_protocol", "run", "shrink", "sights",
-    "story", "verify",
+    "DEADLINE_S", "Protocol", "Ran", "Trial", "Tried", "hunt", "load_protocol", "run", "shrink",
+    "sights", "verify",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -57,6 +60,9 @@ T = TypeVar("T")
 Protocol = Callable[[Cluster], Awaitable[T]]
 
 _EVENTS_MAX: Final = 500_000
+_LOOK: Final = 0.999
+"""The part of a protocol's time after which a look at its tasks is taken: none may be over then."""
+
 DEADLINE_S: Final = 60.0
 """Simulated seconds, which cost nothing: what a protocol may take after healing if not told."""
 
@@ -103,6 +109,7 @@ class Trial(Cluster):
         super().__init__(nodes=case.nodes, nics=case.nics, faults=case.faults)
         self._case = case
         self._may_fail = may_fail
+        self.stood: list[str] = []
         self._limit_s = case.heal_us * PS_PER_US / PS_PER_S + deadline_s
         assert isinstance(self.fabric, ChaosFabric)
         if row_log is not None:
@@ -118,6 +125,8 @@ class Trial(Cluster):
 
     async def _within(self, main: Coroutine[Any, Any, T]) -> T:
         __tracebackhide__ = True
+        loop = asyncio.get_running_loop()
+        last_look = loop.call_later(self._limit_s * _LOOK, self._look)
         try:
             async with asyncio.timeout(self._limit_s) as limit:
                 return await main
@@ -126,6 +135,15 @@ class Trial(Cluster):
                 raise
             text = f"it has not ended {self._limit_s:.3f} simulated seconds after its start"
             raise Violation(f"{text}.\n{self.env.stall_report()}") from late
+        except Exception:
+            self._look()
+            raise
+        finally:
+            last_look.cancel()
+
+    def _look(self) -> None:
+        """Note where each task stands."""
+        self.stood = [line for task in asyncio.all_tasks() if (line := _standing(task))]
 
     def judge(self, error: Exception) -> None:
         """Return if a protocol may end so, here and by now. Raises Violation."""
@@ -198,7 +216,7 @@ def run(
     except Violation as found:
         text = f"{found}\n{_again(protocol, case, may_fail=may_fail)}"
         again = partial(run, protocol, may_fail=may_fail, deadline_s=deadline_s)
-        raise Violation(text, case, again) from (found.__cause__ or None)
+        raise Violation(text, case, again, sorted(trial.stood)) from (found.__cause__ or None)
 
 
 async def _start(protocol: Protocol[T], cluster: Cluster) -> T:
@@ -261,6 +279,27 @@ def sights(cluster: Cluster) -> Counter[str]:
     return seen
 
 
+class Tried(Counter[str]):
+    """The result of a hunt without a finding: what was met, by name, and `str()` says it in words.
+
+    Attributes:
+        cases: how many were run.
+        seconds: of real time that they took.
+    """
+
+    cases = 0
+    seconds = 0.0
+
+    def __str__(self) -> str:
+        faults = {kind: self[kind] for kinds in GROUPS.values() for kind in kinds if self[kind]}
+        others = {what: n for what, n in sorted(self.items()) if n and what not in faults}
+        said = [f"{self.cases} cases in {self.seconds:.1f} s, and no promise was broken"]
+        for title, counts in (("faults", faults), ("met", others)):
+            told = ", ".join(f"{what} {n}" for what, n in counts.items())
+            said.append(f"{title}: {told or 'none'}")
+        return "\n".join(said)
+
+
 def hunt(
     protocol: Protocol[T],
     *,
@@ -271,7 +310,7 @@ def hunt(
     faults: str | Sequence[str] = "all",
     heal_us: float = HEAL_US,
     may_fail: bool = True,
-) -> Counter[str]:
+) -> Tried:
     """Run a protocol in many drawn cases; seeds find faster, Hypothesis explains better.
 
     Args:
@@ -285,7 +324,7 @@ def hunt(
         may_fail: as for run().
 
     Returns:
-        What was seen, over all runs; "ended in an error" among it.
+        What was tried and met, over all runs; "ended in an error" among it.
 
     Raises:
         Violation: of the first seed that found something.
@@ -293,13 +332,15 @@ def hunt(
     __tracebackhide__ = True
     runs = check_int("hunt: runs", runs, 0)
     seed = check_int("hunt: seed", seed, 0, 2**63 - 1)
-    seen: Counter[str] = Counter()
+    tried, started_s = Tried(), time.perf_counter()
     for one in range(seed, seed + runs):
         case = Case.draw(one, nodes=nodes, nics=nics, faults=faults, heal_us=heal_us)
         ran = run(protocol, case, may_fail=may_fail)
-        seen += ran.seen
-        seen["ended in an error"] += ran.error is not None
-    return seen
+        tried.update(ran.seen)
+        tried["ended in an error"] += ran.error is not None
+        tried.cases += 1
+    tried.seconds = time.perf_counter() - started_s
+    return tried
 
 
 def load_protocol(place: str) -> Protocol[Any]:
@@ -314,9 +355,9 @@ def load_protocol(place: str) -> Protocol[Any]:
         raise UsageError(f"--protocol {place!r}: FILE.py:NAME is asked for, and a file that exists")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python FILE.py` would
+    for folder in (str(Path.cwd()), str(Path(path).resolve().parent)):
+        if folder not in sys.path:  # as `python -m pytest` and `python FILE.py` would
+            sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     found: Protocol[object] | None = getattr(module, name, None)
     if not inspect.iscoroutinefunction(found):
@@ -330,6 +371,22 @@ _OURS: Final = (str(Path(tep.__file__).parent) + os.sep, str(Path(asyncio.__file
 
 def _name(error: BaseException) -> str:
     return type(error).__name__
+
+
+def _standing(task: asyncio.Task[Any]) -> str:
+    """The innermost line of a protocol that a task waits in; "" if there is none."""
+    frame: FrameType | None = None
+    inner: Any = task.get_coro()
+    while inner is not None:
+        found = getattr(inner, "cr_frame", None)
+        if found is not None and not found.f_code.co_filename.startswith(_OURS):
+            frame = found
+        inner = getattr(inner, "cr_await", None)
+    if frame is None:
+        return ""
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{task.get_name()} waits in line {line} of {code.co_name}: {text}"
 
 
 def _told(error: BaseException) -> str:
@@ -346,7 +403,8 @@ def _again(protocol: Protocol[T], case: Case, *, may_fail: bool) -> str:
     if not place:
         name = getattr(protocol, "__name__", "protocol")
         how = "" if may_fail else ", may_fail=False"
-        return f"replay: tep.testing.run({name}, tep.testing.{case!r}{how})"
+        literal = f"tep.testing.Case.parse({repr(case)!r})"
+        return f"replay: import tep; tep.testing.run({name}, {literal}{how})"
     which = case.drawn or f'--case "{case!r}"'
     which += "" if may_fail else " --must-survive"
     return f"replay: tep sim --protocol {place} {which}"
@@ -517,29 +575,3 @@ def _keep_few(record: Any, search: _Search) -> Any:
 
 def _with_kept(record: Any, kept: Container[Label]) -> Any:
     return record.with_chaos(replace(record.chaos, kept=kept))
-
-
-def story(finding: Violation) -> str:
-    """Tell what happened in the run of a finding, one event a line, in the order of time.
-
-    Raises:
-        UsageError: it does not say how it is run again.
-    """
-    if finding.case is None or finding.again is None:
-        raise UsageError("story: this finding does not know its run; tell what run() raised")
-    log = RowLog()
-    try:
-        finding.again(finding.case, row_log=log)
-    except Violation as found:
-        what = str(found).rpartition("\nreplay: ")[0]
-    else:
-        what = "nothing was found this time"
-    events, chaos = finding.case.events, finding.case.chaos
-    told = [(one.t_ps, f"{one.node}/{one.nic}", one.sentence()) for one in log.records()]
-    told += [(t_ps, "faults", str(fault)) for t_ps, fault in events]
-    told.sort(key=lambda line: line[0])
-    lines = [f"{t_ps / PS_PER_US:12.3f} us  {where:8} {text}" for t_ps, where, text in told]
-    if isinstance(chaos.kept, tuple):
-        nodes = dict.fromkeys(one.node for one in log.records())
-        lines = [f"drawn: {text}" for text in describe(chaos.kept, sorted(nodes))] + lines
-    return "\n".join([*lines, what])

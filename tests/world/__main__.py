@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"VIOLATION: {found}"
         if given.shrink:
             simplest = shrink(found)
-            said += f"\nshrunk to {simplest.case!r}\n{story(simplest)}"
+            said += f"\nshrunk to\n{story(simplest)}"
     sys.stdout.write(f"{said}\n")
     return int(found is not None)
 
