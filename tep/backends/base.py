@@ -6,6 +6,7 @@ above the seam, once; a backend translates and does not decide. CONTRACT.md has 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -18,9 +19,9 @@ import numpy.typing as npt
 from tep.memory.source import Memory
 
 __all__ = [
-    "COMPLETION", "COMPLETION_BYTES", "Access", "Batch", "CallersTurn", "Column", "Completions",
-    "ControlDomain", "Domain", "DomainCaps", "DomainKey", "Entry", "Kind", "Opened", "ReadBatch",
-    "ReadDomain", "ReadRow", "Row", "Status", "WriteBatch", "first_completions",
+    "COMPLETION", "COMPLETION_BYTES", "SHORT", "Access", "Batch", "CallersTurn", "Column",
+    "Completions", "ControlDomain", "Domain", "DomainCaps", "DomainKey", "Entry", "Kind", "Opened",
+    "ReadBatch", "ReadDomain", "ReadRow", "Row", "Status", "WriteBatch", "first_completions",
     "new_completions", "put_completion", "take_completion",
 ]  # fmt: skip
 
@@ -132,6 +133,19 @@ def first_completions(out: Completions, n: int) -> list[Entry]:
 def new_completions(nrows: int) -> Completions:
     """Allocate a buffer for poll(): zeros, dtype COMPLETION, `nrows` entries."""
     return np.zeros(nrows, COMPLETION)
+
+
+SHORT: Final = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ENOSPC,  # of epoll: fs.epoll.max_user_watches
+        errno.ETOOMANYREFS,  # descriptors in flight: RLIMIT_NOFILE
+    }
+)
+"""Errors that may pass: a resource of this process or of the system is used up now (C23)."""
 
 
 class Row(NamedTuple):

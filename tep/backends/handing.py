@@ -24,8 +24,9 @@ def hand_out(ready: deque[Entry], out: Completions, at: int) -> tuple[int, int, 
     """Fill `out` from entry `at` on; return how many it holds, and how many writes, reads ended."""
     room, rows, reads = len(out), 0, 0
     while ready and at < room:
-        entry = ready.popleft()
+        entry = ready[0]
         put_completion(out, at * COMPLETION_BYTES, *entry)
+        ready.popleft()  # last: for want of memory the lines above may raise
         at += 1
         if entry[0] == _WRITE:
             rows += entry[2]

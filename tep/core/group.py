@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
-from tep.backends.base import Domain, Status
+from tep.backends.base import SHORT, Domain, Status
 from tep.base.api import EngineOptions
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
@@ -41,14 +41,12 @@ _NO_IMM: Final = frozenset(
 )
 """A row with one of these statuses has made no immediate (C11)."""
 
-_SHORT: Final = frozenset(
-    (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EINTR)
-)
+_PASSING: Final = SHORT | {errno.EAGAIN, errno.EINTR}
 
 
 def may_pass(error: OSError | MemoryError) -> bool:
     """Whether a call may go well a little later: memory or descriptors are short, or a signal."""
-    return isinstance(error, MemoryError) or error.errno in _SHORT
+    return isinstance(error, MemoryError) or error.errno in _PASSING
 
 
 class LostRow(NamedTuple):

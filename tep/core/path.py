@@ -702,7 +702,7 @@ class Link:
         except (OSError, MemoryError) as error:  # rows to this NIC fail
             raise FabricError(
                 f"{self._domains[domain].caps.nic}: no connection to NIC {nic} of "
-                f"{self.addr.name}: {error}",
+                f"{self.addr.name}: {error!r}",
                 code="UNREACHABLE",
             ) from error
         self.path(domain, nic).peer_id = found

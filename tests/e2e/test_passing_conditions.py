@@ -6,8 +6,10 @@ CPU at all are in test_killed_and_stopped.py; tests/efa plays these here on EFA,
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import pkgutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -238,6 +240,59 @@ def test_an_engine_on_local_goes_on_after_its_heap_was_full() -> None:
     ((code, said, complaint),) = outcomes([program])
 
     assert (0, "all went well") == (code, said.strip()), complaint
+
+
+PLACES = [
+    ("local", "tep.backends.local.sender.rows_within"),
+    ("local", "tep.backends.local.sender.part"),
+    ("tcp", "tep.backends.libfabric.slots.part"),
+    ("tcp", "tep.backends.libfabric.slots.Slots.give_back"),
+    ("tcp", "tep.backends.libfabric.slots.Slots.give_back_many"),
+    ("tcp", "tep.backends.libfabric.completions.Queue._take_imms"),
+    ("tcp", "tep.backends.libfabric.completions.Mailbox.received"),
+    ("tcp", "tep.backends.libfabric.frames.encode"),
+    ("tcp", "tep.backends.libfabric.frames.decode"),
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_one_failed_allocation_fails_no_transfer(kind, place, monkeypatch) -> None:
+    """A MemoryError gave the only NIC up, or its rows were taken and nobody knew of them."""
+    if kind == "tcp":
+        require(kind)
+    rows = 600
+    a, b = (tep.TransferEngine.open(**BACKENDS[kind]) for _ in range(2))
+    with a, b:
+        source = np.random.default_rng(0).integers(0, 255, (rows, 64), np.uint8)
+        target = np.zeros_like(source)
+        mr, _ = a.reg_mr(source)
+        _, desc = b.reg_mr(target)
+        b.submit_recvs(4096, 8, lambda _: None)
+        pages = tep.Pages(range(rows))
+        owner, _, name = place.rpartition(".")
+        owner = pkgutil.resolve_name(owner)
+        healthy, calls = inspect.getattr_static(owner, name), itertools.count()
+        called = getattr(healthy, "__func__", healthy)
+
+        def write(imm: int) -> None:
+            sent = a.submit_paged_writes(64, (mr, pages), (desc, pages), imm=imm)
+            told = a.submit_send(b.main_address, b"x" * 4096)
+            sent.wait(WAIT_S)
+            told.wait(WAIT_S)
+            b.expect_imm_count(imm, rows).wait(WAIT_S)
+
+        def scarce(*args: object, **kwargs: object) -> object:
+            if next(calls) in (0, 2):
+                raise MemoryError
+            return called(*args, **kwargs)
+
+        write(0)
+        kept = staticmethod(scarce) if isinstance(healthy, staticmethod) else scarce
+        monkeypatch.setattr(owner, name, kept)
+        for imm in range(1, 6):
+            write(imm)
+        assert next(calls) > 0
+        assert (source == target).all()
 
 
 @pytest.mark.parametrize("short", ["a", "b", "both"])

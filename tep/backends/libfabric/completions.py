@@ -31,6 +31,7 @@ from tep.backends.base import (
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import Timer
 from tep.backends.ffi.load import check
+from tep.backends.libfabric import frames
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic
 from tep.backends.libfabric.regions import Region, mr_attr
 from tep.backends.libfabric.slots import I64, Slots
@@ -86,7 +87,13 @@ class Queue:
         landed: is called with the context of a read that went well.
         landed_many: is called with those of dozens.
         full: whether there may be more to read, or there is something in `frames` or `errors`.
+        behind: something was read, and not sorted yet, for want of memory.
+
+    A MemoryError loses nothing: what was read, and not sorted, is sorted one by one by the next
+    read(), which takes next to no memory.
     """
+
+    behind = False
 
     def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
         self._takes_receive = rules.imm_takes_receive
@@ -105,6 +112,8 @@ class Queue:
         self._read = nic.cq_read
         self._cq = nic.cq
         self._streaming = False
+        self._kept = 0  # entries of which no column was sorted
+        self._others: deque[tuple[int, int]] = deque()  # contexts and lengths of no writes
         self.frames: deque[bytes] = deque()
         self.errors: deque[CqError] = deque()
         self.landed: Callable[[int], object] = _nobody
@@ -127,6 +136,8 @@ class Queue:
         room = min(len(out) - filled, _ENTRIES)
         if room <= 0:
             return filled
+        if self.behind:
+            return self._catch_up(out, filled)
         read, cq = self._read, self._cq
         n = read(cq, self._at, room)
         if n == _EMPTY:
@@ -142,14 +153,22 @@ class Queue:
                     n += max(more, 0)
             self._streaming = True
             self.full = n == room
-            if n == 1:
-                filled = self._take_one(out, filled)
-            elif n > _SCALAR_MAX:
-                filled = self._take_columns(n, out, filled)
-            else:
-                filled = self._take(n, out, filled)
-            if self._idle:
-                self._mailbox.refill()
+            try:
+                if n == 1:
+                    filled = self._take_one(out, filled)
+                elif n > _SCALAR_MAX:
+                    filled = self._take_columns(n, out, filled)
+                else:
+                    filled = self._take(n, out, filled)
+            except MemoryError:
+                self._kept, self.behind = n, True
+            try:
+                if self._others:
+                    self._take_others()
+                if self._idle:
+                    self._mailbox.refill()
+            except MemoryError:
+                self.behind = True
             return filled
         self._streaming, self.full = False, True
         if n == -fi.FI_EAVAIL:
@@ -167,6 +186,22 @@ class Queue:
         """Read nothing any more: the NIC is lost."""
         self._read = _nothing
 
+    def _catch_up(self, out: Completions, filled: int) -> int:
+        """Sort what there was no memory for, one by one."""
+        self.full = True
+        try:
+            while self._kept and filled < len(out):
+                filled = self._take_one(out, filled)
+                self._kept -= 1
+                last = self._kept * _WORDS  # in any order (C4)
+                self._words[:_WORDS] = self._words[last : last + _WORDS]
+            self._take_others()
+            self._mailbox.refill()
+            self.behind = self._kept > 0
+        except MemoryError:
+            pass
+        return filled
+
     def _take_one(self, out: Completions, filled: int) -> int:
         words = self._words
         flags, at = words[_FLAGS], filled * COMPLETION_BYTES
@@ -182,14 +217,16 @@ class Queue:
             ticket.peer.heard = True
             put_completion(out, at, _WRITE, _OK, 1, 0, 0, ticket.batch.ctx, 0)
             return filled + 1
-        self._take_frame(words[_CONTEXT], words[_LEN])
+        self._others.append((words[_CONTEXT], words[_LEN]))
         return filled
 
     def _take(self, n: int, out: Completions, filled: int) -> int:
         words = self._words[: n * _WORDS].tolist()
         rows: list[int] = []
+        others: list[tuple[int, int]] = []
+        receives: list[Any] = []
         imms: dict[int, int] = {}
-        takes, idle, receive = self._takes_receive, self._idle, self._receive
+        takes, receive = self._takes_receive, self._receive
         for at in range(0, n * _WORDS, _WORDS):
             flags = words[at + 1]
             if flags & fi.FI_REMOTE_WRITE:
@@ -197,11 +234,11 @@ class Queue:
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
                 if takes:
-                    idle.append(receive[words[at]])
+                    receives.append(receive[words[at]])
             elif flags & fi.FI_WRITE:
                 rows.append(words[at])
             else:
-                self._take_frame(words[at], words[at + 2])
+                others.append((words[at], words[at + 2]))
         if rows:
             for ctx, count in self._slots.give_back(rows).items():
                 out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
@@ -209,34 +246,41 @@ class Queue:
         for imm, count in imms.items():
             out[filled] = (_IMM, _OK, count, imm, 0, 0, 0)
             filled += 1
+        self._idle += receives
+        self._others += others
         return filled
 
     def _take_columns(self, n: int, out: Completions, filled: int) -> int:
         flags = self._flags[:n]
         remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
         count = int(np.count_nonzero(remote))
+        receives: list[Any] = []
         if count and self._takes_receive:
-            self._idle += map(self._receive.__getitem__, self._contexts[:n][remote].tolist())
+            receives += map(self._receive.__getitem__, self._contexts[:n][remote].tolist())
         if count == n:
-            return self._take_imms(self._data[:n], out, filled)
+            filled = self._take_imms(self._data[:n], out, filled)
+            self._idle += receives
+            return filled
         local = ~remote
         if count:
             filled = self._take_imms(self._data[:n][remote], out, filled)
         others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
+        rest: list[tuple[int, int]] = []
         if others.any():
             reads = others & ((flags & np.uint64(fi.FI_READ)) != 0)
             if reads.any():
                 self.landed_many(self._contexts[:n][reads])
                 local &= ~reads
                 others &= ~reads
-            for entry in self._entries[:n][others].tolist():
-                self._take_frame(entry[0], entry[2])
+            rest += [(entry[0], entry[2]) for entry in self._entries[:n][others].tolist()]
             local &= ~others
         contexts = self._contexts[:n][local]
         if len(contexts):
             for ctx, rows in self._slots.give_back_many(contexts).items():
                 out[filled] = (_WRITE, _OK, rows, 0, 0, ctx, 0)
                 filled += 1
+        self._idle += receives
+        self._others += rest
         return filled
 
     @staticmethod
@@ -256,15 +300,17 @@ class Queue:
         part["nbytes"] = 0
         return filled + n
 
-    def _take_frame(self, context: int, nbytes: int) -> None:
-        """A message went out or came in."""
-        if self._mailbox.owns(context):
-            if self._mailbox.is_receive(context):
+    def _take_others(self) -> None:
+        """Messages went out or came in, or reads landed."""
+        while self._others:
+            context, nbytes = self._others[0]
+            if not self._mailbox.owns(context):
+                self.landed(context)
+            elif self._mailbox.is_receive(context):
                 self._mailbox.received(context, nbytes, self._keep)
             else:
                 self._mailbox.sent(context)
-        else:
-            self.landed(context)
+            self._others.popleft()
 
     def _keep(self, view: memoryview) -> None:
         self.frames.append(bytes(view))
@@ -369,7 +415,7 @@ class Mailbox:
         """Tell whether it is a receive's."""
         return context < self._contexts + self._receives * _SLOT_BYTES
 
-    def send(self, peer: Peer, endpoint: Endpoint, frame: bytes) -> bool:
+    def send(self, peer: Peer, endpoint: Endpoint, frame: frames.Frame) -> bool:
         """Hand one frame to libfabric; False = not now.
 
         Raises:
@@ -377,11 +423,12 @@ class Mailbox:
         """
         if not self._free or peer.sends >= _OUT_PER_PEER:
             return False
-        assert len(frame) <= self._frame_bytes, (len(frame), self._frame_bytes)
+        data = frames.encode(frame)
+        assert len(data) <= self._frame_bytes, (len(data), self._frame_bytes)
         index = self._free[-1]
         at = index * self._frame_bytes
-        self._view[at : at + len(frame)] = frame
-        if not self._post(peer, endpoint, index, len(frame)):
+        self._view[at : at + len(data)] = data
+        if not self._post(peer, endpoint, index, len(data)):
             return False
         self._free.pop()
         self._owner[index] = peer

@@ -134,6 +134,7 @@ class FabricDomain:
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
+        self._is_short = False  # a MemoryError was met since the engine slept last
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
     def _parts(
@@ -222,7 +223,18 @@ class FabricDomain:
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         if self._closed or self.nic.closed:
             self._check_open()
-        return self._rows.post(batch, start, stop)
+        try:
+            return self._rows.post(batch, start, stop)
+        except MemoryError:  # nothing was taken
+            return self._post_one(batch, start)
+
+    def _post_one(self, batch: WriteBatch, row: int) -> int:
+        """Post a row in the way that takes the least memory."""
+        try:
+            return self._rows.post_each(batch, row, row + 1)
+        except MemoryError:
+            self._is_short = True
+            return 0
 
     # --- reads
 
@@ -267,7 +279,10 @@ class FabricDomain:
         to = self.peers.all[peer]
         now_s = time.monotonic()
         self.peers.greet_again(to, now_s)
-        taken = self._outgoing.send(to, payload, ctx, now_s, is_control=is_control)
+        try:
+            taken = self._outgoing.send(to, payload, ctx, now_s, is_control=is_control)
+        except MemoryError:  # nothing was taken
+            self._is_short, taken = True, False
         self._stir(to)
         return taken
 
@@ -315,35 +330,39 @@ class FabricDomain:
             filled = self._hand_out(out)
         if self.nic.closed:
             return filled
-        rows, queue = self._rows, self._queue
-        rows.budget_bytes = self._rules.turn_bytes
-        filled = queue.read(out, filled)
-        if queue.full:
-            filled = self._read_on(out, filled)
-        slots = self._slots
-        if self._restless:
-            self._look_after()
-        if slots.open or self._restless or self._outgoing.open:
-            if slots.unended is not None:
-                self._ring(slots.unended)
-            now_s = time.monotonic()
-            if now_s >= self._next_look_s:
-                first = self._next_look_s == 0.0  # since nothing was outstanding, long ago perhaps
-                late = not first and self._next_look_s < now_s - _LATE_S
-                self._next_look_s = now_s + _LOOK_S
-                self._excused = late and not self._excused  # what they sent may wait to be read
-                if not (first or self._excused):
-                    self._look_at_deadlines(now_s)
-        elif self._next_look_s:
-            self._next_look_s, self._excused = 0.0, False  # nothing to be late for
-        elif self._chore_s:
-            now_s = time.monotonic()
-            if now_s >= self._next_chore_s:
-                self._do_chores(now_s)
-        if self._dying:
-            self._regions.bury()
-        if self._departed:
-            self.peers.settle()
+        try:
+            self._rows.budget_bytes = self._rules.turn_bytes
+            filled = self._queue.read(out, filled)
+            if self._queue.full or self._is_short:
+                filled = self._read_on(out, filled)
+            slots = self._slots
+            if self._restless:
+                self._look_after()
+            if slots.open or self._restless or self._outgoing.open:
+                if slots.unended is not None:
+                    self._ring(slots.unended)
+                now_s = time.monotonic()
+                if now_s >= self._next_look_s:
+                    first = (
+                        self._next_look_s == 0.0
+                    )  # since nothing was outstanding, long ago perhaps
+                    late = not first and self._next_look_s < now_s - _LATE_S
+                    self._next_look_s = now_s + _LOOK_S
+                    self._excused = late and not self._excused  # what they sent may wait to be read
+                    if not (first or self._excused):
+                        self._look_at_deadlines(now_s)
+            elif self._next_look_s:
+                self._next_look_s, self._excused = 0.0, False  # nothing to be late for
+            elif self._chore_s:
+                now_s = time.monotonic()
+                if now_s >= self._next_chore_s:
+                    self._do_chores(now_s)
+            if self._dying:
+                self._regions.bury()
+            if self._departed:
+                self.peers.settle()
+        except MemoryError:  # what was not handed out is there for the next poll
+            self._is_short = True
         return filled
 
     def _read_on(self, out: Completions, filled: int) -> int:
@@ -353,8 +372,12 @@ class FabricDomain:
         """
         queue = self._queue
         for _ in range(_READS_MAX):
-            self._take_rest()
-            filled = queue.read(out, filled)
+            try:
+                self._take_rest()
+                filled = queue.read(out, filled)
+            except MemoryError:
+                self._is_short = True
+                break
             if filled >= len(out) or not queue.full:
                 break
         return filled
@@ -363,7 +386,9 @@ class FabricDomain:
         """See to what the queue brought besides rows and immediates."""
         queue = self._queue
         while queue.frames:
-            self._take_frame(queue.frames.popleft())
+            frame = frames.decode(memoryview(queue.frames[0]))
+            queue.frames.popleft()
+            self._take_frame(frame)
         self._take_errors()
 
     def _take_errors(self) -> None:
@@ -383,8 +408,8 @@ class FabricDomain:
             self._rows.said()
         return filled
 
-    def _take_frame(self, data: bytes) -> None:
-        frame, peers = frames.decode(memoryview(data)), self.peers
+    def _take_frame(self, frame: frames.Frame | None) -> None:
+        peers = self.peers
         # Whoever has another's address now is met as the later incarnation, which ends the earlier.
         peer = peers.known(frame.sender) if frame is not None else None
         if frame is None or peer is None:
@@ -511,11 +536,15 @@ class FabricDomain:
     def arm(self) -> bool:
         if self._done or self.nic.closed or self._lost:
             return not self._done
-        if self._queue.frames or self._queue.errors:
+        if self._queue.frames or self._queue.errors or self._queue.behind:
             return False
         if self._sleeper is None:
             return True
-        if any(peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless):
+        if self._is_short:
+            self._is_short, timer_s = False, _RETRY_S
+        elif any(
+            peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless
+        ):
             timer_s = _RETRY_S
         elif self._slots.open or self._restless or self._outgoing.open:
             timer_s = _LOOK_S

@@ -16,6 +16,7 @@ import weakref
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
 from typing import Any, Final, NamedTuple
 
+from tep.backends.base import SHORT
 from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.load import check
@@ -358,7 +359,9 @@ class Nic:
     # --- ends
 
     def lose(self, what: str, rc: int) -> None:
-        """Take note that a call has failed in a way that leaves nothing of this NIC."""
+        """A call has failed in a way that leaves nothing of this NIC, unless it may pass."""
+        if -rc in SHORT:
+            return
         self.failure = self.failure or f"{what}: {self.lib.strerror(-rc)} ({rc})"
         for handle in (*self._open, *self._endpoints, *self._regions):
             handle.lost = True

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tep.backends.base import ReadRow, Status, WriteBatch
 from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
+from tep.backends.libfabric.frames import Frame
 from tep.backends.libfabric.objects import Endpoint
 from tep.backends.libfabric.regions import Region
 from tep.backends.libfabric.rules import NicAddress
@@ -72,7 +73,7 @@ class Peer:
     heard: bool = False
     since_s: float = 0.0
     held: deque[tuple[WriteBatch, int, float]] = field(default_factory=deque)
-    outbox: deque[bytes] = field(default_factory=deque)
+    outbox: deque[Frame] = field(default_factory=deque)
     sends: int = 0
     stuck_s: float = 0.0
     pause_until_s: float = 0.0

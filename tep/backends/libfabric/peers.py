@@ -173,7 +173,7 @@ class Peers:
             return
         peer.state = State.CONNECTING
         peer.since_s = now_s
-        peer.outbox.appendleft(frames.encode(frames.Hello(self.me, peer.address.epoch)))
+        peer.outbox.appendleft(frames.Hello(self.me, peer.address.epoch))
 
     def greet_again(self, peer: Peer, now_s: float) -> None:
         """Ask once more, if the peer has been silent long enough to be asked again."""
@@ -190,7 +190,7 @@ class Peers:
         """A frame did not arrive, maybe our greeting: greet again, within the same deadline."""
         peer.leases.clear()
         if peer.state is State.CONNECTING:
-            hello = frames.encode(frames.Hello(self.me, peer.address.epoch))
+            hello = frames.Hello(self.me, peer.address.epoch)
             if not peer.outbox or peer.outbox[0] != hello:
                 peer.outbox.appendleft(hello)
         else:
@@ -202,7 +202,7 @@ class Peers:
             return
         if len(peer.outbox) >= _OUTBOX_MAX:
             peer.outbox.popleft()
-        peer.outbox.append(frames.encode(frame))
+        peer.outbox.append(frame)
 
     def take_hello(self, peer: Peer, frame: frames.Hello, now_s: float) -> None:
         """A peer greets: it lives, whomever it meant to greet, and knows our address; answer."""
@@ -243,8 +243,8 @@ class Peers:
             except OSError:
                 self.doubt(peer, now_s)
                 break
-            except FabricError as error:  # no endpoint: no descriptor is left, say; tried again
-                self.refusal = str(error)
+            except (FabricError, MemoryError) as error:  # no endpoint: no descriptor is left, say
+                self.refusal = str(error) or "MemoryError"
                 peer.stuck_s = peer.stuck_s or now_s
                 break
             peer.outbox.popleft()
@@ -324,7 +324,7 @@ class Peers:
         """Queue a Bye to everybody who listens; return them."""
         listening = [peer for peer in self.all if peer.state is State.READY]
         for peer in listening:
-            peer.outbox.append(frames.encode(frames.Bye(self.me)))
+            peer.outbox.append(frames.Bye(self.me))
         return listening
 
 
@@ -387,15 +387,15 @@ class Outgoing:
         if (self._controls if is_control else len(self.open) - self._controls) >= _OPEN_MAX:
             return False
         self._number += 1
-        self._controls += is_control
-        self.open[self._number] = _Message(peer, payload, ctx, now_s, is_control)
-        if peer.over:
-            self._end(self._number, peer.status)
-        elif is_control and len(payload) > CONTROL_BYTES_MAX:
-            self._end(self._number, Status.LENGTH)
-        else:
+        message = _Message(peer, payload, ctx, now_s, is_control)
+        too_long = is_control and len(payload) > CONTROL_BYTES_MAX
+        if not (peer.over or too_long):  # first of all: for want of memory it may raise
             frame = frames.Control if is_control else frames.Data
             self._peers.say(peer, frame(self._peers.me, self._number, payload))
+        self.open[self._number] = message
+        self._controls += is_control
+        if peer.over or too_long:
+            self._end(self._number, peer.status if peer.over else Status.LENGTH)
         return True
 
     def take_ack(self, frame: frames.Ack) -> None:

@@ -191,10 +191,16 @@ class Rows:
 
     def post_each(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Accept rows one by one; return how many."""
-        for index, row in enumerate(batch.rows(start, stop), start):
-            if not self._place(batch, index, row):
-                return index - start
-        return stop - start
+        taken = 0
+        try:
+            for index, row in enumerate(batch.rows(start, stop), start):
+                if not self._place(batch, index, row):
+                    break
+                taken += 1
+        except MemoryError:
+            if not taken:
+                raise
+        return taken
 
     def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
         """Post, hold or fail one row; False = no room now."""

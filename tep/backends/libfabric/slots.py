@@ -211,6 +211,7 @@ class Slots:
         # The first row takes the top of the stack, so that rows not taken leave it as it was.
         contexts = self._free[self._top - n : self._top][::-1]
         context[:n] = contexts
+        slots = (contexts - self._base) >> 6
         waiting = iter(self._pointers[:n])
         # All but the last say that there is more.
         each = chain(repeat(flags, n - 1), repeat(last))
@@ -224,8 +225,7 @@ class Slots:
         elif self.unended is not None:
             self.unended = None
         if n:
-            slots = (contexts[:n] - self._base) >> 6
-            ticket.slots = slots
+            ticket.slots = slots = slots[:n]
             self._count_bytes(ticket, n, nbytes if isinstance(nbytes, int) else src_len[:n])
             self._owner[slots] = self._issue(ticket, n)
             self._top -= n
@@ -341,15 +341,15 @@ class Slots:
         n = len(contexts)
         slots = (contexts - self._base) >> 6
         numbers = self._owner[slots]
-        self._owner[slots] = _FREE
-        self._free[self._top : self._top + n] = contexts
-        self._top += n
         first = int(numbers[0])
         if first == int(numbers[-1]) and bool((numbers == first).all()):
             found = {first: n}
         else:
             found = dict(Counter(numbers.tolist()))
         assert _FREE not in found, "a row completed twice"
+        self._owner[slots] = _FREE
+        self._free[self._top : self._top + n] = contexts
+        self._top += n
         return self._settle(found)
 
     def _settle(self, finished: dict[int, int]) -> dict[int, int]:

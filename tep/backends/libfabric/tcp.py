@@ -225,9 +225,17 @@ class TcpDomain(FabricDomain):
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         self._check_open()
-        taken = self._reads.post(batch, start, stop)
-        for peer in self._reads.stirred():
-            self._stir(peer)
+        try:
+            taken = self._reads.post(batch, start, stop)
+        except MemoryError:  # nothing was taken
+            self._is_short, taken = True, 0
+        self._restless.update(stirred := self._reads.stirred())
+        try:
+            for peer in stirred:
+                self._reads.advance(peer)
+                self._stir(peer)
+        except MemoryError:  # the next poll goes on
+            self._is_short = True
         return taken
 
     def _hand_out(self, out: Completions) -> int:
@@ -357,15 +365,18 @@ class TcpReads:
         stop = min(stop, start + self._caps.reads - self.open)
         if stop <= start:
             return 0
-        self.open += stop - start
         now_s = time.monotonic()
-        for index, row in enumerate(batch.rows(start, stop), start):
-            region = self._regions.by_lkey.get(row.lkey)
-            peer = self._peers.all[row.peer]
+        find = self._regions.by_lkey.get
+        rows = [
+            Accepted(batch.ctx, index, row, find(row.lkey), row.nbytes)
+            for index, row in enumerate(batch.rows(start, stop), start)
+        ]
+        self.open += stop - start
+        for accepted in rows:
+            peer = self._peers.all[accepted.row.peer]
             if peer.state is State.SILENT:
                 self._peers.greet(peer, now_s)
-            status = self._verdict(peer, row, region)
-            accepted = Accepted(batch.ctx, index, row, region, row.nbytes)
+            status = self._verdict(peer, accepted.row, accepted.region)
             if status is not Status.OK:
                 self._finish(accepted, status)
                 continue
@@ -376,8 +387,6 @@ class TcpReads:
             peer.reading.open[accepted] = None
             peer.reading.waiting.append(accepted)
             self._stirred[peer] = None
-        for peer in self._stirred:
-            self.advance(peer)
         return stop - start
 
     def stirred(self) -> list[Peer]:

@@ -237,9 +237,13 @@ class LocalDomain:
                 sender.helping = sender.least
             if sender.done:
                 at = self._hand_out(out)
-            if port.scan():
-                sender.small_helpings()
-                at = self._collect(out, at)
+            try:
+                if port.scan():
+                    sender.small_helpings()
+                    at = self._collect(out, at)
+            except MemoryError:  # the next poll goes on
+                if not at:
+                    raise
             idle = woken and not at  # what woke us was a socket or a timer, or nothing did
             if idle:
                 self._rung = False

@@ -45,26 +45,15 @@ from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
+from tep.backends.base import SHORT
 from tep.backends.ffi.libc import Timer
 from tep.base.errors import BackendUnavailable, BadDescriptor
 
 __all__ = [
-    "CONTROL_BYTES_MAX", "SHORT", "Address", "Channel", "Control", "Hello", "Refused", "Said",
+    "CONTROL_BYTES_MAX", "Address", "Channel", "Control", "Hello", "Refused", "Said",
     "Share", "Unshare", "Watches", "Welcome", "close_all", "decode", "engine_of", "host_digest",
     "is_bell", "process_start", "why",
 ]  # fmt: skip
-
-SHORT: Final = frozenset(
-    {
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ENOBUFS,
-        errno.ENOSPC,  # of epoll: fs.epoll.max_user_watches
-        errno.ETOOMANYREFS,  # descriptors in flight: RLIMIT_NOFILE
-    }
-)
-"""Errors that may pass: a resource of this process or of the system is used up now."""
 
 _BYTES_MAX: Final = 4096
 CONTROL_BYTES_MAX: Final = 2048

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from tep.backends.base import Batch, Status
+from tep.backends.base import SHORT, Batch, Status
 from tep.backends.columns import HostRegion, bounds, part
 from tep.backends.fences import STRONG
 from tep.backends.local.channel import (
-    SHORT,
     Address,
     Channel,
     Control,

@@ -35,10 +35,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.base import Status
+from tep.backends.base import SHORT, Status
 from tep.backends.columns import HostRegion
 from tep.backends.local.channel import (
-    SHORT,
     Address,
     Channel,
     Control,

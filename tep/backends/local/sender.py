@@ -218,9 +218,10 @@ class Sender:
         take = min(stop - start, depth - flow.open)
         if take <= 0:
             return 0
-        flow.open += take
         self._next = self.least
-        for out, segment in self._by_peer(batch, start, start + take):
+        taken = list(self._by_peer(batch, start, start + take))  # it may raise, for want of memory
+        flow.open += take
+        for out, segment in taken:
             if out.way is Way.GONE:
                 self._fail(segment, flow, Status.UNREACHABLE)
                 continue
@@ -305,10 +306,10 @@ class Sender:
         first = line[0]
         while line and self.helping > 0 and out.way is _UP:
             segment = line[0]
-            n = self._fitting(out, segment)
-            if n == 0:
-                break
             try:
+                n = self._fitting(out, segment)
+                if n == 0:
+                    break
                 if n <= _SCALAR_MAX or not self._carry_columns(out, segment, flow, n):
                     self._carry_each(out, segment, flow, n)
             except MemoryError:  # nothing of them was told to anybody: the next poll tries again
