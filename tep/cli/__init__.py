@@ -14,7 +14,7 @@ import typer
 
 from tep import __version__
 from tep.base.errors import TepError
-from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim, top
+from tep.cli import bench, demo, doctor, info, kvcache, moe, new, reproduce, rl, sim, top
 
 __all__ = ["app", "main"]
 
@@ -51,6 +51,7 @@ app.command("stall")(top.stall)
 app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kvcache.app, name="kvcache")
+app.add_typer(new.app, name="new")
 app.add_typer(rl.app, name="rl")
 app.add_typer(sim.app, name="sim")
 

@@ -26,6 +26,7 @@ from tep.base.distribution import need
 if TYPE_CHECKING:
     from tep.testing.case import Case, Violation, scenarios
     from tep.testing.hunting import Ran, Tried, hunt, run, shrink
+    from tep.testing.machine import ClusterMachine
     from tep.testing.spreading import (
         Finding,
         Judge,
@@ -39,13 +40,15 @@ if TYPE_CHECKING:
     from tep.testing.telling import story
 
 __all__ = [
-    "Case", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share", "Tried", "Violation",
-    "hunt", "judge_share", "run", "scenarios", "search", "shrink", "spread", "story",
+    "Case", "ClusterMachine", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share",
+    "Tried", "Violation", "hunt", "judge_share", "run", "scenarios", "search", "shrink", "spread",
+    "story",
 ]  # fmt: skip
 
 _ROOMS = {
     "case": ("Case", "Violation", "scenarios"),
     "hunting": ("Ran", "Tried", "hunt", "run", "shrink"),
+    "machine": ("ClusterMachine",),
     "spreading": (
         *("Finding", "Judge", "Judged", "ProtocolJudge"),
         *("Share", "judge_share", "search", "spread"),
@@ -72,7 +75,7 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
         """Import a public name from its room, once; afterwards it is an ordinary attribute."""
         if name not in _ROOM_OF:
             raise AttributeError(f"module 'tep.testing' has no attribute {name!r}")
-        if name == "scenarios":
+        if name in ("ClusterMachine", "scenarios"):
             need("hypothesis", "testing", f"tep.testing.{name}")
         value = globals()[name] = getattr(importlib.import_module(_ROOM_OF[name]), name)
         return value

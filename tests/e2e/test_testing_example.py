@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tep.cli import main
+
 EXAMPLE = Path(__file__).parents[1] / "example"
 INSTALLED = [e.name for e in importlib.metadata.entry_points(group="pytest11") if e.name == "tep"]
 PLUGIN = [] if INSTALLED else ["-p", "tep.testing.plugin"]
@@ -34,6 +36,22 @@ def test_the_example_project_passes() -> None:
 
     assert 0 == status, told
     assert "13 passed" in told
+
+
+def test_a_new_project_passes_its_own_tests(tmp_path: Path, capsys) -> None:
+    """The first minute of a newcomer: what `tep new` makes has to work as it stands."""
+    folder = tmp_path / "mine"
+    assert 0 == main(["new", "protocol", str(folder)])
+    assert f"run its tests: cd {folder} && python -m pytest" in capsys.readouterr().out
+    status, told = run_pytest(folder)
+
+    assert 0 == status, told
+    assert "2 passed" in told
+    assert "python -m pytest" in (folder / ".github/workflows/test.yml").read_text()
+    (folder / "protocol.py").write_text("mine")
+    assert 1 == main(["new", "protocol", str(folder)])
+    assert "protocol.py is there already" in capsys.readouterr().err
+    assert "mine" == (folder / "protocol.py").read_text(), "a user's file is left as it is"
 
 
 FRAGILE = """
