@@ -217,10 +217,8 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the rest of the report, for the scheduler."""
-        report = self._report
-        if report.doubt or report.certain or report.gone:
-            return TepReport(Report(doubt=report.doubt, certain=report.certain, gone=report.gone))
-        return None
+        rest = self._report.rest()
+        return None if rest is None else TepReport(rest)
 
     def shutdown(self) -> None:
         """Close the engine, if this is a worker's."""

@@ -226,6 +226,12 @@ class Report:
     certain: dict[int, set[str]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
 
+    def rest(self) -> Report | None:
+        """Return what vLLM's own results have no fields for; None: there is nothing."""
+        if self.doubt or self.certain or self.gone:
+            return Report(doubt=self.doubt, certain=self.certain, gone=self.gone)
+        return None
+
     def aggregate(self, other: Report) -> Report:
         """Merge the reports of two workers."""
         whole = Report(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.compat.nixl import api, bindings, channel, nixl_agent, wire
+from tep.compat.nixl import api, bindings, channel, nixl_agent, transfers, wire
 from tep.control.membership import PeerChange, PeerEvent
 
 WAIT_S = 60.0
@@ -177,6 +177,70 @@ def test_a_question_that_is_lost_fails_its_transfer(agents, monkeypatch):
     gc.collect()
     a.get_new_notifs()
     assert {} == a._requests, "a handle that was dropped is kept for ever"
+
+
+@pytest.mark.parametrize("how", ["removed", "closed"])
+def test_a_transfer_under_way_with_an_agent_that_goes_fails_and_no_other(agents, monkeypatch, how):
+    """It stayed PROC for ever, or took those with other agents along."""
+    a, b = agents
+    other = nixl_agent("C")
+    try:
+        other.memory = np.zeros(NBYTES, np.uint8)
+        other.register_memory([(other.memory.ctypes.data, NBYTES, 0, "")], "DRAM")
+        a.add_remote_agent(other.get_agent_metadata())
+        other.add_remote_agent(a.get_agent_metadata())
+        for one in (b, other):
+            lose(one, monkeypatch, wire.Grant)
+        gone, stays = xfer(a, b), xfer(a, other)
+        assert ["PROC", "PROC"] == [a.transfer(one) for one in (gone, stays)]
+        if how == "removed":
+            a.remove_remote_agent("B")
+        else:
+            b.close()
+        with pytest.raises(bindings.nixlRemoteDisconnectError, match="'B'"):
+            until(lambda: a.check_xfer_state(gone) != "PROC")
+        assert "PROC" == a.check_xfer_state(stays)
+        a.release_xfer_handle(stays)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_rows_that_the_engine_refuses_fail_their_transfer_and_end_it(agents, monkeypatch, op):
+    """The first part was posted, the second was not: nobody waited for the first."""
+    a, b = agents
+    name = {"WRITE": "submit_paged_writes", "READ": "submit_paged_reads"}[op]
+    submit, posted, ended = getattr(a.engine, name), [], []
+
+    def refuse_second(*args, on_done):
+        if posted:
+            raise tep.BusyError("refused by the test")
+        posted.append(on_done)
+        return submit(*args, on_done=ended.append)
+
+    rows = [[(one.memory.ctypes.data + 64 * k, 8 + 8 * k, 0) for k in range(2)] for one in (a, b)]
+    mine, theirs = (a.get_xfer_descs(some, "DRAM") for some in rows)
+    handle = a.initialize_xfer(op, mine, theirs, "B")
+    with monkeypatch.context() as patch:
+        patch.setattr(a.engine, name, refuse_second)
+        with pytest.raises(bindings.Error, match="refused by the test"):
+            finish(a, handle)
+    (request,) = a._requests.values()
+    assert request.under_way, "a NIC has the first part: its memory may be touched"
+    until(lambda: ended)
+    posted[0](ended[0])
+    assert not request.under_way
+    assert "DONE" == finish(a, handle), "it can be posted again"
+
+
+def test_calls_of_a_bell_are_made_once():
+    """Whoever waits for an agent slept until its timeout."""
+    bell, calls = transfers.Bell(), []
+    bell.calls |= {lambda: calls.append(1), lambda: calls.append(2)}
+    bell.ring()
+    bell.ring()
+
+    assert [1, 2] == sorted(calls)
 
 
 def test_an_answer_that_is_lost_is_asked_for_again(agents, monkeypatch):

@@ -46,6 +46,16 @@ def test_lost_workers_are_no_end(ray) -> None:
     assert "here:1" == ray.asked["address"]
 
 
+@pytest.mark.parametrize("address", ["local", "here:1"])
+def test_a_cluster_of_this_process_has_no_dashboard(ray, address) -> None:
+    """It takes a port, and seconds of each start; a cluster that is there already has its own."""
+    on_ray.connect(address)
+
+    assert ({"include_dashboard": False} if address == "local" else {}) == {
+        key: value for key, value in ray.asked.items() if key == "include_dashboard"
+    }
+
+
 def test_other_errors_end_a_search(ray, monkeypatch) -> None:
     """Workers that lack tep, or have another, must not pass for workers that found nothing."""
     ray.script.append(ray.exceptions.RayTaskError("no module named tep"))

@@ -158,15 +158,20 @@ def test_another_prompt_is_not_loaded():
     """Its blocks would give the answer to a question that nobody asked."""
     params = {"do_remote_prefill": True, "tep": Source("k", (ADDR,)).params([1, 2, 3], 30.0)}
     scheduler = Scheduler([16])
-    found = []
-    for name, prompt in (("right", [1, 2, 3]), ("wrong", [1, 2, 4])):
-        request = SimpleNamespace(
-            request_id=name, prompt_token_ids=prompt, kv_transfer_params=dict(params)
+    prompts = {"right": [1, 2, 3], "wrong": [1, 2, 4]}
+
+    def request_of(name):
+        return SimpleNamespace(
+            request_id=name, prompt_token_ids=prompts[name], kv_transfer_params=dict(params)
         )
-        scheduler.arrived(request)
-        found.append(scheduler.matched(request, 0))
+
+    found = []
+    for name in prompts:
+        scheduler.arrived(request_of(name))
+        found.append(scheduler.matched(request_of(name), 0))
 
     assert [(3, True), (0, False)] == found
+    assert (0, False) == scheduler.matched(request_of("right"), 3), "all is here"
     assert digest_of([1, 2, 3]) != digest_of([1, 2, 4])
 
 
@@ -177,6 +182,16 @@ def test_reports_of_ranks_add_up():
 
     assert Report(bad={1, 2}, doubt={0: {"a", "b"}, 1: {"a"}}, certain={1: {"c"}},
                   gone={"x"}) == whole  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rest", [{"doubt": {0: {"a"}}}, {"certain": {1: {"b"}}}, {"gone": {"c"}}, {}]
+)
+def test_what_vllm_has_no_field_for_is_reported_besides(rest):
+    """Blocks in doubt were used again, or never, as no scheduler heard of them."""
+    found = Report(sent={"s"}, received={"r"}, bad={1}, failed={"f"}, **rest).rest()
+
+    assert (Report(**rest) if rest else None) == found
 
 
 @pytest.mark.parametrize("times", [{"lease_s": 0}, {"lost_after_s": 0.6}, {"lease_s": 0.4}])
