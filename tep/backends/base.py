@@ -7,6 +7,7 @@ above the seam, once; a backend translates and does not decide. CONTRACT.md has 
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -22,7 +23,7 @@ __all__ = [
     "COMPLETION", "COMPLETION_BYTES", "SHORT", "Access", "Batch", "CallersTurn", "Column",
     "Completions", "ControlDomain", "Domain", "DomainCaps", "DomainKey", "Entry", "Kind", "Opened",
     "ReadBatch", "ReadDomain", "ReadRow", "Row", "Status", "WriteBatch", "first_completions",
-    "new_completions", "put_completion", "take_completion",
+    "hand_out", "new_completions", "put_completion", "take_completion",
 ]  # fmt: skip
 
 Column = int | npt.NDArray[np.unsignedinteger]
@@ -128,6 +129,24 @@ take_completion: Final[Callable[..., Entry]] = Struct("=BBxxIIIQQ").unpack_from
 def first_completions(out: Completions, n: int) -> list[Entry]:
     """The first entries as plain ints; for few this is a third of what tolist() costs."""
     return [take_completion(out, at) for at in range(0, n * COMPLETION_BYTES, COMPLETION_BYTES)]
+
+
+_WRITE, _READ = int(Kind.WRITE), int(Kind.READ)
+
+
+def hand_out(ready: deque[Entry], out: Completions, at: int) -> tuple[int, int, int]:
+    """Fill `out` from entry `at` on; return how many it holds, and how many writes, reads ended."""
+    room, rows, reads = len(out), 0, 0
+    while ready and at < room:
+        entry = ready[0]
+        put_completion(out, at * COMPLETION_BYTES, *entry)
+        ready.popleft()  # last: for want of memory the lines above may raise
+        at += 1
+        if entry[0] == _WRITE:
+            rows += entry[2]
+        elif entry[0] == _READ:
+            reads += entry[2]
+    return at, rows, reads
 
 
 def new_completions(nrows: int) -> Completions:

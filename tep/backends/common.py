@@ -1,4 +1,5 @@
-"""The things that all backends do alike: names and epochs, refusals and texts, forked children.
+"""The things that all backends do alike: names and epochs, refusals and texts, forked children,
+and messages that wait for the engine.
 
 Nothing here knows a provider. The engine's own checks are above the seam, in `core.requests`.
 """
@@ -12,11 +13,12 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from tep.backends.base import Access, Domain, DomainCaps, Status
+from tep.backends.base import Access, Domain, DomainCaps, Entry, Kind, Status
 from tep.base.checks import check_text
 from tep.base.errors import ClosedError, FabricError, UsageError
 from tep.host.folders import own_folder
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from tep.memory.source import Memory
 
 __all__ = [
-    "all_or_none", "check_memory", "check_timeout", "closed", "identity", "keep_at_fork",
-    "meaning", "orphan_at_fork", "says",
+    "ReceivePool", "Unread", "all_or_none", "check_memory", "check_timeout", "closed", "identity",
+    "keep_at_fork", "meaning", "orphan_at_fork", "says",
 ]  # fmt: skip
 
 DomainT = TypeVar("DomainT", bound=Domain)
@@ -153,6 +155,80 @@ def closed(nic: str) -> ClosedError:
         f"{nic}: this domain is closed, or belongs to the process that forked this one; open the "
         "engine anew"
     )
+
+
+class Unread:
+    """The control messages that have come to one NIC and that its engine has not taken.
+
+    Args:
+        report: takes the completion of each.
+    """
+
+    __slots__ = ("_controls", "_report", "_slots")
+
+    def __init__(self, report: Callable[[Entry], object]) -> None:
+        self._controls: dict[int, tuple[bytes, bytes]] = {}
+        self._report = report
+        self._slots = itertools.count()
+
+    def add(self, payload: bytes, sender: bytes) -> None:
+        """Keep a control message that has come from the NIC at an address."""
+        slot = next(self._slots)
+        self._controls[slot] = payload, sender
+        self._report((int(Kind.CONTROL), int(Status.OK), 1, 0, 0, slot, len(payload)))
+
+    def take(self, slot: int) -> tuple[bytes, bytes]:
+        """A control message, and the address of its sender; once."""
+        return self._controls.pop(slot)
+
+
+class ReceivePool:
+    """The user's receive buffers, in rotation, where the NIC does not write them by itself."""
+
+    def __init__(self) -> None:
+        self._buffers: list[bytearray] = []
+        self._lengths: dict[int, int] = {}
+        self._senders: dict[int, bytes] = {}
+        self._free: deque[int] = deque()
+        self._longest = 0
+
+    def add(self, nbytes: int, count: int) -> None:
+        """Add buffers."""
+        first = len(self._buffers)
+        self._buffers.extend(bytearray(nbytes) for _ in range(count))
+        self._free.extend(range(first, first + count))
+        self._longest = max(self._longest, nbytes)
+
+    def never_fits(self, nbytes: int) -> bool:
+        """Whether a message is longer than every buffer that there is."""
+        return bool(self._buffers) and nbytes > self._longest
+
+    def take(self, nbytes: int, sender: bytes) -> tuple[int, bytearray] | None:
+        """A free buffer for a message of this length, and its slot; None = there is none now.
+
+        `sender` is the address of the NIC that it comes from.
+        """
+        buffers = self._buffers
+        slot = next((slot for slot in self._free if len(buffers[slot]) >= nbytes), None)
+        if slot is None:
+            return None
+        self._free.remove(slot)
+        self._lengths[slot] = nbytes
+        self._senders[slot] = sender
+        return slot, buffers[slot]
+
+    def view(self, slot: int) -> memoryview:
+        """The message in a buffer."""
+        return memoryview(self._buffers[slot])[: self._lengths[slot]].toreadonly()
+
+    def sender(self, slot: int) -> bytes:
+        """The address of the NIC that sent the message in a buffer."""
+        return self._senders[slot]
+
+    def give_back(self, slot: int) -> None:
+        """A buffer's message was read: it is free again."""
+        del self._lengths[slot], self._senders[slot]
+        self._free.append(slot)
 
 
 class _Held(Protocol):

@@ -33,10 +33,10 @@ from tep.backends.base import (
     ReadBatch,
     Status,
     WriteBatch,
+    hand_out,
 )
 from tep.backends.columns import HostRegion, at, copy_rows, most, offsets, part
-from tep.backends.common import check_memory, closed, meaning, orphan_at_fork
-from tep.backends.handing import ReceivePool, Unread, hand_out
+from tep.backends.common import ReceivePool, Unread, check_memory, closed, meaning, orphan_at_fork
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
 from tep.memory.source import Memory

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import Domain
-from tep.backends.handing import ReceivePool
+from tep.backends.common import ReceivePool
 from tep.base.errors import StallError, UsageError
 from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.base.waiting import Interrupts, escaped

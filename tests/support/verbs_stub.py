@@ -91,14 +91,6 @@ class Stub:
         for index, pkey in enumerate(pkeys):
             self.lib.stub_pkey(number, index, pkey)
 
-    def ece(self, number: int, options: int) -> None:
-        """Set what stub<number> can do beyond the standard; 0 = its provider has no such calls."""
-        self.lib.stub_ece(number, options)
-
-    def ece_in_use(self, qpn: int) -> int:
-        """Return the extensions that a queue pair uses beyond the standard."""
-        return int(self.lib.stub_qp_ece(qpn))
-
     def count(self, name: str) -> int:
         """So far: "overruns", "datagrams", "datagrams_lost", "commands" about queue pairs; and
         "sq_bytes", what the send queues that exist take.

@@ -52,8 +52,8 @@ def test_spray_counts_do_not_need_order(soft_devices):
         batch = WriteBatch(nrows, peer, src, here.lkey, dst, there.rkey, PAGE, imms, 1)
         posted, back = 0, 0
         while (len(order) < nrows or back < nrows) and time.monotonic() < end_s:
-            if posted < nrows:
-                posted += a.post(batch, posted, nrows)
+            if posted < nrows:  # one row for each queue pair
+                posted += a.post(batch, posted, posted + 16)
             back += int(out["count"][: a.poll(out)].sum())
             for entry in out[: b.poll(out)]:
                 imm = int(entry["imm"])

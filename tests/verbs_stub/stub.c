@@ -61,7 +61,7 @@ struct qp {
 	uint32_t used, unsaid;    /* slots taken; of these carried out without a completion */
 	uint32_t dest, qkey, rq_psn, sq_psn;
 	int state, rnr_retry, stuck;
-	uint32_t inline_max, pkey, sq_bytes, ece_offered, ece; /* of ECE: set by us, in use */
+	uint32_t inline_max, pkey, sq_bytes;
 	uint32_t reads_out, reads_in, access;
 };
 /* Plain fields of the work requests as they arrived, for the layout tests. */
@@ -72,7 +72,7 @@ struct seen {
 
 static struct ibv_device devs[NDEV];
 /* What a device is; link 0 is Ethernet, and below 0 unspecified, as EFA's is. */
-static struct { uint32_t ece; int link; uint64_t subnet; uint16_t pkeys[NPKEY]; } kinds[NDEV];
+static struct { int link; uint64_t subnet; uint16_t pkeys[NPKEY]; } kinds[NDEV];
 static struct ibv_device *listed[NDEV + 1];
 static struct mr *mrs[NMR];
 static struct qp *qps[NQP];
@@ -120,8 +120,6 @@ void stub_device(int i, int link, uint64_t subnet, const char *folder)
 	kinds[i].subnet = subnet;
 	snprintf(devs[i].ibdev_path, sizeof devs[i].ibdev_path, "%s", folder);
 }
-void stub_ece(int i, uint32_t options) { kinds[i].ece = options; }
-uint32_t stub_qp_ece(uint32_t qpn) { return qps[qpn]->ece; }
 void stub_pkey(int i, int index, int pkey) { kinds[i].pkeys[index] = pkey; }
 void stub_reset_devices(void) { memset(kinds, 0, sizeof kinds); memset(devs, 0, sizeof devs); list_devices(); }
 static int pkey_of(struct ibv_context *c, int index)
@@ -635,32 +633,12 @@ int ibv_destroy_qp(struct ibv_qp *p)
 	free(q->sq); free(q->rq.at); free(q);
 	return 0;
 }
-/* As mlx5 has it: a queue pair says what it can do; one that was told what its peer can do says, once
- * it receives, what both can. */
-#define ECE_VENDOR 0x15b3
-int ibv_query_ece(struct ibv_qp *p, struct ibv_ece *e)
-{
-	struct qp *q = (struct qp *)p;
-	uint32_t can = kinds[p->context->device - devs].ece;
-	if (!can) return EOPNOTSUPP;
-	*e = (struct ibv_ece){ ECE_VENDOR, q->state >= IBV_QPS_RTR ? q->ece : can, 0 };
-	return 0;
-}
-int ibv_set_ece(struct ibv_qp *p, struct ibv_ece *e)
-{
-	struct qp *q = (struct qp *)p;
-	if (e->vendor_id != ECE_VENDOR || e->comp_mask || q->state >= IBV_QPS_RTR) return EINVAL;
-	q->ece_offered = e->options;
-	return 0;
-}
 int ibv_modify_qp(struct ibv_qp *p, struct ibv_qp_attr *a, int mask)
 {
 	struct qp *q = (struct qp *)p;
 	if (mask & IBV_QP_PKEY_INDEX && (a->pkey_index >= NPKEY || !pkey_of(p->context, a->pkey_index))) return EINVAL;
 	LOCKED({
 		commands++;
-		if (mask & IBV_QP_STATE && a->qp_state == IBV_QPS_RTR)
-			q->ece = kinds[p->context->device - devs].ece & q->ece_offered;
 		if (mask & IBV_QP_PKEY_INDEX) q->pkey = pkey_of(p->context, a->pkey_index);
 		if (mask & IBV_QP_QKEY) q->qkey = a->qkey;
 		if (mask & IBV_QP_DEST_QPN) q->dest = a->dest_qp_num;

@@ -5,6 +5,7 @@ README.md in this folder says how it posts, and what nobody has verified yet on 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -17,7 +18,7 @@ from tep.backends.efa.ways import Columns
 from tep.backends.ffi.efa import Efa, load
 from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.peers import CONTROL_BYTES_MAX
-from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES
+from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES, Rules
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 
@@ -94,48 +95,52 @@ def _open(
     dmabuf: DmabufExport | None,
     window_rows: int | None,
 ) -> EfaDomain:
-    rules = _RULES
-    wished = Sizes(_SEND, rules.frames_in, 2 * _SEND, 2 * rules.frames_out)
-    try:
-        nic = Nic(lib, name, wished)
-    except FabricError as error:
-        raise BackendUnavailable(
-            f"efa: NIC {name!r} cannot be opened", ((name, str(error)),)
-        ) from error
-    try:
-        way = Columns(nic)
-        window = window_rows or nic.sizes.send - rules.frames_out
-        rules = replace(
-            rules,
-            window_rows=min(window, nic.sizes.send - rules.frames_out),
-            frames_in=nic.sizes.receive,
-        )
-        caps = DomainCaps(
-            backend="efa",
-            nic=name,
-            link_bps=nic.link_bps,
-            sq_depth=2 * rules.window_rows,
-            max_write_bytes=min(ROW_BYTES_MAX, nic.attr.max_rdma_size or ROW_BYTES_MAX),
-            max_msg_bytes=rules.msg_bytes_max,
-            ordered=False,
-            imm_eats_recv=False,
-            memory_kinds=("cpu", "cuda") if dmabuf is not None else ("cpu",),
-            peer_timeout_s=peer_timeout_s,
-            wakes=nic.wait_fd is not None,
-            control_bytes=CONTROL_BYTES_MAX,
-            deregister_fences=False,
-            reads=min(_READS, rules.window_rows) if nic.can_read else 0,
-            no_reads="" if nic.can_read else f"the device {name} has no RDMA read",
-        )
-        about = f"SRD through libibverbs and libefa; entries by columns, {way.name}; "
-        about += "all peers by the NIC" + ("" if lib.fork_safe else NOT_FORK_SAFE)
-        return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=dmabuf, about=about)
-    except FabricError as error:
-        nic.close()
-        raise BackendUnavailable(f"efa: {name}", ((name, str(error)),)) from error
-    except BaseException:
-        nic.close()
-        raise
+    wished = Sizes(_SEND, _RULES.frames_in, 2 * _SEND)
+    with contextlib.ExitStack() as undo:
+        try:
+            nic = Nic(lib, name, wished)
+            undo.callback(nic.close)
+            way = Columns(nic)
+            most = nic.sizes.send - _RULES.frames_out
+            if most < _RULES.frames_out:
+                raise BackendUnavailable(
+                    f"{name}: its queues hold {nic.sizes.send} requests; {_RULES.frames_out} are "
+                    "for messages, and as many are needed for rows",
+                    (),
+                )
+            rules = replace(
+                _RULES, window_rows=min(window_rows or most, most), frames_in=nic.sizes.receive
+            )
+            caps = _caps(nic, rules, peer_timeout_s, cuda=dmabuf is not None)
+            about = f"SRD through libibverbs and libefa; entries by columns, {way.name}; "
+            about += "all peers by the NIC" + ("" if lib.fork_safe else NOT_FORK_SAFE)
+            found = EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=dmabuf, about=about)
+        except FabricError as error:
+            raise BackendUnavailable(
+                f"efa: NIC {name!r} cannot be opened", ((name, str(error)),)
+            ) from error
+        undo.pop_all()
+    return found
+
+
+def _caps(nic: Nic, rules: Rules, peer_timeout_s: float, *, cuda: bool) -> DomainCaps:
+    return DomainCaps(
+        backend="efa",
+        nic=nic.name,
+        link_bps=nic.link_bps,
+        sq_depth=2 * rules.window_rows,
+        max_write_bytes=min(ROW_BYTES_MAX, nic.attr.max_rdma_size or ROW_BYTES_MAX),
+        max_msg_bytes=rules.msg_bytes_max,
+        ordered=False,
+        imm_eats_recv=False,
+        memory_kinds=("cpu", "cuda") if cuda else ("cpu",),
+        peer_timeout_s=peer_timeout_s,
+        wakes=nic.wait_fd is not None,
+        control_bytes=CONTROL_BYTES_MAX,
+        deregister_fences=False,
+        reads=min(_READS, rules.window_rows) if nic.can_read else 0,
+        no_reads="" if nic.can_read else f"the device {nic.name} has no RDMA read",
+    )
 
 
 def facts() -> dict[str, object]:

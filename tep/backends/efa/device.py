@@ -25,86 +25,23 @@ from tep.backends.ibevents import Events
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "CAP_READ", "CAP_WRITE", "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices",
-    "link_bps", "make_pair", "make_queue",
+    "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices",
 ]  # fmt: skip
 
-CAP_READ: Final = 1 << 0  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
-_CAP_RNR_RETRY: Final = 1 << 1
+# efadv.h, EFADV_DEVICE_ATTR_CAPS_*
+_CAP_READ, _CAP_RNR_RETRY, _CAP_WRITE = 1 << 0, 1 << 1, 1 << 3
 _QPT_DRIVER: Final = 0xFF  # verbs.h, IBV_QPT_DRIVER
 _SRD: Final = 0  # efadv.h, EFADV_QP_DRIVER_TYPE_SRD
 _RNR_FOR_EVER: Final = 7
 
 
 class Sizes(NamedTuple):
-    """The sizes of the queues: requests out, receives posted, completions kept; fewer requests than
-    `send_min` are of no use.
-    """
+    """The sizes of the queues: requests out, receives posted, completions kept."""
 
     send: int
     receive: int
     completions: int
-    send_min: int = 1
 
-
-def link_bps(lib: Efa, context: int) -> int:
-    """A device's nominal rate, bits a second; 0 where its codes are unknown."""
-    port = C.ibv_port_attr()
-    lib.ok("ibv_query_port", context, 1, ctypes.byref(port))
-    # ibv_query_port(3) documents the codes: lanes, and Gbit/s of each.
-    lanes = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}.get(port.active_width, 0)
-    speeds = {1: 2.5, 2: 5, 4: 10, 8: 10, 16: 14, 32: 25, 64: 50, 128: 100}
-    return int(lanes * speeds.get(port.active_speed, 0) * 1e9)
-
-
-def make_queue(lib: Efa, context: int, channel: int, entries: int) -> int:
-    """Make a completion queue that wakes by a channel; a pointer to its extended form."""
-    # Byte length and immediate: IBV_WC_EX_WITH_BYTE_LEN, IBV_WC_EX_WITH_IMM of verbs.h.
-    attr = Dv.ibv_cq_init_attr_ex(cqe=entries, channel=channel, wc_flags=1 << 0 | 1 << 1)
-    direct = Dv.efadv_cq_init_attr()
-    pointers = (ctypes.byref(attr), ctypes.byref(direct))
-    return lib.make("efadv_create_cq", context, *pointers, ctypes.sizeof(direct), entries=entries)
-
-
-def make_pair(
-    lib: Efa, context: int, pd: int, cq: int, sizes: Sizes, has: Struct, qkey: int
-) -> int:
-    """Make a queue pair, ready to send and to receive."""
-    attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, pd=pd, qp_type=_QPT_DRIVER)
-    attr.cap.max_send_wr, attr.cap.max_recv_wr = sizes.send, sizes.receive
-    attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
-    attr.comp_mask = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
-    ops = ("IBV_QP_EX_WITH_RDMA_WRITE", "IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM")
-    attr.send_ops_flags = sum(ENUMS[op] for op in (*ops, "IBV_QP_EX_WITH_SEND"))
-    if has.device_caps & CAP_READ:
-        attr.send_ops_flags |= ENUMS["IBV_QP_EX_WITH_RDMA_READ"]
-    # No unsolicited receives (EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV): writes that need none are
-    # acknowledged even when the completion queue is full, and their immediates lost. Where each
-    # takes a receive, a target that is slow says "not ready", and the device tries again.
-    direct = Dv.efadv_qp_init_attr(driver_qp_type=_SRD)
-    pointers = (ctypes.byref(attr), ctypes.byref(direct))
-    pair = lib.make("efadv_create_qp_ex", context, *pointers, ctypes.sizeof(direct), sizes=sizes)
-    try:
-        _bring_up(lib, pair, qkey, retries=bool(has.device_caps & _CAP_RNR_RETRY))
-        return pair
-    except BaseException:
-        lib.ask("ibv_destroy_qp", pair)
-        raise
-
-
-def _bring_up(lib: Efa, pair: int, qkey: int, *, retries: bool) -> None:
-    steps = (
-        ("IBV_QPS_INIT", ("PKEY_INDEX", "PORT", "QKEY")),
-        ("IBV_QPS_RTR", ()),
-        ("IBV_QPS_RTS", ("SQ_PSN", "RNR_RETRY") if retries else ("SQ_PSN",)),
-    )
-    for state, fields in steps:
-        to = C.ibv_qp_attr(qp_state=ENUMS[state], port_num=1, qkey=qkey, rnr_retry=_RNR_FOR_EVER)
-        mask = ENUMS["IBV_QP_STATE"] | sum(ENUMS[f"IBV_QP_{name}"] for name in fields)
-        lib.ok("ibv_modify_qp", pair, ctypes.byref(to), mask, what=state)
-
-
-CAP_WRITE: Final = 1 << 3  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
 
 _FATAL: Final = {
     ENUMS["IBV_EVENT_CQ_ERR"]: "its completion queue overran or failed",
@@ -238,7 +175,7 @@ class Nic:
         if attr is None:
             raise BackendUnavailable(f"{self.name} is not an EFA device", ())
         self.attr: Struct = attr
-        if not attr.device_caps & CAP_WRITE:
+        if not attr.device_caps & _CAP_WRITE:
             raise BackendUnavailable(
                 f"{self.name}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and "
                 "trn2 do)",
@@ -253,26 +190,72 @@ class Nic:
             min(sizes.receive, attr.max_rq_wr, half),
             completions,
         )
-        if self.sizes.send < sizes.send_min:
-            raise BackendUnavailable(
-                f"{self.name}: its queues hold {attr.max_sq_wr} requests and {device.max_cqe} "
-                f"completions: room for {self.sizes.send} requests; {sizes.send_min} are needed",
-                (),
-            )
         self.gid = lib.query_gid(self._context)
         self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
-        self.link_bps = link_bps(lib, self._context)
+        self.link_bps = self._link_bps()
         self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
         self._news = Events(lib, self._context)
         self.wait_fd = self._news.fd
-        self.cq = make_queue(lib, self._context, self._news.channel, self.sizes.completions)
-        self.qp = make_pair(lib, self._context, self._pd, self.cq, self.sizes, attr, self.qkey)
+        self.cq = self._make_queue(self._news.channel)
+        self.qp = self._make_pair()
+        self._bring_up()
         self.qpn = int(C.ibv_qp.from_address(self.qp).qp_num)
+
+    def _link_bps(self) -> int:
+        """The nominal rate, bits a second; 0 where its codes are unknown."""
+        port = C.ibv_port_attr()
+        self.lib.ok("ibv_query_port", self._context, 1, ctypes.byref(port))
+        # ibv_query_port(3) documents the codes: lanes, and Gbit/s of each.
+        lanes = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}.get(port.active_width, 0)
+        speeds = {1: 2.5, 2: 5, 4: 10, 8: 10, 16: 14, 32: 25, 64: 50, 128: 100}
+        return int(lanes * speeds.get(port.active_speed, 0) * 1e9)
+
+    def _make_queue(self, channel: int) -> int:
+        """Make the completion queue, which wakes by a channel; a pointer to its extended form."""
+        # Byte length and immediate: IBV_WC_EX_WITH_BYTE_LEN, IBV_WC_EX_WITH_IMM of verbs.h.
+        attr = Dv.ibv_cq_init_attr_ex(
+            cqe=self.sizes.completions, channel=channel, wc_flags=1 << 0 | 1 << 1
+        )
+        return self._make_direct("efadv_create_cq", attr, Dv.efadv_cq_init_attr())
+
+    def _make_pair(self) -> int:
+        attr = C.ibv_qp_init_attr_ex(
+            send_cq=self.cq, recv_cq=self.cq, pd=self._pd, qp_type=_QPT_DRIVER
+        )
+        attr.cap.max_send_wr, attr.cap.max_recv_wr = self.sizes.send, self.sizes.receive
+        attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
+        attr.comp_mask = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
+        ops = ["RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "SEND"] + self.can_read * ["RDMA_READ"]
+        attr.send_ops_flags = sum(ENUMS[f"IBV_QP_EX_WITH_{op}"] for op in ops)
+        # No unsolicited receives (EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV): writes that need none are
+        # acknowledged even when the completion queue is full, and their immediates lost. Where each
+        # takes a receive, a target that is slow says "not ready", and the device tries again.
+        direct = Dv.efadv_qp_init_attr(driver_qp_type=_SRD)
+        return self._make_direct("efadv_create_qp_ex", attr, direct)
+
+    def _make_direct(self, name: str, attr: Struct, direct: Struct) -> int:
+        pointers = (ctypes.byref(attr), ctypes.byref(direct), ctypes.sizeof(direct))
+        return self.lib.make(name, self._context, *pointers, nic=self.name, sizes=self.sizes)
+
+    def _bring_up(self) -> None:
+        """Make the queue pair ready to send and to receive."""
+        retries = self.attr.device_caps & _CAP_RNR_RETRY
+        steps = (
+            ("IBV_QPS_INIT", ("PKEY_INDEX", "PORT", "QKEY")),
+            ("IBV_QPS_RTR", ()),
+            ("IBV_QPS_RTS", ("SQ_PSN", "RNR_RETRY") if retries else ("SQ_PSN",)),
+        )
+        for state, fields in steps:
+            to = C.ibv_qp_attr(
+                qp_state=ENUMS[state], port_num=1, qkey=self.qkey, rnr_retry=_RNR_FOR_EVER
+            )
+            mask = ENUMS["IBV_QP_STATE"] | sum(ENUMS[f"IBV_QP_{name}"] for name in fields)
+            self.lib.ok("ibv_modify_qp", self.qp, ctypes.byref(to), mask, what=state)
 
     @property
     def can_read(self) -> bool:
         """Whether the device has RDMA read."""
-        return bool(self.attr.device_caps & CAP_READ)
+        return bool(self.attr.device_caps & _CAP_READ)
 
     def session_calls(self) -> tuple[Callable[[int], object], Callable[[int], object]]:
         """ibv_wr_start and ibv_wr_abort, which go through the queue pair's table of calls."""

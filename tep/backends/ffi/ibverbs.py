@@ -12,13 +12,14 @@ Nothing here decides anything: which device, which address, which queue is the b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
@@ -39,8 +40,6 @@ __all__ = [
     "SEND_WR", "SGE", "WC", "C", "CreateQp", "DataPath", "Library", "Ref", "Struct", "fail",
     "give_types", "layout", "load", "ref",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 _SONAME: Final = "libibverbs.so.1"
 _VARIABLE: Final = "TEP_LIBIBVERBS"
@@ -233,15 +232,6 @@ struct ibv_qp_cap {
     uint32_t max_recv_sge;
     uint32_t max_inline_data;
 };
-struct ibv_qp_init_attr {
-    void *qp_context;
-    struct ibv_cq *send_cq;
-    struct ibv_cq *recv_cq;
-    struct ibv_srq *srq;
-    struct ibv_qp_cap cap;
-    enum ibv_qp_type qp_type;
-    int sq_sig_all;
-};
 struct ibv_rx_hash_conf {
     uint8_t rx_hash_function;
     uint8_t rx_hash_key_len;
@@ -265,11 +255,6 @@ struct ibv_qp_init_attr_ex {
     struct ibv_rx_hash_conf rx_hash_conf;
     uint32_t source_qpn;
     uint64_t send_ops_flags;
-};
-struct ibv_ece {
-    uint32_t vendor_id;
-    uint32_t options;
-    uint32_t comp_mask;
 };
 struct verbs_context {
     struct ibv_qp *(*create_qp_ex)(struct ibv_context *context,
@@ -470,7 +455,6 @@ IBV_QP_DEST_QPN 1048576   IBV_LINK_LAYER_INFINIBAND 1   IBV_LINK_LAYER_ETHERNET 
 IBV_PORT_ACTIVE 4   IBV_QPF_GRH_REQUIRED 1   IBV_GID_TYPE_IB 0   IBV_GID_TYPE_ROCE_V1 1
 IBV_GID_TYPE_ROCE_V2 2   IBV_WC_RECV_RDMA_WITH_IMM 129   IBV_EVENT_CQ_ERR 0
 IBV_EVENT_QP_FATAL 1   IBV_EVENT_DEVICE_FATAL 8   IBV_EVENT_SRQ_ERR 14
-IBV_EVENT_QP_LAST_WQE_REACHED 16
 """
 ENUMS: Final = dict(zip(_ENUMS.split()[::2], map(int, _ENUMS.split()[1::2]), strict=True))
 """The enum values that tep uses, by their C names."""
@@ -516,8 +500,6 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd,
 int ibv_destroy_qp(struct ibv_qp *qp);
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr,
               int attr_mask);
-int ibv_query_ece(struct ibv_qp *qp, struct ibv_ece *ece);
-int ibv_set_ece(struct ibv_qp *qp, struct ibv_ece *ece);
 struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int ibv_destroy_ah(struct ibv_ah *ah);
 int ibv_get_async_event(struct ibv_context *context,
@@ -630,9 +612,8 @@ class Library:
 
     def devices(self) -> list[tuple[str, str]]:
         """List the RDMA devices: (name, folder in sysfs); empty where the kernel has no RDMA."""
-        return self._with_devices(
-            lambda found: [(one.name.decode(), one.ibdev_path.decode()) for _, one in found]
-        )
+        with self._listed() as found:
+            return [(name, path) for name, path, _ in found]
 
     def open_device(self, name: str) -> tuple[int, str]:
         """Open a device by name; return the context and the device's folder in sysfs.
@@ -641,29 +622,27 @@ class Library:
             FabricError: the library cannot open it.
             LookupError: there is no such device.
         """
-
-        def pick(found: list[tuple[int, Any]]) -> tuple[int, str]:
-            for pointer, device in found:
-                if device.name.decode() == name:
-                    path = device.ibdev_path.decode()
+        with self._listed() as found:
+            for each, path, pointer in found:
+                if each == name:
                     return self.make("ibv_open_device", pointer, device=name), path
-            raise LookupError(name)
+        raise LookupError(name)
 
-        return self._with_devices(pick)
-
-    def _with_devices(self, use: Callable[[list[tuple[int, Any]]], T]) -> T:
+    @contextlib.contextmanager
+    def _listed(self) -> Iterator[list[tuple[str, str, int]]]:
+        """The devices, with the pointer to each, as long as the library lists them."""
         count = ctypes.c_int()
         listed = self._lib.ibv_get_device_list(ctypes.byref(count))
         if not listed:  # no RDMA in this kernel: ENOSYS
-            return use([])
+            yield []
+            return
         try:
-            pointers = (ctypes.c_void_p * count.value).from_address(listed)
-            found = [
-                (int(pointer), C.ibv_device.from_address(pointer))
-                for pointer in pointers
-                if pointer
-            ]
-            return use(found)
+            found = []
+            for pointer in (_P * count.value).from_address(listed):
+                assert pointer is not None
+                device = C.ibv_device.from_address(pointer)
+                found.append((device.name.decode(), device.ibdev_path.decode(), int(pointer)))
+            yield found
         finally:
             self._lib.ibv_free_device_list(listed)
 

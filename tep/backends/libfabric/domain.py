@@ -24,10 +24,10 @@ from tep.backends.base import (
     ReadBatch,
     Status,
     WriteBatch,
+    hand_out,
 )
-from tep.backends.common import check_memory, closed, meaning, says
+from tep.backends.common import Unread, check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
-from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.completions import Mailbox, Queue, Sleeper
 from tep.backends.libfabric.objects import CqError, Nic, Option

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.handing import ReceivePool
+from tep.backends.common import ReceivePool
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.completions import Mailbox
 from tep.backends.libfabric.objects import Endpoint, Nic

@@ -52,10 +52,12 @@ from tep.backends.base import (
     ReadBatch,
     Status,
     WriteBatch,
+    hand_out,
     put_completion,
 )
 from tep.backends.columns import HostRegion
 from tep.backends.common import (
+    ReceivePool,
     all_or_none,
     check_memory,
     closed,
@@ -66,7 +68,6 @@ from tep.backends.common import (
 )
 from tep.backends.fences import new_fence
 from tep.backends.ffi.libc import libc
-from tep.backends.handing import ReceivePool, hand_out
 from tep.backends.local.channel import (
     CONTROL_BYTES_MAX,
     Address,

@@ -18,8 +18,7 @@ of ConnectX (settings.py says how to have less), which `describe()` and `tep inf
 Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,
 pulled cables) and on a stub provider (queues that fail, partitions, InfiniBand subnets, depths,
 dma-bufs, many peers at once). Not tested, for want of the hardware: mlx5's doorbells and rates, its
-fatal errors and its "last WQE reached", InfiniBand's link layer, GPU memory, the effect of relaxed
-ordering, PFC and ECN.
+fatal errors, InfiniBand's link layer, GPU memory, the effect of relaxed ordering, PFC and ECN.
 """
 
 from __future__ import annotations

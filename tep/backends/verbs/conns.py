@@ -1,9 +1,8 @@
 """Queue pairs: made, connected, failed, drained, destroyed; and the ids of what is posted on them.
 
 Rule 1: only this file changes a queue pair's state. Rule 2: a failed queue pair is destroyed only
-after everything it held has come back. Its last request, the marker, tells this of what was posted
-on it; the device tells it of what it received. Rule 3: a connection counts as drained once its
-markers are back, its queue pairs receive no more, and the completion queue was read to its end
+after everything it held has come back. Rule 3: a connection counts as drained once all that was
+posted on it is back, its queue pairs receive no more, and the completion queue was read to its end
 after that. Rule 4: a fence is said to hold only when all connections with its peer have drained.
 
 A work request's id says what its completion is about: kind, object, row. On an error a completion's
@@ -11,7 +10,7 @@ opcode is undefined (Soft-RoCE reports a SEND for a failed write), so the id is 
 by, together with the queue pair's number.
 
     bits 60..63  kind
-    bits 16..59  object: set of loose rows, slot, or connection; 0 for runs
+    bits 16..59  object: set of loose rows, or slot; 0 for runs
     bits  0..15  row within the run or set
 """
 
@@ -19,23 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Entry, Kind, Status
 from tep.backends.ffi.ibverbs import ENUMS, C, ref
-from tep.backends.verbs.device import MARKERS_MAX, MESSAGES_OUT, SPARE_WRS, Depths, Device
-from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
+from tep.backends.verbs.device import MESSAGES_OUT, SPARE_WRS, Depths, Device
+from tep.backends.verbs.handshake import Hello, QpId
 from tep.base.errors import FabricError
 
 __all__ = [
     "KIND_SHIFT", "NUMBER_MASK", "NUMBER_SHIFT", "ROW_MASK", "Conn", "Draining", "Queues",
-    "Run", "Sources", "Tag", "create_ud", "number_of", "qp_number", "tag",
+    "RowQueue", "Run", "Tag", "create_ud", "number_of", "qp_number", "tag",
 ]  # fmt: skip
 
 KIND_SHIFT: Final = 60
@@ -50,12 +47,15 @@ class Tag:
     RUN: Final = 1  # row of the oldest run on its queue pair
     TAIL: Final = 2  # stands behind rows of a run that asked for no completion of their own
     LOOSE: Final = 9  # row of a loose set; the object is the set
-    MARKER: Final = 3  # last request of a failed queue pair; the object is the connection
     IMM: Final = 4  # receive without a buffer, used up by an immediate
     MESSAGE_OUT: Final = 5
     MESSAGE_IN: Final = 6
     DATAGRAM_OUT: Final = 7
     DATAGRAM_IN: Final = 8
+
+
+_MIN_RNR_TIMER: Final = 12
+"""The code of what a peer waits when it finds no receive here: 0.64 ms. Source: fabric-lib."""
 
 
 def tag(kind: int, number: int = 0) -> int:
@@ -68,11 +68,10 @@ def number_of(wr_id: int) -> int:
     return wr_id >> NUMBER_SHIFT & NUMBER_MASK
 
 
-_LAST_S: Final = 0.1
-"""A failed queue pair receives no more after so many seconds, also if the device does not say so.
-A device has to say it (InfiniBand specification 1.4, section 11.6.3.4, "last WQE reached"; quoted),
-but Soft-RoCE of Linux 6.1 does not (measured); what that was taking in as it failed is through
-within microseconds (guessed)."""
+_QUIET_S: Final = 0.1
+"""A failed queue pair receives no more after so many seconds: what it was taking in as it failed is
+through within microseconds (guessed). A device says when ("last WQE reached" of the InfiniBand
+specification 1.4, section 11.6.3.4; quoted), but Soft-RoCE of Linux 6.1 does not (measured)."""
 
 
 def _step(state: str, fields: str = "") -> tuple[int, int]:
@@ -119,6 +118,26 @@ Run = tuple[int, int, int, int]
 first to last."""
 
 
+class RowQueue:
+    """One queue pair for rows, with the chains on it that have not come back.
+
+    Attributes:
+        conn: whose it is.
+        qp, ref: the queue pair, and it ready for a call.
+        runs: the chains, oldest first.
+        back: rows of the oldest run that have come back.
+    """
+
+    __slots__ = ("back", "conn", "qp", "ref", "runs")
+
+    def __init__(self, conn: Conn, qp: int) -> None:
+        self.conn = conn
+        self.qp = qp
+        self.ref = ref(qp)
+        self.runs: deque[Run] = deque()
+        self.back = 0
+
+
 class Conn:
     """The queue pairs of one attempt with one peer: one for messages, one or more for rows.
 
@@ -127,18 +146,18 @@ class Conn:
 
     Args:
         peer: PeerId of who it is with.
-        number: of this connection on its NIC; markers carry it.
+        number: of this connection on its NIC.
         rows: False = for messages only.
         rng: draws packet sequence numbers.
 
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
-        qp, qps: those for rows; `qp` is the first, and `ref` is it, ready for a call.
+        queues: those for rows; none: the peer takes messages only.
         msg_qp: the one for messages.
-        ece: what its queue pairs can do beyond the standard; once they receive, what is in use.
-        runs: chains on `qp` that have not come back, oldest first.
-        back: rows of the oldest run that have.
-        lost: nothing more can be posted.
+        ids: number and first packet sequence number of each: messages, then rows.
+        lost, gone: nothing more can be posted; its queue pairs are destroyed.
+        quiet_s, deadline_s: once it is lost: when its queue pairs receive no more, and when they
+            are destroyed whether or not they have drained.
     """
 
     def __init__(
@@ -153,26 +172,19 @@ class Conn:
     ) -> None:
         self.peer = peer
         self.number = number
-        self.lost = False
+        self.lost = self.gone = False
         self.reads = 0
-        self.runs: deque[Run] = deque()
-        self.back = 0
-        self.deadline_s = 0.0
+        self.quiet_s = self.deadline_s = 0.0
         self._device = device
         self._turn = 0
-        self._unmarked: list[int] = []
-        self._markers = 0
         self._sending = False
-        self._stuck = False
-        self._last_s = 0.0
-        self._receiving: set[int] = set()
         self._made: list[int] = []
         settings, depths = device.settings, queues.depths
         with contextlib.ExitStack() as undo:
             undo.callback(self.destroy)
             self.msg_qp = self._make(queues.cq, queues.msg_srq, MESSAGES_OUT)
-            self.qps = [
-                self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads)
+            self.queues = [
+                RowQueue(self, self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads))
                 for _ in range(settings.qps_per_peer if rows else 0)
             ]
             for qp in self._made:
@@ -184,12 +196,9 @@ class Conn:
                     qp_access_flags=_ACCESS,
                 )
             undo.pop_all()
-        self.qp = self.qps[0] if rows else 0
-        self.ref = ref(self.qp)
         self.ids: tuple[QpId, ...] = tuple(
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )
-        self.ece = self._query_ece()
 
     def _make(self, cq: int, srq: int, depth: int) -> int:
         qp = self._device.make_rc(cq, srq, depth + SPARE_WRS)
@@ -202,37 +211,24 @@ class Conn:
         number = qp_number(qp)
         self._device.lib.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=number)
 
-    def _query_ece(self) -> Ece:
-        """Ask the device about the queue pairs, which are all alike."""
-        found = C.ibv_ece()
-        if not self._device.settings.ece or self._device.lib.ask(
-            "ibv_query_ece", self.msg_qp, ctypes.byref(found)
-        ):
-            return NO_ECE  # this provider has none
-        return int(found.vendor_id), int(found.options), int(found.comp_mask)
-
-    def _accept_ece(self, offered: Ece) -> None:
-        """Use of the peer's what ours can do, if they are of one vendor."""
-        vendor, options, _ = self.ece
-        if options and offered[1] and vendor == offered[0]:
-            for qp in self._made:
-                ece = C.ibv_ece(*offered)
-                # A refusal leaves the queue pair as the standard has it, at both ends: what is
-                # answered is what is in use.
-                self._device.lib.ask("ibv_set_ece", qp, ctypes.byref(ece))
-
-    def pick(self) -> int:
-        """The queue pair for the next row."""
+    def pick(self) -> RowQueue:
+        """The queue pair for the next rows."""
         self._turn += 1
-        return self.qps[self._turn % len(self.qps)]
+        return self.queues[self._turn % len(self.queues)]
+
+    def queue_of(self, number: int) -> RowQueue:
+        """The queue pair for rows of this number."""
+        first = self.queues[0]
+        if len(self.queues) == 1:
+            return first
+        return next(queue for queue in self.queues if qp_number(queue.qp) == number)
 
     def to_rtr(self, hello: Hello) -> None:
         """Let all receive from the peer's queue pairs."""
         device = self._device
         route = device.route(hello.sender.gid, hello.sender.lid)
-        self._accept_ece(hello.ece)
         self.reads = min(device.reads_asked, hello.reads)
-        del self.qps[len(hello.qps) - 1 :]  # the peer has fewer for writes, or none: use as many
+        del self.queues[len(hello.qps) - 1 :]  # the peer has fewer for writes, or none
         for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
             self._modify(
                 qp,
@@ -242,126 +238,53 @@ class Conn:
                 dest_qp_num=number,
                 rq_psn=psn,
                 max_dest_rd_atomic=device.reads_served,
-                min_rnr_timer=device.settings.min_rnr_timer,
+                min_rnr_timer=_MIN_RNR_TIMER,
             )
-        self.ece = self._query_ece()
 
     def to_rts(self) -> None:
         """Let all send. Idempotent."""
         if self._sending:
             return
         settings = self._device.settings
-        for qp, (_, psn) in zip(self._made, self.ids, strict=True):
-            if qp == self.msg_qp or qp in self.qps:
-                self._modify(
-                    qp,
-                    "RTR->RTS",
-                    timeout=settings.timeout,
-                    retry_cnt=settings.retry_cnt,
-                    rnr_retry=settings.rnr_retry,
-                    sq_psn=psn,
-                    max_rd_atomic=self.reads,
-                )
+        sending = [self.msg_qp, *(queue.qp for queue in self.queues)]
+        for qp, (_, psn) in zip(sending, self.ids, strict=False):
+            self._modify(
+                qp,
+                "RTR->RTS",
+                timeout=settings.timeout,
+                retry_cnt=settings.retry_cnt,
+                rnr_retry=settings.rnr_retry,
+                sq_psn=psn,
+                max_rd_atomic=self.reads,
+            )
         self._sending = True
 
     def fail(self, now_s: float) -> None:
-        """Stop: everything that is out comes back flushed, and then the markers."""
+        """Stop: everything that is out comes back flushed."""
         self.lost = True
         self.deadline_s = now_s + self._device.settings.drain_s
-        self._last_s = min(now_s + _LAST_S, self.deadline_s)
-        self._receiving = set(self._made)
+        self.quiet_s = min(now_s + _QUIET_S, self.deadline_s)
         for qp in self._made:
             try:
                 self._modify(qp, "->ERR")
             except FabricError:
-                self._stuck = True  # the deadline ends it
-        if self._sending:
-            self._unmarked = [self.msg_qp, *self.qps]
-            self._markers = len(self._unmarked)
-
-    def mark(self, post: Callable[[int, int], bool], room: int) -> int:
-        """Post up to `room` of the markers that are still to be posted; return how many.
-
-        A full queue pair takes its own later.
-        """
-        wr_id, before = tag(Tag.MARKER, self.number), len(self._unmarked)
-        self._unmarked = [
-            qp for k, qp in enumerate(self._unmarked) if k >= room or not post(qp, wr_id)
-        ]
-        return before - len(self._unmarked)
-
-    @property
-    def markers_out(self) -> int:
-        """Markers that were posted and have not come back."""
-        return self._markers - len(self._unmarked)
-
-    def take_marker(self) -> None:
-        """A marker has come back."""
-        self._markers -= 1
-
-    def take_last(self, qp: int) -> None:
-        """A queue pair has used its last receive."""
-        self._receiving.discard(qp)
+                self.quiet_s = math.inf  # the deadline ends it
 
     def holds(self, qp: int) -> bool:
         """Whether a queue pair is one of these."""
         return qp in self._made
 
-    def is_drained(self, now_s: float) -> bool:
-        """Whether every completion is in the queue, or was read."""
-        through = not self._receiving or now_s >= self._last_s
-        return self._markers == 0 and through and not self._stuck
-
-    @property
-    def next_s(self) -> float:
-        """The time when a failed connection may have drained though nothing came."""
-        return self.deadline_s if self._markers or self._stuck else self._last_s
-
     def destroy(self) -> None:
         """Give the queue pairs back. No completion of theirs comes after that. Idempotent."""
-        self.lost = True
+        self.lost = self.gone = True
         while self._made:
             self._device.free("ibv_destroy_qp", self._made.pop())
-
-
-class Sources:
-    """The queue pairs of one NIC, by number.
-
-    Attributes:
-        of: the PeerId at the far end of each.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[int, int] = {}
-        self._columns: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]] | None = None
-
-    def add(self, numbers: Iterable[int], peer: int) -> None:
-        """Take note of a peer's queue pairs; numbers are used again."""
-        self.of.update(dict.fromkeys(numbers, peer))
-        self._columns = None
-
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Forget queue pairs whose completions were all read."""
-        for number in numbers:
-            del self.of[number]
-        self._columns = None
-
-    def of_many(self, numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-        """The same for a column."""
-        if self._columns is None:
-            known = sorted(self.of)
-            self._columns = (
-                np.array(known, np.uint32),
-                np.array([self.of[number] for number in known], np.uint64),
-            )
-        known_numbers, peers = self._columns
-        return peers[known_numbers.searchsorted(numbers)]
 
 
 def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     """Make a queue pair for datagrams, ready to send and receive."""
     lib = device.lib
-    attr = C.ibv_qp_init_attr(send_cq=cq, recv_cq=cq, qp_type=ENUMS["IBV_QPT_UD"])
+    attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, qp_type=ENUMS["IBV_QPT_UD"])
     attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
@@ -383,7 +306,7 @@ class Draining:
     """The failed connections of one NIC.
 
     Args:
-        post_marker: puts a last request on a queue pair, see `Conn.mark`.
+        holds: whether something that was posted on a connection has not come back.
         ready: where entries for poll() go.
         depth: completions that the queue holds.
         retire: what to do with a connection that has drained (True), or did not in time (False).
@@ -397,14 +320,14 @@ class Draining:
 
     def __init__(
         self,
-        post_marker: Callable[[int, int], bool],
+        holds: Callable[[Conn], bool],
         ready: deque[Entry],
         depth: int,
         retire: Callable[[Conn, bool], object],
     ) -> None:
         self.conns: dict[int, Conn] = {}
         self.blurred: set[int] = set()
-        self._post_marker = post_marker
+        self._holds = holds
         self._ready = ready
         self._depth = depth
         self._retire = retire
@@ -412,29 +335,11 @@ class Draining:
         self._left = depth
         self._due: dict[int, int] = {}  # the round in which a connection may go
         self.fences: list[tuple[int, int]] = []
-        self._markers_left = MARKERS_MAX  # the completion queue has room for so many
 
     def add(self, conn: Conn, now_s: float) -> None:
         """Let a connection fail."""
         conn.fail(now_s)
         self.conns[conn.number] = conn
-        self._mark(conn)
-
-    def _mark(self, conn: Conn) -> None:
-        if self._markers_left:
-            self._markers_left -= conn.mark(self._post_marker, self._markers_left)
-
-    def take_marker(self, number: int) -> None:
-        """A failed queue pair has returned all that was posted on it."""
-        conn = self.conns.get(number)
-        if conn is not None:
-            conn.take_marker()
-            self._markers_left += 1
-
-    def take_last(self, qp: int) -> None:
-        """The device says that a failed queue pair has used its last receive."""
-        for conn in self.conns.values():
-            conn.take_last(qp)
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Take note of a read of `n` completions, `whole` if that was all there were."""
@@ -443,14 +348,12 @@ class Draining:
             self._rounds += 1
             self._left = self._depth
         for conn in list(self.conns.values()):
-            self._mark(conn)
-            drained = conn.is_drained(now_s)
+            drained = now_s >= conn.quiet_s and not self._holds(conn)
             if not drained and now_s < conn.deadline_s:
                 continue
             # This round may have begun before the last completion came: read another.
             if self._rounds >= self._due.setdefault(conn.number, self._rounds + 2):
                 del self.conns[conn.number], self._due[conn.number]
-                self._markers_left += conn.markers_out
                 self._retire(conn, drained)
         if self.fences:
             self._say_fenced()
@@ -467,4 +370,7 @@ class Draining:
         """The times when progress() has something to do though nothing came."""
         if self._due or (self.fences and not self.conns):
             return [now_s]
-        return [conn.next_s for conn in self.conns.values()]
+        return [
+            conn.quiet_s if now_s < conn.quiet_s else conn.deadline_s
+            for conn in self.conns.values()
+        ]

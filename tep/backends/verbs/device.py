@@ -23,7 +23,7 @@ from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
 __all__ = [
-    "DATAGRAMS_IN", "DATAGRAMS_OUT", "MARKERS_MAX", "MESSAGES_OUT", "READS", "ROWS",
+    "DATAGRAMS_IN", "DATAGRAMS_OUT", "MESSAGES_OUT", "READS", "ROWS",
     "SPARE_WRS", "Depths", "Device", "GidChoice", "GidSeen", "peer_bytes", "plan_depths",
     "queue_bytes", "rank_gids",
 ]  # fmt: skip
@@ -43,6 +43,11 @@ _OPS: Final = ("RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "SEND", "RDMA_READ")
 _SEND_OPS: Final = sum(ENUMS[f"IBV_QP_EX_WITH_{op}"] for op in _OPS)
 _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
 _WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
+_INLINE_BYTES: Final = 28
+"""A row up to this length is copied into its request when it is posted singly: the NIC reads once
+less. A request of 64 bytes has room for so much (mlx5_calc_send_wqe of rdma-core 44; quoted)."""
+
+_MSG_BYTES_MAX: Final = 1 << 20
 _RC: Final = ENUMS["IBV_QPT_RC"]
 _FULL_MEMBER: Final = 0x8000
 _DEFAULT_PKEY: Final = 0xFFFF
@@ -226,12 +231,12 @@ class Device:
         """
         attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, srq=srq or None, qp_type=_RC)
         attr.cap.max_send_wr, attr.cap.max_send_sge = requests, 1
-        attr.cap.max_inline_data = self.settings.inline_bytes
+        attr.cap.max_inline_data = _INLINE_BYTES
         if self._create_ex is not None:
             attr.comp_mask, attr.pd, attr.send_ops_flags = _EX_MASK, self.pd, _SEND_OPS
             found = self._create_ex(ctypes.addressof(attr))
             if found:
-                self.inline_max = min(self.settings.inline_bytes, int(attr.cap.max_inline_data))
+                self.inline_max = min(_INLINE_BYTES, int(attr.cap.max_inline_data))
                 return found
             if ctypes.get_errno() not in _NO_EX:
                 fail("ibv_create_qp_ex", ctypes.get_errno(), device=self.name, requests=requests)
@@ -239,7 +244,7 @@ class Device:
         # What is refused there and possible here: this provider has no send_ops_flags. What that
         # costs is in the NIC's report.
         self._create_ex, self.wqe_bytes = None, _WQE_BYTES_PLAIN
-        self.inline_max = min(self.settings.inline_bytes, int(attr.cap.max_inline_data))
+        self.inline_max = min(_INLINE_BYTES, int(attr.cap.max_inline_data))
         return found
 
     def make_srq(self, depth: int) -> int:
@@ -319,7 +324,7 @@ class Device:
             link_bps=self.link_bps,
             sq_depth=sq_depth,
             max_write_bytes=int(port.max_msg_sz),
-            max_msg_bytes=min(settings.max_msg_bytes, int(port.max_msg_sz)),
+            max_msg_bytes=min(_MSG_BYTES_MAX, int(port.max_msg_sz)),
             ordered=settings.qps_per_peer == 1,
             imm_eats_recv=True,
             memory_kinds=memory_kinds,
@@ -330,14 +335,6 @@ class Device:
             no_reads=self.no_reads or f"sq_depth={sq_depth} leaves no room for them",
         )
 
-    def _bond(self) -> str:
-        """Say so where several ports are behind the device (RoCE LAG); "" = there are not."""
-        for slaves in Path(self._sysfs, "device", "net").glob("*/master/bonding/slaves"):
-            count = len(slaves.read_text("ascii").split())
-            if count > 1 and self.settings.qps_per_peer == 1:
-                return f"; a bond of {count} ports, one for each peer: see qps_per_peer"
-        return ""
-
     def describe(self) -> str:
         """Say in a line what this is and how it is addressed."""
         rate = f"{self.link_bps / 1e9:g} Gb/s" if self.link_bps else "rate unknown"
@@ -347,15 +344,12 @@ class Device:
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
             f"{128 << self.port.active_mtu}, {self.gid}{partition}, traffic class "
             f"{self.traffic_class}, service level {self.service_level}"
-            f"{self._bond()}{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
+            f"{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
         )
 
 
 SPARE_WRS: Final = 16
-"""Requests a queue pair can hold beyond the rows: markers and tails."""
-
-MARKERS_MAX: Final = 256
-"""Markers on their way at a time, of all failed queue pairs of a NIC; others wait their turn."""
+"""Requests a queue pair can hold beyond the rows: tails."""
 
 MESSAGES_OUT: Final = 64
 """Messages on their way out at a time."""
@@ -416,9 +410,7 @@ def plan_depths(device: Device) -> Depths:
         device, "msg_recvs_max", settings.msg_recvs_max, _MESSAGES_IN, int(attr.max_srq_wr)
     )
     # A row has one completion, and may have a tail behind it with one more.
-    rest = (
-        2 * (rows + reads) + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT + MARKERS_MAX
-    )
+    rest = 2 * (rows + reads) + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT
     left = int(attr.max_cqe) - rest
     if left < 1:
         raise UsageError(
@@ -443,10 +435,9 @@ def _find_rows(device: Device) -> tuple[int, int]:
     named, wanted = device.settings.sq_depth, device.settings.reads
     if device.no_reads:
         wanted = 0
-    most = int(device.attr.max_qp_wr)
     if named is not None:
-        return named, _reads_beside(device, named, wanted, most)
-    total = min(_REQUESTS, most)
+        return named, _reads_beside(device, named, (READS, 0) if wanted is None else (wanted,))
+    total = min(_REQUESTS, int(device.attr.max_qp_wr))
     while True:
         reads = min(READS, (total - SPARE_WRS) // _PARTS) if wanted is None else wanted
         rows = total - SPARE_WRS - reads
@@ -462,36 +453,19 @@ def _find_rows(device: Device) -> tuple[int, int]:
             return rows, reads
 
 
-def _reads_beside(device: Device, rows: int, wanted: int | None, most: int) -> int:
-    """Count the reads that there is room for beside rows whose number the user has named."""
-    refusal = ""
-    for reads in (READS, 0) if wanted is None else (wanted,):
-        if rows + reads + SPARE_WRS > most:
-            continue
+def _reads_beside(device: Device, rows: int, wanted: Sequence[int]) -> int:
+    """Choose the reads, of those wanted, that there is room for beside rows that the user named."""
+    refusal: FabricError | None = None
+    for reads in wanted:
         try:
             device.try_queue_pair(rows + reads + SPARE_WRS)
-        except FabricError as error:
-            refusal = f" ({error})"
-        else:
             return reads
+        except FabricError as error:
+            refusal = error
     raise UsageError(
-        f"verbs: sq_depth={rows} is more than {device.name} can do{refusal}; "
-        f"{_most_rows(device, min(rows, most - SPARE_WRS), wanted or 0)} is possible"
-    )
-
-
-def _most_rows(device: Device, most: int, reads: int) -> int:
-    """Count the rows that a device takes beside reads, looked for between 1 and `most`."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            device.try_queue_pair(middle + reads + SPARE_WRS)
-        except FabricError:
-            high = middle - 1
-        else:
-            low = middle
-    return low
+        f"verbs: sq_depth={rows} is more than {device.name} can do beside {reads} reads: its "
+        f"max_qp_wr is {device.attr.max_qp_wr}, and {refusal}; set a smaller one"
+    ) from refusal
 
 
 def peer_bytes(device: Device, rows: int, reads: int = READS) -> int:

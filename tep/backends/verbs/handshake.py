@@ -17,89 +17,68 @@ CHECK asks whether the connection of two attempts still stands at the peer, and 
 has none, or another, asks for a fresh one instead. Rule 4: who checks sends nothing on its queue
 pairs until the answer to that very question has come.
 
-An address is what a peer gives back to connect(). Integers are little-endian; the GID is as on the
-wire:
-
-    offset  size  field       content
-    0       4     magic       b"VERB"
-    4       1     version     1
-    5       1     link        1 = InfiniBand, 2 = Ethernet, as the library numbers link layers
-    6       2     lid         InfiniBand only, else 0
-    8       16    gid         of the port, the entry in use
-    24      1     gid_type    0 = InfiniBand, 1 = RoCE v1, 2 = RoCE v2
-    25      3     ud_qpn      queue pair that takes handshake datagrams
-    28      4     qkey        that it asks of them
-    32      8     epoch       of the engine's incarnation
-    40      8     identity    hash of engine name and NIC number: what outlives a restart
-
-A datagram (integers little-endian):
-
-    offset  size  field     content
-    0       4     magic     b"VHSK"
-    4       1     version   3
-    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = CONTROL,
-                            7 = CONTROL_ACK, 8 = CHECK, 9 = CHECKED
-    6       1     mtu       the port's, as the library numbers them
-    7       1     count     queue pairs listed
-    8       4     attempt   the sender's
-    12      4     echo      attempt of the receiver that this answers, or 0; number of the control
-                            message
-    16      8     target    epoch of the incarnation that is meant
-    24      48    sender    its address
-    72      8 n   (number, first packet sequence number) of each queue pair: messages, then rows;
-                  REQ and REP end with how many reads each of these answers at a time (1 byte), and
-                  with what they can do beyond the standard (ECE): vendor, options and mask, of 4
-                  bytes each, all 0 for nothing;
-                  CONTROL: what it says; CHECK, CHECKED: 4 bytes that are the question's own
+An address is what a peer gives back to connect(). Both it and a datagram are MessagePack arrays: a
+tag with the layout's version, then the fields of the class in order; limits stand at the fields.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from tep.backends.ffi.ibverbs import ENUMS
 from tep.base.errors import BadDescriptor
 
 __all__ = [
-    "ADDRESS_BYTES", "DATAGRAM_BYTES_MAX", "NO_ECE", "Actions", "Address", "Ece", "Hello",
+    "DATAGRAM_BYTES_MAX", "Actions", "Address", "Hello",
     "Kind", "Negotiation", "Patience", "Phase", "QpId", "control_bytes", "engine_of",
     "gid_text", "identity_of", "is_link_local", "is_mapped",
 ]  # fmt: skip
 
-_LAYOUT: Final = struct.Struct("<4sBBH16sIIQQ")
-_VERB: Final = (b"VERB", 1)  # magic and version of an address
-ADDRESS_BYTES: Final = _LAYOUT.size
-
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
-_ETHERNET: Final = ENUMS["IBV_LINK_LAYER_ETHERNET"]
 _GID_TYPES: Final = ("InfiniBand", "RoCE v1", "RoCE v2")
+_QPS_MAX: Final = 17
+
+U64 = Annotated[int, Meta(ge=0)]  # no larger one can be written down
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+U24 = Annotated[int, Meta(ge=0, lt=1 << 24)]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """The address of a NIC; the fields are those of the table above."""
+class Address(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="VERB2"
+):
+    """The address of a NIC.
 
-    link: int
-    lid: int
-    gid: bytes
-    gid_type: int
-    ud_qpn: int
-    qkey: int
-    epoch: int
-    identity: int
+    Attributes:
+        link: 1 = InfiniBand, 2 = Ethernet, as the library numbers link layers.
+        lid: InfiniBand only, else 0.
+        gid: of the port, the entry in use.
+        gid_type: 0 = InfiniBand, 1 = RoCE v1, 2 = RoCE v2.
+        ud_qpn: queue pair that takes handshake datagrams.
+        qkey: that it asks of them.
+        epoch: of the engine's incarnation.
+        identity: hash of engine name and NIC number, which outlives a restart.
+    """
+
+    link: Annotated[int, Meta(ge=1, le=2)]
+    lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    gid_type: Annotated[int, Meta(ge=0, lt=len(_GID_TYPES))]
+    ud_qpn: U24
+    qkey: U32
+    epoch: U64
+    identity: U64
 
     def encode(self) -> bytes:
         """Write it down."""
-        packed = self.gid_type | self.ud_qpn << 8
-        return _LAYOUT.pack(
-            *_VERB, self.link, self.lid, self.gid, packed, self.qkey, self.epoch, self.identity
-        )
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
@@ -108,28 +87,7 @@ class Address:
         Raises:
             BadDescriptor: these bytes cannot be such an address.
         """
-        if len(data) != _LAYOUT.size or data[:4] != _VERB[0]:
-            raise BadDescriptor(
-                f"{bytes(data[:16])!r}... ({len(data)} bytes) is no address of a verbs NIC; is the "
-                "peer's engine on another backend?"
-            )
-        _, version, link, lid, gid, packed, qkey, epoch, identity = _LAYOUT.unpack(data)
-        if version != _VERB[1]:
-            raise BadDescriptor(
-                f"verbs address: version {version}, this tep reads {_VERB[1]}; run the same release"
-            )
-        if link not in {_IB, _ETHERNET} or packed & 0xFF >= len(_GID_TYPES):
-            raise BadDescriptor(f"verbs address: link {link}, GID type {packed & 0xFF} cannot be")
-        return cls(
-            link=link,
-            lid=lid,
-            gid=gid,
-            gid_type=packed & 0xFF,
-            ud_qpn=packed >> 8,
-            qkey=qkey,
-            epoch=epoch,
-            identity=identity,
-        )
+        return _read(_ADDRESS, data, "the address of a verbs NIC of this release of tep")
 
     @property
     def is_ib(self) -> bool:
@@ -165,7 +123,10 @@ class Address:
 
 def engine_of(address: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
-    return address[32:40] if len(address) == ADDRESS_BYTES else address
+    try:
+        return Address.decode(address).epoch.to_bytes(8, "little")
+    except BadDescriptor:
+        return address
 
 
 def identity_of(name: str, nic: int) -> int:
@@ -192,31 +153,21 @@ def is_link_local(gid: bytes) -> bool:
     return (found.ipv4_mapped or found).is_link_local
 
 
-_HEAD: Final = struct.Struct("<4sBBBBIIQ")
-_QP: Final = struct.Struct("<II")
-_TAIL: Final = struct.Struct("<BIII")
-_VHSK: Final = (b"VHSK", 3)  # of a datagram
-_QPS_MAX: Final = 17
-_MTU_MAX: Final = 5
 _PAUSES: Final = 16
 
-_HEAD_BYTES: Final = _HEAD.size + ADDRESS_BYTES
+_HEAD_BYTES: Final = 96
+"""The most bytes that a datagram takes without queue pairs and payload."""
 
-_CONTROL_BYTES_MAX: Final = 912
+_CONTROL_BYTES_MAX: Final = 888
 """With head and routing header it fills 1 KiB, and goes into a packet of 1,500 bytes."""
 
 _CONTROL_BYTES_MIN: Final = 512
 """A NIC that takes control messages takes as much. Source: C24."""
 
-DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_CONTROL_BYTES_MAX, _QPS_MAX * _QP.size + _TAIL.size)
+DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + _CONTROL_BYTES_MAX
 
-QpId = tuple[int, int]
-"""Number and first packet sequence number of a queue pair, 24 bits each."""
-
-Ece = tuple[int, int, int]
-"""Vendor, options and mask, as struct ibv_ece has them."""
-
-NO_ECE: Final = (0, 0, 0)
+QpId = tuple[U24, U24]
+"""Number and first packet sequence number of a queue pair."""
 
 
 def control_bytes(mtu: int) -> int:
@@ -239,28 +190,34 @@ class Kind(IntEnum):
     CHECKED = 9  # "I have"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """One datagram; the fields are those of the table above."""
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="VHSK4"):
+    """One datagram.
+
+    Attributes:
+        kind: of datagram.
+        sender: its address.
+        target: epoch of the incarnation that is meant.
+        attempt: the sender's.
+        echo: attempt of the receiver that this answers, or 0; number of a control message.
+        mtu: the port's, as the library numbers them.
+        qps: of REQ and REP: each queue pair; messages, then rows.
+        reads: how many each of these answers at a time.
+        payload: of CONTROL: what it says; of CHECK and CHECKED: the question's own 4 bytes.
+    """
 
     kind: Kind
     sender: Address
-    target: int
-    attempt: int
-    echo: int = 0
-    mtu: int = 1
-    qps: tuple[QpId, ...] = ()
-    reads: int = 0
-    ece: Ece = NO_ECE
+    target: U64
+    attempt: U32
+    echo: U32 = 0
+    mtu: Annotated[int, Meta(ge=1, le=5)] = 1
+    qps: Annotated[tuple[QpId, ...], Meta(max_length=_QPS_MAX)] = ()
+    reads: Annotated[int, Meta(ge=0, lt=1 << 8)] = 0
     payload: bytes = b""
 
     def encode(self) -> bytes:
         """Write it down."""
-        count = len(self.qps)
-        head = _HEAD.pack(*_VHSK, self.kind, self.mtu, count, self.attempt, self.echo, self.target)
-        qps = b"".join(_QP.pack(*qp) for qp in self.qps)
-        tail = _TAIL.pack(self.reads, *self.ece) if self.kind in _CONNECTING else b""
-        return head + self.sender.encode() + qps + tail + self.payload
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -269,43 +226,22 @@ class Hello:
         Raises:
             BadDescriptor: these bytes cannot be such a datagram.
         """
-        if len(data) < _HEAD_BYTES or data[:4] != _VHSK[0]:
-            raise BadDescriptor(f"{len(data)} bytes that are no handshake of tep")
-        _, version, kind, mtu, count, attempt, echo, target = _HEAD.unpack_from(data)
-        if version != _VHSK[1] or kind not in Kind.__members__.values():
-            raise BadDescriptor(f"handshake of version {version}, kind {kind}")
-        sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
-        payload, reads, ece = b"", 0, NO_ECE
-        if kind in _CONNECTING:
-            if len(rest) < _TAIL.size:
-                raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
-            (reads, *said), rest = _TAIL.unpack(rest[-_TAIL.size :]), rest[: -_TAIL.size]
-            ece = (said[0], said[1], said[2])
-        if kind in _NOTING:
-            payload, rest = rest, b""
-        if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
-            raise BadDescriptor(f"handshake: {len(data)} bytes, {count} queue pairs, MTU {mtu}")
-        qps = tuple(_QP.iter_unpack(rest))
-        if any(number >> 24 or psn >> 24 for number, psn in qps):
-            raise BadDescriptor(f"handshake: queue pairs {qps}; numbers have 24 bits")
-        if kind in _CONNECTING and not qps:
-            raise BadDescriptor("handshake: no queue pairs; one at the least")
-        return cls(
-            kind=Kind(kind),
-            sender=sender,
-            target=target,
-            attempt=attempt,
-            echo=echo,
-            mtu=mtu,
-            qps=qps,
-            reads=reads,
-            ece=ece,
-            payload=payload,
-        )
+        found = _read(_HELLO, data, "a handshake of this release of tep")
+        if bool(found.qps) != (found.kind in {Kind.REQ, Kind.REP}):
+            raise BadDescriptor(f"handshake {found.kind.name}: queue pairs {found.qps}")
+        return found
 
 
-_CONNECTING: Final = frozenset({Kind.REQ, Kind.REP})
-_NOTING: Final = frozenset({Kind.CONTROL, Kind.CHECK, Kind.CHECKED})
+_ADDRESS: Final = msgspec.msgpack.Decoder(Address)
+_HELLO: Final = msgspec.msgpack.Decoder(Hello)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes, meant: str) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        text = f"{bytes(data[:16])!r}... ({len(data)} bytes) is not {meant}: {error}"
+        raise BadDescriptor(text) from error
 
 
 class Phase(Enum):

@@ -165,6 +165,10 @@ class Messages(_Requests):
         self._free.append(slot)
         self._ready.append((_SENT, status, 1, 0, 0, out.ctx, 0))
 
+    def holds(self, conn: Conn) -> bool:
+        """Whether messages on a connection have not come back."""
+        return any(out.conn is conn for out in self._out.values())
+
     def fail_all(self, status: int, conn: Conn | None = None) -> None:
         """End every message, or every one posted on a connection, that will not complete."""
         for slot, out in list(self._out.items()):

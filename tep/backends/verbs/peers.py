@@ -15,7 +15,6 @@ peer up.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -25,15 +24,17 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Final
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from tep.backends.base import Batch, Entry, ReadBatch, Status
 from tep.backends.base import Kind as Completed
-from tep.backends.handing import Unread
-from tep.backends.verbs.conns import Conn, Draining, Queues, Sources
+from tep.backends.common import Unread
+from tep.backends.verbs.conns import Conn, Draining, Queues
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.handshake import (
-    NO_ECE,
     Address,
-    Ece,
     Hello,
     Kind,
     Negotiation,
@@ -62,8 +63,8 @@ class Peers:
         own: this NIC's address.
         writer: posts rows; its `up` has the connections in use.
         table: by PeerId.
-        conns: by number of a queue pair.
-        sources: the same for immediates, also for a while after a connection is gone.
+        conns: by number of a queue pair; also for a while after one is gone, for the source of what
+            comes late.
         controls: messages between engines.
         work: all that progress() looks at; it need not be called while these are empty.
         draining: connections that failed.
@@ -92,12 +93,12 @@ class Peers:
         self.writer = Writer(device, queues.depths, not_inline, ready, self.keep)
         self.up = self.writer.up
         self.conns: dict[int, Conn] = {}
-        self.sources = Sources()
         self.controls = _Controls(ready)
-        self.draining = Draining(self.writer.post_marker, ready, queues.depths.cq, self._retire)
+        self.draining = Draining(self._holds, ready, queues.depths.cq, self._retire)
         self.link_lost = link_lost
         self.trouble = ""
         self._queues = queues
+        self._sources: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]] | None = None
         self._by_address: dict[Address, Peer] = {}
         self._latest: dict[int, Peer] = {}  # by identity
         self._unsettled: dict[Peer, None] = {}
@@ -216,7 +217,7 @@ class Peers:
         """Tell a sender that it means an incarnation that is no more."""
         answer = Hello(
             kind=Kind.STALE,
-            sender=dataclasses.replace(self.own, epoch=hello.target),
+            sender=msgspec.structs.replace(self.own, epoch=hello.target),
             target=hello.sender.epoch,
             attempt=0,
             echo=hello.attempt,
@@ -250,8 +251,20 @@ class Peers:
         number = next(self._numbers)
         conn = Conn(self.device, self._queues, peer.number, number, self._rng, rows=not peer.shut)
         self.conns.update((number, conn) for number, _ in conn.ids)
-        self.sources.add((number for number, _ in conn.ids), peer.number)
+        self._sources = None
         return conn
+
+    def sources_of(self, numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """The PeerIds at the far ends of queue pairs, by the numbers of these."""
+        if self._sources is None:
+            known = sorted(self.conns)
+            peers = np.array([self.conns[number].peer for number in known], np.uint64)
+            self._sources = np.array(known, np.uint32), peers
+        known_numbers, peers = self._sources
+        return peers[known_numbers.searchsorted(numbers)]
+
+    def _holds(self, conn: Conn) -> bool:
+        return self.writer.holds(conn) or self.messages.holds(conn)
 
     def drop(self, conn: Conn) -> None:
         """Take a connection out of use; its rows come back flushed."""
@@ -266,7 +279,7 @@ class Peers:
         """Post nothing more on a peer's connection; what comes for it is kept."""
         peer.live = None
         self.up[peer.number] = None
-        self.writer.forget_sets()
+        self.writer.forget_fans()
 
     def fail(self, conn: Conn, status: int) -> None:
         """A completion says that a connection is broken."""
@@ -280,15 +293,14 @@ class Peers:
             self.attend(peer)
 
     def _retire(self, conn: Conn, drained: bool) -> None:
-        numbers = [number for number, _ in conn.ids]
-        for number in numbers:
-            del self.conns[number]
         conn.destroy()
         if drained:
-            self.sources.remove(numbers)
+            for number, _ in conn.ids:
+                del self.conns[number]
+            self._sources = None
         else:  # what comes of it all the same still has a source, until its number is used again
             peer = self.table[conn.peer]
-            if conn.qps and not self.device.dead:
+            if conn.queues and not self.device.dead:
                 self.draining.blurred.add(peer.number)
             self.trouble = f"the queue pairs with {peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
@@ -304,7 +316,7 @@ class Peers:
         peer.shut = True
         peer.fail_rows(Status.UNREACHABLE)
         self._lifting.pop(peer, None)
-        if peer.conn is not None and peer.conn.qps:
+        if peer.conn is not None and peer.conn.queues:
             peer.negotiation.lose()
             self.drop(peer.conn)
         self.draining.fences.append((peer.number, ctx))
@@ -465,7 +477,7 @@ class Peers:
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
             self.controls.fail(peer, status)
-        self.writer.forget_sets()
+        self.writer.forget_fans()
         self.up[:] = [None] * len(self.table)
 
 
@@ -518,7 +530,7 @@ class Peer:
         assert self.conn is not None
         self.conn.to_rts()
         self.live = self.conn
-        if self.conn.qps:
+        if self.conn.queues:
             self._owner.up[self.number] = self.conn
         else:
             self.fail_rows(Status.UNREACHABLE, self._asked)
@@ -527,9 +539,8 @@ class Peer:
     def say(self, kind: Kind, attempt: int, echo: int, payload: bytes = b"") -> None:
         owner = self._owner
         ids: tuple[QpId, ...] = ()
-        ece: Ece = NO_ECE
         if self.conn is not None and kind in {Kind.REQ, Kind.REP}:
-            ids, ece = self.conn.ids, self.conn.ece
+            ids = self.conn.ids
         hello = Hello(
             kind=kind,
             sender=owner.own,
@@ -539,7 +550,6 @@ class Peer:
             mtu=owner.device.port.active_mtu,
             qps=ids,
             reads=owner.device.reads_served if ids else 0,
-            ece=ece,
             payload=payload,
         )
         owner.datagrams.send(self.where, hello.encode())
@@ -584,7 +594,7 @@ class Peer:
         if conn is None:
             return
         rows, messages = self.rows, self.messages
-        while rows and conn.qps:
+        while rows and conn.queues:
             batch, start, stop = rows.popleft()
             start += self._owner.writer.post_held(conn, batch, start, stop)
             if start < stop:

@@ -156,9 +156,8 @@ class Poller:
         raw, ends = imms.tobytes(), numbers.tobytes()
         first, end = raw[:4], ends[:4]
         alone = ends == end * n
-        sources = self._peers.sources
         if alone:
-            source = sources.of[int.from_bytes(end, sys.byteorder)]
+            source = self._peers.conns[int.from_bytes(end, sys.byteorder)].peer
             if raw == first * n:
                 out[filled] = (_IMM, _OK, n, int.from_bytes(first, "big"), 0, source, 0)
                 return filled + 1
@@ -170,17 +169,17 @@ class Poller:
         self._out_whole[part] = self._each[:n]  # field by field it would take ten times as long
         self._out_imms[part] = imms
         if not alone:
-            out["ctx"][part] = sources.of_many(numbers)
+            out["ctx"][part] = self._peers.sources_of(numbers)
         return filled + n
 
     def _take_each(self, rows: list[tuple[int, ...]]) -> None:
         used = 0
-        ready, sources = self._ready, self._peers.sources.of
+        ready, conns = self._ready, self._peers.conns
         for at, (wr_id, status, nbytes, imm, qpn, vendor) in enumerate(rows, 1):
             if wr_id == IMM_ID:
                 used += 1
                 if status == 0:
-                    ready.append((_IMM, _OK, 1, imm, 0, sources[qpn], 0))
+                    ready.append((_IMM, _OK, 1, imm, 0, conns[qpn].peer, 0))
             elif wr_id >> KIND_SHIFT in _ROWS:
                 # Of rows of runs, most likely of one, the last that went well tells of all.
                 if (
@@ -196,13 +195,13 @@ class Poller:
 
     def _end_row(self, wr_id: int, status: int, qpn: int, vendor: int) -> None:
         conn = self._peers.conns.get(qpn)
-        if conn is None:
+        if conn is None or conn.gone:
             return  # it did not drain in time, and its rows were ended then
         found = self._why(conn, int(write_status(status)), status, vendor) if status else _OK
         if wr_id >> KIND_SHIFT == Tag.LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
-            self._writer.complete_run(conn, wr_id, found)
+            self._writer.complete_run(conn.queue_of(qpn), wr_id, found)
         if status:
             self._peers.fail(conn, found)
 
@@ -214,23 +213,20 @@ class Poller:
             self._peers.datagrams.give_back(number)
         elif kind == Tag.DATAGRAM_OUT:
             self._peers.datagrams.sent(number)
-        elif kind == Tag.MARKER:
-            self._peers.draining.take_marker(number)
         elif kind == Tag.MESSAGE_OUT:
             self._end_message(number, status, qpn, vendor)
         else:
             assert kind == Tag.MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
             if status == 0:
-                self._messages.received(number, nbytes, self._peers.sources.of[qpn])
+                self._messages.received(number, nbytes, self._peers.conns[qpn].peer)
                 return
             self._messages.returned(number)
-            conn = self._peers.conns.get(qpn)
-            if conn is not None:  # most often a message longer than its buffer
-                self._peers.fail(conn, int(send_status(status)))
+            # Most often a message longer than its buffer.
+            self._peers.fail(self._peers.conns[qpn], int(send_status(status)))
 
     def _end_message(self, slot: int, status: int, qpn: int, vendor: int) -> None:
         conn = self._peers.conns.get(qpn)
-        if conn is None:
+        if conn is None or conn.gone:
             return  # as in _end_row
         found = self._why(conn, int(send_status(status)), status, vendor) if status else _OK
         self._messages.sent(slot, found)

@@ -1,9 +1,9 @@
 """Rows on their way: requests in memory, posted as runs or loose, remembered until they are back.
 
-A run is a chain of rows to one queue pair, filled by columns. Loose rows stand alone, each for its
-own queue pair; a fan is loose rows to the same peers again and again. Scatters go to the same peers
-again and again: who they are is kept after the first, a fan is made for the second; both until some
-peer loses its connection. Reads are runs always, on the first queue pair of their peer.
+A run is a chain of rows to one queue pair, filled by columns. Loose rows are posted one by one: a
+few to one peer, or a fan, each to a peer of its own. Scatters go to the same peers again and again,
+so a fan is kept until some peer loses its connection. Reads are runs always, on the first queue
+pair of their peer.
 
 Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
 more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
@@ -21,7 +21,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import repeat, starmap
+from itertools import starmap
 from operator import length_hint
 from socket import htonl
 from typing import Final
@@ -30,25 +30,23 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status, WriteBatch
-from tep.backends.columns import most, part, row_of
+from tep.backends.columns import at, most, part, row_of
 from tep.backends.ffi.ibverbs import ENUMS, SEND_WR, SGE, Ref, ref
-from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Tag, tag
+from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, RowQueue, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 
 __all__ = ["RKEY_MAX", "Limits", "Writer"]
 
-LOOSE_MAX: Final = 256
-"""Rows posted loose in one go."""
-
 RKEY_MAX: Final = 2**32 - 1
 
-_KNOWN_MAX: Final = 64
-_GROUPS_MAX: Final = 64  # groups of peers that scatters went to
+_FAN_MAX: Final = 256  # rows
+_FANS_MAX: Final = 64
 
 ROWS_FEW: Final = 6
 """Up to here rows are packed and posted one by one; from there on columns cost less."""
 
 _RUN_MAX: Final = 2048
+_SIGNAL_ROWS: Final = 256  # every so many rows of a run one asks for a completion
 _SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
 _OP_WRITE: Final = ENUMS["IBV_WR_RDMA_WRITE"]
 _OP_WRITE_IMM: Final = ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
@@ -104,7 +102,7 @@ class Writer:
     Attributes:
         up: by PeerId, the connection that rows can be posted on, or None.
         limits: what rows must keep to.
-        tails: connections whose last run was taken in part, and waits for its tail.
+        tails: queue pairs whose last run was taken in part, and waits for its tail.
         refusal: what the last refused post was told.
     """
 
@@ -120,18 +118,16 @@ class Writer:
         self.limits = Limits(int(device.port.max_msg_sz))
         self._keep = keep
         self._one_qp = device.settings.qps_per_peer == 1
-        self._groups: dict[bytes, list[Conn]] = {}
         self._fans: dict[bytes, _Fan] = {}
         self._inline_max = device.inline_max
         self._not_inline = not_inline
         self._ready = ready
         self.refusal = ""
-        self.tails: dict[Conn, int] = {}
+        self.tails: dict[RowQueue, int] = {}
         self._post_send = device.data.post_send
         self._post_refs = device.data.post_send_refs
-        self._run = _RunRing(min(depths.rows, _RUN_MAX), device.settings.signal_rows)
-        self._reads = _ReadRing(max(1, depths.reads), device.settings.signal_rows)
-        self._loose = _LooseRing(min(depths.rows, LOOSE_MAX))
+        self._run = _RunRing(min(depths.rows, _RUN_MAX))
+        self._reads = _ReadRing(max(1, depths.reads))
         self._one = _One()
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
@@ -145,9 +141,14 @@ class Writer:
         """Post rows to one connected peer; return how many were taken, a prefix."""
         if stop - start <= ROWS_FEW:
             return self._post_few(conn, batch, start, stop)
-        if len(conn.qps) == 1:
-            return self._post_chains(self._run, conn, batch, start, stop)
-        self.post_loose([conn] * (stop - start), batch, start)
+        if self._one_qp:
+            return self._post_chains(self._run, conn.queues[0], batch, start, stop)
+        share = -(-(stop - start) // len(conn.queues))
+        for first in range(start, stop, share):
+            last = min(first + share, stop)
+            taken = self._post_chains(self._run, conn.pick(), batch, first, last)
+            if first + taken < last:
+                return first + taken - start
         return stop - start
 
     def post_held(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
@@ -157,49 +158,34 @@ class Writer:
         assert isinstance(batch, WriteBatch), batch
         return self.post_up(conn, batch, start, stop)
 
-    def scatter(self, batch: WriteBatch, start: int, stop: int) -> bool:
-        """Post each row to a peer of its own.
+    def scatter(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post each row to a peer of its own; return how many were dealt with, a prefix.
 
-        False = not all are connected, or a row is impossible; nothing is done.
+        The rows are taken by parts. The first part with an impossible row, or with a peer that is
+        not connected, ends them.
         """
         peers = batch.peer
         assert not isinstance(peers, int)
-        key = (peers if stop - start == batch.n else peers[start:stop]).tobytes()
-        fan = self._fans.get(key)
-        if fan is None:
-            conns = self._groups.get(key)
-            if conns is None or len(conns) > LOOSE_MAX or not self._one_qp:
-                return self._first_scatter(key, batch, start, stop)
-            fan = self._fans[key] = _Fan(conns, self.limits, self._bad_ref)
-        return self._post_fan(fan, batch, start)
+        for first in range(start, stop, _FAN_MAX):
+            last = min(first + _FAN_MAX, stop)
+            some = peers if last - first == batch.n else peers[first:last]
+            fan = self._fans.get(some.tobytes()) or self._make_fan(some)
+            if fan is None or not self._post_fan(fan, batch, first):
+                return first - start
+        return stop - start
 
-    def _first_scatter(self, key: bytes, batch: WriteBatch, start: int, stop: int) -> bool:
-        assert not isinstance(batch.peer, int)
-        conns = self._groups.get(key)
-        if conns is None:
-            found = [self.up[peer] for peer in batch.peer[start:stop].tolist()]
-            conns = [conn for conn in found if conn is not None]
-            if len(conns) < len(found):
-                return False
-            if len(self._groups) >= _GROUPS_MAX:
-                self.forget_sets()
-            self._groups[key] = conns
-        if self.limits.possible_until(batch, start, stop) < stop:
-            return False
-        self.post_loose(conns, batch, start)
-        return True
+    def _make_fan(self, peers: npt.NDArray[np.integer]) -> _Fan | None:
+        conns = [conn for peer in peers.tolist() if (conn := self.up[peer]) is not None]
+        if len(conns) < len(peers):
+            return None
+        if len(self._fans) >= _FANS_MAX:
+            self.forget_fans()
+        fan = self._fans[peers.tobytes()] = _Fan(conns, self.limits, self._bad_ref)
+        return fan
 
-    def forget_sets(self) -> None:
+    def forget_fans(self) -> None:
         """Forget who scatters went to: some peer has lost its connection."""
-        self._groups.clear()
         self._fans.clear()
-
-    def post_loose(self, conns: Sequence[Conn], batch: WriteBatch, start: int) -> None:
-        """Post row `start + k` to conns[k]; what finds no room is kept."""
-        for first in range(0, len(conns), LOOSE_MAX):
-            some = conns[first : first + LOOSE_MAX] if len(conns) > LOOSE_MAX else conns
-            qps = [conn.qp for conn in some] if self._one_qp else [conn.pick() for conn in some]
-            self._post_set(some, qps, batch, start + first)
 
     def post_reads(self, conn: Conn, batch: ReadBatch, start: int, stop: int) -> int:
         """Read rows from one peer, by chains; return how many were taken, a prefix."""
@@ -208,35 +194,37 @@ class Writer:
             for row in range(start, stop):
                 self._ready.append((_READ, _PROVIDER, 1, 0, row, batch.ctx, 0))
             return stop - start
-        return self._post_chains(self._reads, conn, batch, start, stop)
+        return self._post_chains(self._reads, conn.queues[0], batch, start, stop)
 
-    def _post_chains(self, ring: _RunRing, conn: Conn, batch: Batch, start: int, stop: int) -> int:
-        at = start
-        while at < stop:
-            if self.tails and conn in self.tails:
+    def _post_chains(
+        self, ring: _RunRing, queue: RowQueue, batch: Batch, start: int, stop: int
+    ) -> int:
+        row = start
+        while row < stop:
+            if self.tails and queue in self.tails:
                 break
-            n = min(stop - at, ring.n)
-            ring.fill(batch, at, n)
-            rc = self._post_refs(conn.ref, ring.ref, self._bad_ref)
+            n = min(stop - row, ring.n)
+            ring.fill(batch, row, n)
+            rc = self._post_refs(queue.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
-                at += self._take_part(ring, conn, batch, at, n, rc)
+                row += self._take_part(ring, queue, batch, row, n, rc)
                 break
-            conn.runs.append((ring.kind, batch.ctx, at, n))
-            at += n
-        return at - start
+            queue.runs.append((ring.kind, batch.ctx, row, n))
+            row += n
+        return row - start
 
     def _take_part(
-        self, ring: _RunRing, conn: Conn, batch: Batch, start: int, n: int, rc: int
+        self, ring: _RunRing, queue: RowQueue, batch: Batch, start: int, n: int, rc: int
     ) -> int:
         """A run was taken in part; return how many rows have been dealt with."""
         bad = self._bad.value
         assert bad is not None, "a refused post must name the request that it refused"
         taken = (bad - ring.ptr) // SEND_WR.itemsize
         if taken:
-            conn.runs.append((ring.kind, batch.ctx, start, taken))
+            queue.runs.append((ring.kind, batch.ctx, start, taken))
             if not ring.is_signaled(taken - 1, n):
-                self.tails[conn] = tag(Tag.TAIL) + taken - 1
+                self.tails[queue] = tag(Tag.TAIL) + taken - 1
         if rc in _LATER:
             return taken
         self._refuse(rc, batch.ctx, start + taken, ring.kind)
@@ -252,11 +240,11 @@ class Writer:
         self._number = number = self._number + 1 & _SETS_MASK
         wr_id = tag(Tag.LOOSE, number)
         one, inline_max = self._one, 0 if batch.lkey in self._not_inline else self._inline_max
+        qp = (conn.queues[0] if self._one_qp else conn.pick()).qp
         taken = refused = 0
         for row in (row_of(batch, start),) if stop - start == 1 else batch.rows(start, stop):
             flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
             one.write(row, wr_id + taken, flags)
-            qp = conn.qp if self._one_qp else conn.pick()
             rc = self._post_send(qp, one.ptr, self._bad_ptr)
             if rc:
                 if rc not in _LATER:
@@ -267,20 +255,6 @@ class Writer:
         if taken:
             self._sets[number] = _Loose(batch.ctx, start, taken, (conn,) * taken)
         return taken + refused
-
-    def _post_set(
-        self, conns: Sequence[Conn], qps: Sequence[int], batch: WriteBatch, start: int
-    ) -> None:
-        """Post row `start + k` to queue pair qps[k] of conns[k], LOOSE_MAX at the most."""
-        n = len(qps)
-        self._number = number = self._number + 1 & _SETS_MASK
-        ring = self._loose
-        ring.fill(batch, start, n, tag(Tag.LOOSE, number))
-        codes = list(map(self._post_send, qps, ring.ptrs, repeat(self._bad_ptr)))
-        self._sets[number] = _Loose(batch.ctx, start, n, conns)
-        if any(codes):
-            failures = [(k, rc) for k, rc in enumerate(codes) if rc]
-            self._sort_out(number, batch, start, failures)
 
     def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
         """Post row `start + k` to the k-th peer; False = a row is impossible, nothing is done."""
@@ -314,48 +288,48 @@ class Writer:
 
     def post_tails(self) -> None:
         """Ask for the completions that short posts left open, where there is room by now."""
-        for conn, wr_id in list(self.tails.items()):
-            gone = conn.lost or not conn.runs
-            if gone or self.post_marker(conn.qp, wr_id):
-                del self.tails[conn]
+        for queue, wr_id in list(self.tails.items()):
+            gone = queue.conn.lost or not queue.runs
+            if gone or self.post_empty(queue.qp, wr_id):
+                del self.tails[queue]
 
-    def post_marker(self, qp: int, wr_id: int) -> bool:
-        """Put a last request on a failed queue pair; its completion comes after all others."""
+    def post_empty(self, qp: int, wr_id: int) -> bool:
+        """Post a request without bytes that asks for a completion; False = there is no room."""
         self._one.write(_NOTHING, wr_id, _SIGNALED)
         return self._post_send(qp, self._one.ptr, self._bad_ptr) == 0
 
     # --- completing
 
-    def complete_run(self, conn: Conn, wr_id: int, status: int) -> None:
-        """Take the completion of a row of a connection's oldest run, or of its tail.
+    def complete_run(self, queue: RowQueue, wr_id: int, status: int) -> None:
+        """Take the completion of a row of a queue pair's oldest run, or of its tail.
 
         A row behind the end of that run is of a later one: it tells that all before it went well.
         """
-        row, runs = wr_id & ROW_MASK, conn.runs
+        row, runs = wr_id & ROW_MASK, queue.runs
         if not runs:
             return  # a tail's own, after the row that it stands behind has failed and had one too
         while row >= (n := runs[0][3]):
-            self._finish(conn, n - conn.back, _OK)
-        before = row - conn.back
+            self._finish(queue, n - queue.back, _OK)
+        before = row - queue.back
         if before < 0:
             return  # likewise
         if status == _OK:
-            self._finish(conn, before + 1, _OK)
+            self._finish(queue, before + 1, _OK)
         else:
             if before:
-                self._finish(conn, before, _OK)
+                self._finish(queue, before, _OK)
             if status == _NIC_DOWN and runs[0][0] == _READ:
                 status = _FLUSHED  # it has come back, so it is over
-            self._finish(conn, 1, status)
+            self._finish(queue, 1, status)
 
-    def _finish(self, conn: Conn, count: int, status: int) -> None:
-        """End the next rows of a connection's oldest run."""
-        kind, ctx, start, n = conn.runs[0]
-        self._ready.append((kind, status, count, 0, start + conn.back, ctx, 0))
-        conn.back += count
-        if conn.back == n:
-            conn.runs.popleft()
-            conn.back = 0
+    def _finish(self, queue: RowQueue, count: int, status: int) -> None:
+        """End the next rows of a queue pair's oldest run."""
+        kind, ctx, start, n = queue.runs[0]
+        self._ready.append((kind, status, count, 0, start + queue.back, ctx, 0))
+        queue.back += count
+        if queue.back == n:
+            queue.runs.popleft()
+            queue.back = 0
 
     def complete_loose(self, wr_id: int, status: int) -> None:
         """Take the completion of a loose row."""
@@ -384,12 +358,20 @@ class Writer:
                 del self._sets[key & NUMBER_MASK]
             first = last
 
+    def holds(self, conn: Conn) -> bool:
+        """Whether rows on a connection have not come back."""
+        return any(queue.runs for queue in conn.queues) or any(
+            to is conn and not done
+            for found in self._sets.values()
+            for to, done in zip(found.conns, found.done, strict=True)
+        )
+
     def fail_all(self, status: int, conns: Iterable[Conn]) -> None:
         """End every open row of some connections, where no completion will come."""
         lost = set(conns)
-        for conn in lost:
-            while conn.runs:
-                self._finish(conn, 1, status)
+        for queue in (queue for conn in lost for queue in conn.queues):
+            while queue.runs:
+                self._finish(queue, 1, status)
         for number, found in list(self._sets.items()):
             for row, done in enumerate(found.done):
                 if not done and found.conns[row] in lost:
@@ -468,7 +450,6 @@ class _RunRing(_Ring):
 
     Args:
         n: longest run.
-        signal_rows: every so many rows one asks for a completion, and the last one of a run.
 
     Attributes:
         kind: of the completions.
@@ -476,13 +457,13 @@ class _RunRing(_Ring):
 
     kind = int(Kind.WRITE)
 
-    def __init__(self, n: int, signal_rows: int) -> None:
+    def __init__(self, n: int) -> None:
         super().__init__(n)
         self.ref = ref(self.ptr)
         self._wr_id[:] = self._iota + np.uint64(tag(Tag.RUN))
         self._links = [self.ptr + (k + 1) * _WR_BYTES for k in range(n - 1)] + [0]
         self._next[:] = self._links
-        marks = (self._iota % signal_rows == signal_rows - 1) | (self._iota == n - 1)
+        marks = (self._iota % _SIGNAL_ROWS == _SIGNAL_ROWS - 1) | (self._iota == n - 1)
         self._flags[:] = np.where(marks, _SIGNALED, 0)
         self._marks: list[int] = self._flags.tolist()
         self._held: tuple[int | None, ...] | None = None
@@ -524,29 +505,6 @@ class _ReadRing(_RunRing):
     opcode = _OP_READ
 
 
-class _LooseRing(_Ring):
-    """Rows that are posted one by one, each asking for a completion."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self._flags[:] = _SIGNALED
-        self.ptrs = [self.ptr + k * _WR_BYTES for k in range(n)]
-        self._keys: tuple[object, ...] = ()
-        self._lengths: tuple[object, ...] = ()
-
-    def fill(self, batch: WriteBatch, start: int, n: int, wr_id: int) -> None:
-        """Write rows start.. of a batch into the first `n` requests; ids count up from `wr_id`."""
-        self._fill_addresses(batch, start, n)
-        keys, lengths = _frozen_keys(batch, start, n), (n, _frozen(batch.nbytes, start, n))
-        if keys != self._keys:
-            self._fill_keys(batch, start, n)
-            self._keys = keys
-        if lengths != self._lengths:
-            self._fill_lengths(batch.nbytes, start, n)
-            self._lengths = lengths
-        np.add(self._iota[:n], np.uint64(wr_id), out=self._wr_id[:n])
-
-
 class _One(_Ring):
     """One request, packed anew for each row."""
 
@@ -586,7 +544,7 @@ class _Fan(_Ring):
         super().__init__(len(conns))
         self.conns = conns
         self.calls = [
-            (conn.ref, ref(self.ptr + k * _WR_BYTES), bad) for k, conn in enumerate(conns)
+            (conn.pick().ref, ref(self.ptr + k * _WR_BYTES), bad) for k, conn in enumerate(conns)
         ]
         self._flags[:] = _SIGNALED
         self._wr_id[:] = self._iota + np.uint64(tag(Tag.LOOSE))
@@ -607,7 +565,7 @@ class _Fan(_Ring):
                 return False
             self._lengths = lengths
         if keys != self._keys:
-            if not self._limits.keys_fit(part(batch.rkey, start, stop)):
+            if most(part(batch.rkey, start, stop)) > RKEY_MAX:
                 return False
             self._fill_keys(batch, start, n)
             self._keys = keys
@@ -618,7 +576,7 @@ class _Fan(_Ring):
     def _fill_new_lengths(self, nbytes: Column) -> bool:
         if isinstance(nbytes, int) or not self._limits.are_usual(nbytes):
             self._usual = False
-            if not self._limits.lengths_fit(nbytes):
+            if most(nbytes) > self._limits.write_bytes_max:
                 return False
             self._fill_lengths(nbytes, 0, self.n)
             return True
@@ -658,55 +616,31 @@ def _plain(batch: Batch) -> tuple[int | None, ...] | None:
 class Limits:
     """The limits of a row of one NIC.
 
-    Args:
+    Attributes:
         write_bytes_max: the longest row.
     """
 
     def __init__(self, write_bytes_max: int) -> None:
-        self._write_bytes_max = write_bytes_max
+        self.write_bytes_max = write_bytes_max
         self._one: npt.NDArray[np.uint64] = np.array(1, np.uint64)
-        # Columns of scatters that were found good; the same ones come again and again.
-        self._known: set[tuple[int, bytes]] = set()
 
     def possible_until(self, batch: Batch, start: int, stop: int) -> int:
         """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
-        if self._all_fit(batch, start, stop):
+        if self._fit(batch, start, stop):
             return stop
-        return next(row for row in range(start, stop) if not self._all_fit(batch, row, row + 1))
+        return next(row for row in range(start, stop) if not self._fit(batch, row, row + 1))
 
     def are_usual(self, nbytes: npt.NDArray[np.unsignedinteger]) -> bool:
         """Whether no row is empty and none too long, in one look: one less than 0 is very long."""
-        return int(np.maximum.reduce(nbytes - self._one)) < self._write_bytes_max
-
-    def lengths_fit(self, nbytes: Column) -> bool:
-        """Whether no row is too long."""
-        return most(nbytes) <= self._write_bytes_max
-
-    def keys_fit(self, rkey: Column) -> bool:
-        """Whether every key fits into a request."""
-        return most(rkey) <= RKEY_MAX
+        return int(np.maximum.reduce(nbytes - self._one)) < self.write_bytes_max
 
     def why_impossible(self, batch: Batch, row: int) -> Status:
         """Say why a row that cannot be posted cannot."""
-        too_long = not self._fits(batch.nbytes, row, row + 1, self._write_bytes_max)
+        too_long = at(batch.nbytes, row) > self.write_bytes_max
         return Status.LENGTH if too_long else Status.REMOTE_KEY
 
-    def _all_fit(self, batch: Batch, start: int, stop: int) -> bool:
-        return self._fits(batch.nbytes, start, stop, self._write_bytes_max) and self._fits(
-            batch.rkey, start, stop, RKEY_MAX
+    def _fit(self, batch: Batch, start: int, stop: int) -> bool:
+        return (
+            most(part(batch.nbytes, start, stop)) <= self.write_bytes_max
+            and most(part(batch.rkey, start, stop)) <= RKEY_MAX
         )
-
-    def _fits(self, column: Column, start: int, stop: int, limit: int) -> bool:
-        """Whether no value of a column exceeds a limit."""
-        if isinstance(column, int):
-            return column <= limit
-        if stop - start > LOOSE_MAX:
-            return int(column[start:stop].max()) <= limit
-        key = (limit, column[start:stop].tobytes())
-        if key not in self._known:
-            if int(column[start:stop].max()) > limit:
-                return False
-            if len(self._known) >= _KNOWN_MAX:
-                self._known.clear()
-            self._known.add(key)
-        return True

@@ -39,16 +39,11 @@ class Settings:
         reads: rows of reads outstanding on this NIC besides; None = 128, or what the device has
             room for; 0 = none. Of those from one peer 16 are on the wire at a time, or as many as
             both devices can; further ones hold up the rows behind them.
-        signal_rows: every so many rows of a chain one asks for a completion.
         imm_recvs: receives without buffers that wait for immediates; None = what the device can
             do, up to 32,767: at 11 million a second that is 3 ms in which nobody polls. Then
             senders wait (RNR).
         msg_recvs_max: message buffers posted at a time; more of them wait their turn; None = 512,
             or what the device can do.
-        inline_bytes: a row up to this length is copied into its request when it is posted singly,
-            which saves the NIC a read; 28 is what a request of 64 bytes has room for on ConnectX
-            (mlx5_calc_send_wqe of rdma-core 44; quoted). 0 = never.
-        max_msg_bytes: longest message.
         qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
             order that a reliable connection keeps. The firmware binds a queue pair to one port of a
             bond (RoCE LAG), so with one of them a peer gets half of the bandwidth of two ports.
@@ -60,17 +55,12 @@ class Settings:
         retry_cnt: tries after a timeout. 7 is for ever on Soft-RoCE (measured), hence 6.
         rnr_retry: tries while the peer has no receive posted; 7 is for ever: a peer that is slow to
             poll is not dead.
-        min_rnr_timer: what to wait before such a try; 12 is 0.64 ms. Source: fabric-lib.
         handshake_s: give a peer up that does not answer for so long, seconds. Its engine answers
             when it is turned, so this is also how long a busy one may take. A connection costs a
             NIC eight commands, 1 ms together (guessed): raise this where more than a thousand peers
             connect at the same time.
         resend_s: first pause before a handshake datagram is sent again, seconds; it doubles.
         drain_s: how long a failed queue pair may take to return what it holds, seconds.
-        relaxed_ordering: let PCIe writes to a region pass each other. Without it fabric-lib stays
-            below 200 Gb/s on ConnectX-7 (quoted).
-        ece: let two NICs of one vendor agree on what they can do beyond the standard (enhanced
-            connection establishment), where the provider has it.
         traffic_class: of all packets with a routing header; None = NCCL_IB_TC of the environment,
             or else 106 over RoCE v2, and 0 elsewhere. What it means is the network's business. 106
             is DSCP 26 with ECN: what UCX sends by default, and commonly the lossless class of a
@@ -84,21 +74,15 @@ class Settings:
     gid_index: int | None = None
     sq_depth: int | None = None
     reads: int | None = None
-    signal_rows: int = 256
     imm_recvs: int | None = None
     msg_recvs_max: int | None = None
-    inline_bytes: int = 28
-    max_msg_bytes: int = 1 << 20
     qps_per_peer: int = 1
     timeout: int = 14
     retry_cnt: int = 6
     rnr_retry: int = 7
-    min_rnr_timer: int = 12
     handshake_s: float = 3.0
     resend_s: float = 0.02
     drain_s: float = 1.0
-    relaxed_ordering: bool = True
-    ece: bool = True
     traffic_class: int | None = None
     service_level: int | None = None
 
@@ -128,16 +112,12 @@ _RANGES: Final = {
     "pkey": (1, 0xFFFF),
     "sq_depth": (1, 32752),
     "reads": (0, 4096),
-    "signal_rows": (1, 16384),
     "imm_recvs": (1, 32767),
     "msg_recvs_max": (1, 32767),
-    "inline_bytes": (0, 512),
-    "max_msg_bytes": (1, 1 << 30),
     "qps_per_peer": (1, 16),
     "timeout": (1, 31),
     "retry_cnt": (0, 7),
     "rnr_retry": (0, 7),
-    "min_rnr_timer": (0, 31),
     "handshake_s": (0.01, 3600.0),
     "resend_s": (0.001, 60.0),
     "drain_s": (0.01, 60.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
-from tep.backends.verbs.conns import Sources
+from tep.base.errors import FabricError
 from tep.memory.source import adapt
 from tests.support.verbs_stub import Knob
 
@@ -109,26 +110,19 @@ def test_a_burst_of_two_senders_is_told_apart(stub, nodes, distinct):
         nodes.connect(name, "b")
     numbers = {name: nodes.nics["b"].connect(nodes.nics[name].address) for name in "ac"}
     nodes.until(lambda: all(nodes.nics["b"].peers.up[k] for k in numbers.values()))
-    for name in "ac":  # in one poll, so that columns meet both
-        conn = nodes.nics["b"].peers.up[numbers[name]]
-        stub.inject_imms(conn.ids[1][0], n, 5, step)
-    nodes.turn()
+    for bursts in (1, 2):
+        for name in "ac":  # in one poll, so that columns meet both
+            conn = nodes.nics["b"].peers.up[numbers[name]]
+            stub.inject_imms(conn.ids[1][0], n, 5, step)
+        nodes.turn()
+        each = bursts * (1 if distinct else n)
 
-    assert {(who, 5 + k * step): 1 if distinct else n for who in "ac" for k in range(n)} == (
-        dict(nodes.imms("b"))
-    )
-
-
-def test_sources_keep_what_is_not_forgotten():
-    """Numbers of queue pairs are used again, and columns made before that are not."""
-    sources = Sources()
-    sources.add([30, 10], 1)
-    sources.add([20], 2)
-    column = np.array([10, 20, 30, 10], np.uint32)
-    assert [1, 2, 1, 1] == sources.of_many(column).tolist()
-    sources.remove([20])
-    sources.add([20], 9)
-    assert [1, 9, 1, 1] == sources.of_many(column).tolist()
+        assert {(who, 5 + k * step): each for who in "ac" for k in range(n)} == (
+            dict(nodes.imms("b"))
+        )
+        nodes.fence("b", "a")  # and let in again, over other queue pairs
+        nodes.unfence("b", "a")
+        nodes.until(lambda: nodes.nics["b"].peers.up[numbers["a"]])
 
 
 def test_rows_of_a_fenced_pair_end_unreachable_both_ways_and_messages_pass(nodes):
@@ -177,8 +171,9 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     """A queue pair that keeps what it holds may keep immediates that landed, too."""
     nodes.connect("a", "b")
     (conn,) = (conn for conn in nodes.nics["b"].peers.up if conn is not None)
-    conn._stuck = True
-    found = nodes.fence("b", "a")
+    refusal = FabricError("the device is stuck", code="PROVIDER")
+    with mock.patch.object(conn, "_modify", side_effect=refusal):
+        found = nodes.fence("b", "a")
 
     assert Status.PROVIDER == found
     assert "did not return" in nodes.nics["b"].status_text(found)
@@ -234,15 +229,15 @@ def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
     nodes.until(lambda: here.peers.up[peer])
     conn = here.peers.up[peer]
     nodes.write("a", "b", 30, imm=1)
-    with mock.patch.object(conn, "is_drained", return_value=False):
-        here.fence(there, 7)
-        conn.deadline_s += 60
-        nodes.unfence("b", "a")
-        nodes.unfence("a", "b")
-        for _ in range(50):
-            nodes.turn()
-        assert None is here.peers.up[peer]
-        assert 0 == nodes.ended("b", Kind.FENCED).total()
+    here.fence(there, 7)
+    conn.quiet_s, conn.deadline_s = math.inf, math.inf  # it does not drain
+    nodes.unfence("b", "a")
+    nodes.unfence("a", "b")
+    for _ in range(50):
+        nodes.turn()
+    assert None is here.peers.up[peer]
+    assert 0 == nodes.ended("b", Kind.FENCED).total()
+    conn.quiet_s = 0.0
     nodes.until(lambda: nodes.ended("b", Kind.FENCED))
     nodes.write("a", "b", 3, imm=3, ctx=3)
     nodes.until(lambda: nodes.statuses("a", 3).total() == 3)

@@ -118,5 +118,5 @@ def test_reads_that_nobody_wants_leave_their_room_to_rows(stub):
         nic.close()
         assert reads == nic.caps.reads
         assert why in nic.caps.no_reads
-    with pytest.raises(UsageError, match=r"sq_depth=32752 is more than .* 32651 is possible"):
+    with pytest.raises(UsageError, match=r"sq_depth=32752 is more than .* beside 101 reads"):
         open_domains(["stub0"], library=stub.path, sq_depth=32752, reads=101)

@@ -227,22 +227,6 @@ def test_an_efa_device_is_left_to_its_own_backends(stub, machine):
     assert "no reliable connections" in dict(facts()["tried"])["stub0"]
 
 
-def test_explain_says_that_a_peer_gets_one_port_of_a_bond(stub, machine, tmp_path):
-    """Half of the bandwidth to any peer, and nothing said why."""
-    machine((0, 0, 200))
-    bonding = tmp_path / "0" / "device" / "net" / "ens1f0" / "master" / "bonding"
-    bonding.mkdir(parents=True)
-    (bonding / "slaves").write_text("ens1f0 ens1f1\n")
-    told = []
-    for options in ({}, {"qps_per_peer": 2}):
-        (domain,) = open_domains(["stub0"], **options).domains
-        told.append(domain.describe())
-        domain.close()
-
-    assert "a bond of 2 ports, one for each peer: see qps_per_peer" in told[0]
-    assert "bond" not in told[1]
-
-
 def test_more_than_belong_together_are_refused_and_two_layers_never_opened(stub, machine):
     """A transfer over both would end in a time-out, or in an error far from its cause."""
     machine(*[(IB, 1, 400)] * 2, *[(0, 0, 400)] * 6)

@@ -105,14 +105,14 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
 def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
     """Earlier transfers end as if nothing had happened; the state of the peer is dropped.
 
-    Both ways share a connection: met anew, the first rows fail, and open the paths that the removal
-    has fenced off.
+    Both ways share a connection: met anew, the first rows may fail, and open the paths that the
+    removal has fenced off.
     """
     a, b = engines.a, engines.b
     _, desc = b.reg_mr(np.zeros(1 << 12, np.uint8))
     for turn in range(3):
         tries = engines.write_in_time(a, desc)
-        assert (turn == 0) == (tries == 1)
+        assert turn or tries == 1
         sent = engines.write(a, desc)
         removal = a.remove_peer(b.main_address).wait(10)
         assert sent.ok

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -126,7 +126,7 @@ def test_a_host_that_is_off_holds_up_nobody_else(stub, rig):
     """
     where = Address.decode(rig.b.address)
     gid = bytes(10) + b"\xff\xff" + bytes([10, 77, 0, 99])
-    off = dataclasses.replace(where, gid=gid, identity=7)
+    off = msgspec.structs.replace(where, gid=gid, identity=7)
     stub.set(Knob.HOLD_AH, 1)
     rig.a.connect(off.encode())
     for _ in range(20):
@@ -195,7 +195,7 @@ def test_a_scatter_is_one_request_a_peer(stub, rig, peers):
     mark = stub.seen()
     rig.a.post(rig.rows(range(10), nbytes=0, imm=5, peer=peers), 0, 10)
     seen = stub.since(mark)
-    qps = [conn.qp for conn in rig.a.peers.up]
+    qps = [conn.queues[0].qp for conn in rig.a.peers.up]
     back = rig.settle(10)
 
     assert qps * 5 == [row.qp for row in seen]
@@ -220,7 +220,7 @@ def fan(stub, rig, peers):
 def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
     """State kept from the scatter before would send rows to the wrong place, or too far."""
     rig, post = fan
-    qps = [conn.qp for conn in rig.a.peers.up]
+    qps = [conn.queues[0].qp for conn in rig.a.peers.up]
     sizes = np.arange(10, dtype=np.uint64)
     for k, (nbytes, imm) in enumerate(
         ((PAGE, 7), (PAGE, 7), (PAGE, 8), (sizes, 8), (sizes + np.uint64(1), None), (0, 2**32 - 1))
@@ -449,14 +449,14 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
 def test_a_queue_pair_that_failed_by_itself_is_replaced(stub, rig, kind):
     """The device tells of it in an event only: rows that are posted there never come back."""
     failed = rig.a.peers.up[0]
-    stub.event(rig.a.device.context, kind, failed.qp)
+    stub.event(rig.a.device.context, kind, failed.queues[0].qp)
     rig.a.arm()
     rig.until(lambda: rig.a.peers.up[0] not in {None, failed})
     mark = stub.seen()
     rig.a.post(rig.rows(range(3)), 0, 3)
 
     assert 3 == sum(count for _, count, _ in rig.settle(3))
-    assert failed.qp not in {row.qp for row in stub.since(mark)}
+    assert failed.queues[0].qp not in {row.qp for row in stub.since(mark)}
 
 
 def test_a_message_that_is_too_long_ends_once(rig):

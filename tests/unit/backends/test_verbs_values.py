@@ -10,8 +10,11 @@ from tep.backends.base import Status
 from tep.backends.verbs.conns import Tag, number_of, tag
 from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.backends.verbs.handshake import (
-    ADDRESS_BYTES,
+    DATAGRAM_BYTES_MAX,
     Address,
+    Hello,
+    Kind,
+    control_bytes,
     engine_of,
     gid_text,
     identity_of,
@@ -45,7 +48,7 @@ def address(**changes):
 def test_nics_of_one_incarnation_are_known_by_their_addresses():
     """Rows of an engine that has restarted would count for the one before."""
     first, second = (address(ud_qpn=n).encode() for n in (1, 2))
-    assert engine_of(first) == engine_of(second)
+    assert engine_of(first) == engine_of(second) != engine_of(b"no address")
     for epoch in (2**63 + 1, 2**63 + 2**8, 2**62):
         assert engine_of(first) != engine_of(address(epoch=epoch).encode())
 
@@ -54,12 +57,11 @@ def test_an_address_survives_bytes_and_has_golden_ones():
     """Peers of another build must read the same bytes."""
     raw = address(identity=0x1122334455667788).encode()
     golden = (
-        "5645524201020000" + "00000000000000000000ffff0a010203" + "02563412ffffff7f"
-        "0000000000000080" + "8877665544332211"
+        "99a55645524232" + "0200c41000000000000000000000ffff0a010203" + "02ce00123456ce7fffffff"
+        "cf8000000000000000" + "cf1122334455667788"
     )
 
     assert golden == raw.hex()
-    assert ADDRESS_BYTES == len(raw)
     assert address(identity=0x1122334455667788) == Address.decode(raw)
 
 
@@ -67,16 +69,41 @@ def test_an_address_survives_bytes_and_has_golden_ones():
     ("raw", "why"),
     [
         (b"", "0 bytes"),
-        (b"LOOP" + bytes(44), "another backend"),
-        (address().encode()[:-1], "47 bytes"),
-        (b"VERB\x02" + address().encode()[5:], "version 2"),
-        (b"VERB\x01\x09" + address().encode()[6:], "link 9"),
+        (b"LOOP" + bytes(44), "is not the address of a verbs NIC"),
+        (address().encode()[:-1], "55 bytes"),
+        (address().encode().replace(b"VERB2", b"VERB1"), "VERB1"),
+        (address(link=9).encode(), "<= 2"),
+        (address(ud_qpn=1 << 24).encode(), "<= 16777215"),
+        (address(gid=bytes(15)).encode(), "length >= 16"),
     ],
 )
 def test_bytes_that_are_no_address_are_refused(raw, why):
     """Hostile bytes must not become a route."""
     with pytest.raises(BadDescriptor, match=why):
         Address.decode(raw)
+
+
+@pytest.mark.parametrize("kind", [Kind.REQ, Kind.REP, Kind.ACK])
+def test_a_handshake_names_queue_pairs_where_they_belong(kind):
+    """A request without any would take the message queue pair for one of rows."""
+    qps = () if kind is not Kind.ACK else ((1, 2),)
+    hello = Hello(kind=kind, sender=address(), target=1, attempt=1, qps=qps)
+
+    with pytest.raises(BadDescriptor, match=f"{kind.name}: queue pairs"):
+        Hello.decode(hello.encode())
+
+
+def test_the_longest_datagrams_fit():
+    """One that is longer than its slot would end in the next one."""
+    most = address(lid=0xFFFF, qkey=2**32 - 1, epoch=2**64 - 1, identity=2**64 - 1)
+    head = {"sender": most, "target": 2**64 - 1, "attempt": 2**32 - 1, "echo": 2**32 - 1}
+    control = Hello(kind=Kind.CONTROL, mtu=5, payload=bytes(control_bytes(5)), **head)
+    ends = {"reads": 255, "qps": ((2**24 - 1,) * 2,) * 17}
+    request = Hello(kind=Kind.REQ, mtu=5, **ends, **head)
+
+    assert request == Hello.decode(request.encode())
+    assert max(len(each.encode()) for each in (control, request)) <= DATAGRAM_BYTES_MAX
+    assert len(control.encode()) <= 1024  # of an MTU of 1,024 bytes
 
 
 @pytest.mark.parametrize(("there", "why"), [(5, ""), (4, "subnet"), (6, "subnet")])
