@@ -1,4 +1,4 @@
-"""The contract on real libfabric: tcp over loopback addresses, rxm; one process."""
+"""The contract on real libfabric: tcp over loopback addresses; one process."""
 
 from __future__ import annotations
 
@@ -97,18 +97,6 @@ class TestTcpNarrow(DomainContract):
         narrow = replace(RULES["tcp"], window_rows=3, window_bytes=65536)
         monkeypatch.setattr(libfabric, "RULES", {"tcp": narrow})
         with FabricWorld("tcp") as world:
-            yield world
-
-
-@pytest.mark.slow
-class TestRxm(DomainContract):
-    """Reliable datagrams layered over tcp connections."""
-
-    @pytest.fixture
-    def world(self):
-        require("tcp;ofi_rxm")
-        with FabricWorld("tcp;ofi_rxm", peer_timeout_s=4.0) as world:
-            world.turns_max = 4_000_000  # rxm takes a second to connect
             yield world
 
 

@@ -96,7 +96,7 @@ class Three:
             child.end()
 
 
-@pytest.fixture(params=["tcp", "local", pytest.param("tcp;ofi_rxm", marks=pytest.mark.long)])
+@pytest.fixture(params=["tcp", "local"])
 def three(request):
     """Three processes with open engines."""
     if request.param != "local":

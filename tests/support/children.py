@@ -18,7 +18,6 @@ __all__ = ["NICS", "Child", "transfer", "wait_until"]
 NODE = Path(__file__).parents[1] / "e2e" / "fabric_node.py"
 NICS = {
     "tcp": ["127.0.0.1", "127.0.0.2"],
-    "tcp;ofi_rxm": ["127.0.0.1", "127.0.0.2"],
     "local": 2,
     "efa": 2,
     "efa-direct": 2,

@@ -13,8 +13,8 @@ import os
 from functools import cache
 from typing import Final
 
-from tep.backends.ffi.ibverbs import Library, Struct, fail, give_types
-from tep.backends.ffi.load import env_step, find, mirror, prototypes, system_step
+from tep.backends.ffi.ibverbs import Library, Struct, fail
+from tep.backends.ffi.load import env_step, find, give_types, mirror, prototypes, system_step
 
 __all__ = ["SESSION_OFFSETS", "Dv", "Efa", "load"]
 

@@ -17,19 +17,19 @@ import ctypes
 import errno
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
 from tep.backends.ffi.load import (
-    Prototype,
     Step,
-    calls_of,
+    call_of,
     check,
     env_step,
     find,
+    give_types,
     mirror,
     prototypes,
     system_step,
@@ -38,7 +38,7 @@ from tep.backends.ffi.load import (
 __all__ = [
     "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "RECV_WR",
     "SEND_WR", "SGE", "WC", "C", "CreateQp", "DataPath", "Library", "Ref", "Struct", "fail",
-    "give_types", "layout", "load", "ref",
+    "layout", "load", "ref",
 ]  # fmt: skip
 
 _SONAME: Final = "libibverbs.so.1"
@@ -515,13 +515,6 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t leng
 """)
 
 
-def give_types(lib: ctypes.CDLL, known: Mapping[str, Prototype]) -> None:
-    """Declare those calls of a library that it has."""
-    for name, (result, arguments) in known.items():
-        if (call := getattr(lib, name, None)) is not None:
-            call.restype, call.argtypes = result, arguments
-
-
 NOT_FORK_SAFE: Final = (
     "; a fork may take registered pages away from the NIC: memory was registered in this process "
     "before tep was loaded, on a kernel before 5.12"
@@ -657,7 +650,7 @@ ABI_COMPAT_OFFSETS: Final = {"x86_64": 320, "aarch64": 328}
 
 def _held(member: str) -> Any:
     """The type of a call of the data path, which keeps the interpreter's lock."""
-    back, taken = calls_of("ibv_context_ops", member)[f"ibv_context_ops.{member}"]
+    back, taken = call_of(f"ibv_context_ops.{member}")
     return ctypes.PYFUNCTYPE(back, *taken)
 
 

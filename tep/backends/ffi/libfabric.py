@@ -32,12 +32,8 @@ from ctypes import (
     Structure,
     byref,
     c_char_p,
-    c_int,
-    c_uint32,
-    c_uint64,
     c_void_p,
 )
-from types import MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -46,11 +42,13 @@ from tep.backends.ffi.libc import libc
 from tep.backends.ffi.load import (
     Found,
     Step,
-    calls_of,
+    call_of,
     env_step,
     find,
+    give_types,
     mirror,
     path_step,
+    prototypes,
     system_step,
     wheel_step,
 )
@@ -58,8 +56,8 @@ from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
-    "CQ_DATA_ENTRY", "NO_UNSOLICITED", "C", "Info", "Libfabric", "Ready", "bind", "has_op",
-    "load", "op", "ready", "steps",
+    "CQ_DATA_ENTRY", "EXPORTS", "NO_UNSOLICITED", "C", "Info", "Libfabric", "Ready", "bind",
+    "has_op", "load", "op", "ready", "steps",
 ]  # fmt: skip
 
 VERSION_MIN: Final = (1, 17)
@@ -110,7 +108,6 @@ FI_SOCKADDR_IN: Final = 2
 FI_SOCKADDR_IN6: Final = 3
 FI_EAGAIN: Final = 11
 FI_EAVAIL: Final = 259
-FI_ENODATA: Final = 61
 FI_ENOPROTOOPT: Final = 92
 FI_ENOSYS: Final = 38
 
@@ -444,24 +441,24 @@ CQ_DATA_ENTRY: Final = np.dtype(
 )
 """struct fi_cq_data_entry, for reading by columns."""
 
-# The prototype of each table entry that is called: (restype, argtypes). Every argument of a hot
-# call is c_void_p, integers too: it travels in the same registers (LP64) and ctypes takes a Python
-# int for it in half the time of c_uint64 (measured: 241 against 431 ns a call). It checks no
-# range, so values are checked where they enter tep.
-PROTOTYPES: Final = MappingProxyType(
-    calls_of("fi_ops", "close", "bind", "control")
-    | calls_of("fi_ops_fabric", "domain", "eq_open", "trywait")
-    | calls_of("fi_ops_domain", "av_open", "cq_open", "endpoint")
-    | calls_of("fi_ops_mr", "regattr")
-    | calls_of("fi_ops_av", "insert", "remove")
-    | calls_of("fi_ops_cm", "getname")
-    | calls_of("fi_ops_ep", "getopt", "setopt")
-    | calls_of("fi_ops_cq", "readerr", "strerror")
-    | calls_of("fi_ops_eq", "readerr")
-    | calls_of("fi_ops_cq", "read", words=True)
-    | calls_of("fi_ops_rma", "readmsg", "writemsg", words=True)
-    | calls_of("fi_ops_msg", "recvmsg", "send", words=True)
+# Every argument of a hot call is c_void_p, integers too: it travels in the same registers (LP64)
+# and ctypes takes a Python int for it in half the time of c_uint64 (measured: 241 against 431 ns a
+# call). It checks no range, so values are checked where they enter tep.
+_WORDS: Final = frozenset(
+    f"fi_ops_{call}"
+    for call in ("cq.read", "rma.readmsg", "rma.writemsg", "msg.recvmsg", "msg.send")
 )
+
+EXPORTS: Final = prototypes("""
+uint32_t fi_version(void);
+int fi_getinfo(uint32_t version, const char *node, const char *service,
+    uint64_t flags, const struct fi_info *hints, struct fi_info **info);
+void fi_freeinfo(struct fi_info *info);
+struct fi_info *fi_dupinfo(const struct fi_info *info);
+int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
+const char *fi_strerror(int errnum);
+""")
+"""The functions that the library exports, by name."""
 
 Info = Any
 """A pointer to fi_info; ctypes' own type of it cannot be spelled for the type checker."""
@@ -493,7 +490,9 @@ def bind(address: int, name: str, *, hold_gil: bool = False, readied: bool = Fal
 @functools.cache
 def _prototype(name: str, *, hold_gil: bool, readied: bool) -> Callable[[int], Any]:
     """The type of a function pointer, made once: each PYFUNCTYPE is another class."""
-    restype, argtypes = PROTOTYPES[name]
+    restype, argtypes = call_of(name)
+    if name in _WORDS:
+        argtypes = (c_void_p,) * len(argtypes)
     return (PYFUNCTYPE if hold_gil else CFUNCTYPE)(restype, *(() if readied else argtypes))
 
 
@@ -530,18 +529,13 @@ class Libfabric:
     def __init__(self, found: Found) -> None:
         self.found = found
         lib = found.library
-        # uint32_t fi_version(void);
         packed: int = lib.fi_version()
         self.version = packed >> 16, packed & 0xFFFF
         # Asking for a later API than the library's is refused (-38); asking for an earlier one
         # keeps structures and rules as they were then.
         major, minor = min(self.version, VERSION_TESTED)
         self._api = major << 16 | minor
-        self._getinfo = lib.fi_getinfo
-        self._freeinfo = lib.fi_freeinfo
-        self._dupinfo = lib.fi_dupinfo
-        self._fabric = lib.fi_fabric
-        self._strerror = lib.fi_strerror
+        self._lib = lib
         # char *strdup(const char *s);
         self._strdup = libc().strdup
         self._strdup.argtypes, self._strdup.restype = (c_char_p,), c_void_p
@@ -553,7 +547,7 @@ class Libfabric:
 
     def strerror(self, errno: int) -> str:
         """Say in words what a code of libfabric means."""
-        text: bytes = self._strerror(errno)
+        text: bytes = self._lib.fi_strerror(errno)
         return text.decode(errors="replace")
 
     def strdup(self, text: str) -> int:
@@ -563,13 +557,13 @@ class Libfabric:
     @contextmanager
     def hints(self) -> Iterator[Info]:
         """Allocate empty hints; freed at the end, with the strings in them."""
-        found = self._dupinfo(None)
+        found = self._lib.fi_dupinfo(None)
         if not found:
             raise MemoryError("fi_dupinfo(NULL)")
         try:
             yield found
         finally:
-            self._freeinfo(found)
+            self._lib.fi_freeinfo(found)
 
     def getinfo(self, hints: Info, node: str | None, service: str | None, flags: int) -> list[Info]:
         """List what fits the hints; each entry is ours, and goes back by freeinfo().
@@ -578,7 +572,7 @@ class Libfabric:
             OSError: errno is libfabric's, e.g. FI_ENODATA where nothing fits.
         """
         first = POINTER(C.fi_info)()
-        rc = self._getinfo(
+        rc = self._lib.fi_getinfo(
             self._api,
             node.encode() if node is not None else None,
             service.encode() if service is not None else None,
@@ -590,37 +584,25 @@ class Libfabric:
             raise OSError(-rc, self.strerror(-rc))
         found, entry = [], first
         while bool(entry):  # NULL is false
-            found.append(self._dupinfo(entry))
+            found.append(self._lib.fi_dupinfo(entry))
             entry = entry.contents.next
-        self._freeinfo(first)
+        self._lib.fi_freeinfo(first)
         return found
 
     def freeinfo(self, info: Info) -> None:
         """Give back an entry of getinfo()."""
-        self._freeinfo(info)
+        self._lib.fi_freeinfo(info)
 
     def fabric(self, info: Info, out: object) -> int:
         """Open the fabric that an entry of getinfo() belongs to; return 0 or -errno."""
-        rc: int = self._fabric(info.contents.fabric_attr, out, None)
+        rc: int = self._lib.fi_fabric(info.contents.fabric_attr, out, None)
         return rc
 
 
 def _accept(library: ctypes.CDLL) -> str:
     """Declare the exported functions; refuse a library older than VERSION_MIN."""
-    # uint32_t fi_version(void);
-    library.fi_version.argtypes, library.fi_version.restype = (), c_uint32
-    # int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags,
-    #                const struct fi_info *hints, struct fi_info **info);
-    library.fi_getinfo.argtypes = (c_uint32, c_char_p, c_char_p, c_uint64, c_void_p, c_void_p)
-    library.fi_getinfo.restype = c_int
-    # void fi_freeinfo(struct fi_info *info);
-    library.fi_freeinfo.argtypes, library.fi_freeinfo.restype = (c_void_p,), None
-    # struct fi_info *fi_dupinfo(const struct fi_info *info);
-    library.fi_dupinfo.argtypes, library.fi_dupinfo.restype = (c_void_p,), POINTER(C.fi_info)
-    # int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
-    library.fi_fabric.argtypes, library.fi_fabric.restype = (c_void_p, c_void_p, c_void_p), c_int
-    # const char *fi_strerror(int errnum);
-    library.fi_strerror.argtypes, library.fi_strerror.restype = (c_int,), c_char_p
+    give_types(library, EXPORTS)
+    library.fi_dupinfo.restype = POINTER(C.fi_info)
     packed: int = library.fi_version()
     version = packed >> 16, packed & 0xFFFF
     if version < VERSION_MIN:

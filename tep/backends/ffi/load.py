@@ -19,7 +19,7 @@ import ctypes
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, Union
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from typing import Any, Final
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "Found", "Prototype", "Step", "calls_of", "check", "env_step", "find", "forget", "mirror",
-    "path_step", "prototypes", "system_step", "wheel_step",
+    "Found", "Prototype", "Step", "call_of", "check", "env_step", "find", "forget", "give_types",
+    "mirror", "path_step", "prototypes", "system_step", "wheel_step",
 ]  # fmt: skip
 
 Prototype = tuple[Any, tuple[Any, ...]]
@@ -80,18 +80,9 @@ def mirror(text: str) -> SimpleNamespace:
     return found
 
 
-def calls_of(table: str, *members: str, words: bool = False) -> dict[str, Prototype]:
-    """Prototypes of some functions in a mirrored table, by "table.member".
-
-    Args:
-        table: the struct.
-        members: which.
-        words: every argument is declared a pointer, integers too; see tep.backends.ffi.libfabric.
-    """
-    found = {name: _CALLS[name] for name in (f"{table}.{member}" for member in members)}
-    if words:
-        return {name: (back, (_POINTER,) * len(taken)) for name, (back, taken) in found.items()}
-    return found
+def call_of(name: str) -> Prototype:
+    """The prototype of a function in a mirrored table, by "table.member"."""
+    return _CALLS[name]
 
 
 def prototypes(text: str) -> dict[str, Prototype]:
@@ -103,6 +94,13 @@ def prototypes(text: str) -> dict[str, Prototype]:
         assert match, declaration
         found[match[2]] = _prototype(match[1], arguments.rpartition(")")[0])
     return found
+
+
+def give_types(lib: ctypes.CDLL, known: Mapping[str, Prototype]) -> None:
+    """Declare those calls of a library that it has."""
+    for name, (result, arguments) in known.items():
+        if (call := getattr(lib, name, None)) is not None:
+            call.restype, call.argtypes = result, arguments
 
 
 def _plain(text: str) -> str:

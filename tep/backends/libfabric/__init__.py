@@ -70,7 +70,7 @@ def open_domains(
     """Open the NICs of one engine.
 
     Args:
-        provider: "tcp", "tcp;ofi_rxm", "efa" or "efa-direct"; nothing else is tried.
+        provider: "tcp", "efa" or "efa-direct"; nothing else is tried.
         nics: for tcp addresses ("10.0.0.7", "127.0.0.2:4000", "[fd00::7]:4000"), interfaces
             ("eth0") or networks ("10.0.0.0/8"); devices' names for EFA; or how many. None: one for
             tcp, see default_addresses(), all devices for EFA.
@@ -102,15 +102,9 @@ def open_domains(
     nics, about = _environment(rules, nics)
     with _keep_signals():
         opened = _open_all(how, nics, epoch)
-        return Opened(opened, epoch, name, _driver(provider), about=about)
-
-
-def _driver(provider: str) -> CallersTurn | None:
-    """Have callers turn tcp, which moves the bytes in the thread that polls.
-
-    The descriptor of tcp;ofi_rxm is a set of sets of descriptors; one more set is refused (ELOOP).
-    """
-    return CallersTurn() if provider == "tcp" else None
+        # tcp moves the bytes in the thread that polls: let it be the one that waits.
+        driver = CallersTurn() if rules.software else None
+        return Opened(opened, epoch, name, driver, about=about)
 
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
@@ -124,7 +118,11 @@ def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[
 
 
 def _open_next(lib: Libfabric, offers: list[Offer], epoch: int, how: _How) -> FabricDomain:
-    offer = offers.pop(0)
+    offer = offers[0]
+    check_offer(offer.info, offer.nic)
+    if not how.rules.software:
+        check_version(offer.nic, lib.version)
+    del offers[0]
     try:
         return _open(lib, offer, epoch, how)
     except (FabricError, OSError) as error:  # OSError: no descriptor for a timer
@@ -139,13 +137,6 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     if rules.software:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
     imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
-    try:
-        check_offer(offer.info, offer.nic)
-        if not rules.software:
-            check_version(offer.nic, lib.version)
-    except BackendUnavailable:
-        lib.freeinfo(offer.info)
-        raise
     # Room for all that can be in it: what a full queue of the device drops is lost.
     queues = int(info.tx_attr.contents.size) + int(info.rx_attr.contents.size)
     nic = Nic(

@@ -171,9 +171,9 @@ class FabricDomain:
     def _do_chores(self, now_s: float) -> None:
         """Do what is due each `_chore_s` while nothing is outstanding."""
 
-    def _drop(self, peer: Peer, status: Status, *, spare: bool, gone: bool = False) -> None:
-        """End all that was to go to a peer; `spare` and `gone` as in Rows.end()."""
-        self._rows.end(peer, status, gone=gone, spare=spare)
+    def _drop(self, peer: Peer, status: Status, *, spare: bool) -> None:
+        """End all that was to go to a peer; `spare` as in Rows.end()."""
+        self._rows.end(peer, status, gone=self._rules.software, spare=spare)
         self._outgoing.drop(peer, status)
         self._inbox.drop(peer)
         self._restless.discard(peer)

@@ -338,7 +338,7 @@ class Nic:
                 self.lose("fi_cq_readerr", rc)
             return None
         words = self.lib.strerror(entry.err)
-        # Without an endpoint some (rxm) look for the words where nothing is any more, and crash.
+        # Without an endpoint some look for the words where nothing is any more, and crash.
         if self._cq_strerror is not None and self._endpoints:
             own: Any = self._cq_strerror(self.cq, entry.prov_errno, entry.err_data, None, 0)
             if own:

@@ -160,7 +160,7 @@ class Peers:
     def endpoint(self, peer: Peer) -> Endpoint:
         """Return what rows and frames to a peer go through."""
         if peer.endpoint is None:
-            own = self._rules.endpoint_per_peer
+            own = self._rules.software
             peer.endpoint = self._nic.open_endpoint() if own else self._main
             self.refusal = ""
         return peer.endpoint

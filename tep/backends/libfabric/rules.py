@@ -54,10 +54,11 @@ class Rules:
         provider: as the user names it, and addresses carry it.
         names: what libfabric calls it; the first that it offers is taken.
         fabric: which of its fabrics, where it has several; "" = any.
-        software: it is no device, its NICs are named by IP addresses, and it says nothing useful of
-            a bad key: the target is asked for a region's bounds before the first row to it, see
-            tcp.py. A local completion must wait for the target (FI_DELIVERY_COMPLETE): without it
-            tcp completes writes that never arrive.
+        software: it is no device, its NICs are named by IP addresses, each peer has an endpoint of
+            its own, so that a dead one can be cut off, and it says nothing useful of a bad key: the
+            target is asked for a region's bounds before the first row to it, see tcp.py. A local
+            completion must wait for the target (FI_DELIVERY_COMPLETE): without it tcp completes
+            writes that never arrive.
         caps, mr_mode: of the hints, besides FI_MSG | FI_RMA.
         turn_bytes: posted between two polls: what was copied inside the post should be taken while
             it is in the cache.
@@ -69,8 +70,6 @@ class Rules:
         more: the provider gathers writes that say FI_MORE, and rings its doorbell once.
         ordered: rows to one peer land in posting order.
         msg_bytes_max: longest message.
-        endpoint_per_peer: post to each peer through an endpoint of its own, so that a dead one can
-            be cut off, and its errors flush nobody else's rows.
     """
 
     provider: str
@@ -90,17 +89,15 @@ class Rules:
     more: bool = False
     ordered: bool = True
     msg_bytes_max: int = 64 * KiB
-    endpoint_per_peer: bool = False
 
 
 _TCP: Final = Rules(
     provider="tcp",
-    # "net" is what 1.17 calls today's tcp; asked for "tcp" it would give "tcp;ofi_rxm".
+    # "net" is what 1.17 calls today's tcp; asked for "tcp" it would give another provider.
     names=("net", "tcp"),
     software=True,
     turn_bytes=2 * MiB,  # 64 KiB rows cost a tenth less CPU than with a window at a time
     window_bytes=4 * MiB,
-    endpoint_per_peer=True,
 )
 
 _EFA: Final = Rules(
@@ -125,15 +122,6 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
         rules.provider: rules
         for rules in (
             _TCP,
-            replace(
-                _TCP,
-                provider="tcp;ofi_rxm",
-                names=("tcp;ofi_rxm",),
-                turn_bytes=1 << 62,
-                tx_entries=256,  # its own choice costs 17 MB and 0.1 s a connection
-                rx_entries=256,
-                endpoint_per_peer=False,
-            ),
             _EFA,
             replace(
                 _EFA,
@@ -358,7 +346,6 @@ def _check_efa(raw: bytes) -> str:
 _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
     {
         "tcp": _check_socket,
-        "tcp;ofi_rxm": _check_socket,
         "efa": _check_efa,
         "efa-direct": _check_efa,
         "srd": _check_efa,  # of the backend `efa`

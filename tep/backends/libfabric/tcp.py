@@ -1,10 +1,10 @@
-"""One NIC on tcp behind the seam: tcp, tcp;ofi_rxm; what these need beside what every NIC does.
+"""One NIC on tcp behind the seam: what it needs beside what every NIC does.
 
 - Leases. tcp says nothing useful of a bad key, so the owner of a region is asked first which range
   a key opens; it says when the range is withdrawn. Rule 1: no row goes without a lease.
 - Lost rows. tcp does not say what was wrong with a row that failed: it is lost until its peer has
   answered, which says that it lives, and whether the key is void.
-- Endpoints. Each peer has its own, which is closed with it. On rxm all share one.
+- Endpoints. Each peer has its own, which is closed with it.
 - Reads, into buffers of ours, and on from there at the owner's word. The provider can neither take
   a read back nor say whether its key still held. So each piece of a row lands in a buffer of this
   NIC; then the owner is asked whether the key opens the range still. If it does, every byte was
@@ -78,7 +78,7 @@ STRANGER_S: Final = 10.0
 _HELLO_BYTES_MIN: Final = 100
 """A peer has sent more than this once it has said Hello.
 
-libfabric's own greeting is 40 bytes on tcp, 56 on tcp;ofi_rxm, and the frame with our Hello at
+libfabric's own greeting is 40 bytes, and the frame with our Hello at
 least 100 more. Measured with libfabric 2.5.1.
 """
 
@@ -275,8 +275,8 @@ class TcpDomain(FabricDomain):
     # --- looking after peers
 
     def forget(self, peer: int) -> None:
-        if self._closed or self.nic.closed or not self._rules.endpoint_per_peer:
-            return  # all peers share one endpoint
+        if self._closed or self.nic.closed:
+            return
         found = self.peers.all[peer]
         found.forget_s = time.monotonic() + self.timeout_s
         self._stir(found)
@@ -293,18 +293,15 @@ class TcpDomain(FabricDomain):
         self._next_chore_s = now_s + _STRANGERS_S
         self._strangers.look()
 
-    def _drop(self, peer: Peer, status: Status, *, spare: bool, gone: bool = False) -> None:
-        if self._rules.endpoint_per_peer:
-            # Its endpoint is closed: what surfaces in the queue now is the last of its rows. Frames
-            # wait until it has ended: one of its own greets it again.
-            self._queue.drain(self._done, self._take_errors)
-            self._mailbox.reclaim(peer)
-            gone = True
+    def _drop(self, peer: Peer, status: Status, *, spare: bool) -> None:
+        # Its endpoint is closed: what surfaces in the queue now is the last of its rows. Frames
+        # wait until it has ended: one of its own greets it again.
+        self._queue.drain(self._done, self._take_errors)
+        self._mailbox.reclaim(peer)
         if peer.reading:
-            self._reads.end(peer, status, gone=gone)
-        super()._drop(peer, status, spare=spare, gone=gone)
-        if self._rules.endpoint_per_peer:
-            self._take_rest()
+            self._reads.end(peer, status, gone=True)
+        super()._drop(peer, status, spare=spare)
+        self._take_rest()
 
     def _end_all(self, status: Status, *, gone: bool = True) -> None:
         for peer in self.peers.all:

@@ -22,10 +22,10 @@ from tests.support.ranks import outcomes, start_rank
 PATIENCE_S = 30.0
 
 
-@pytest.fixture(params=["tcp", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)])
-def provider(request: pytest.FixtureRequest) -> str:
-    require(request.param)
-    return str(request.param)
+@pytest.fixture
+def provider() -> str:
+    require("tcp")
+    return "tcp"
 
 
 @contextlib.contextmanager
