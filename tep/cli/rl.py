@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,8 +22,9 @@ from tep.cli.show import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from tep import Span
     from tep.apps.rl.job import Job, RankedJob
     from tep.apps.rl.metadata import Schedule
     from tep.apps.rl.ports import UpdateReport
@@ -73,7 +74,7 @@ def plan(
     ] = 16.0,
     attribution: _Spread = Spread.bytes,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Simulate the other ways to update, too.")
+        bool, typer.Option("--compare", help="The other ways to update, at their best.")
     ] = False,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Change one thing at a time, in a dozen updates.")
@@ -88,7 +89,6 @@ def plan(
     """Compute the routing table of an update, and say how long the update takes and why."""
     from tep.apps.rl import study
     from tep.apps.rl.models import load_model
-    from tep.apps.rl.study import comparison
     from tep.base.units import GiB
     from tep.sim import load_profile
 
@@ -103,7 +103,7 @@ def plan(
         attribution=attribution.value,
     )
     changes = list(study.change_names(deployment)) if what_if else []
-    with progress("planning", 2 + compare + len(changes), quiet=json) as bar:
+    with progress("planning", 2 + len(changes), quiet=json) as bar:
 
         def done(after: str) -> None:
             bar.update(bar.task_ids[0], advance=1, description=after)
@@ -114,10 +114,9 @@ def plan(
         done("simulating")
         found = deployment.predict(schedule, seed=seed, spans=trace is not None)
         document: dict[str, object] = _document(deployment, schedule, found, plan_s)
-        done("other ways")
+        done("what if")
         if compare:
-            document["comparison"] = comparison(found, study.baselines_of(deployment, schedule))
-            done("what if")
+            document["comparison"] = study.comparison(deployment, found)
         if what_if:
             document["what_ifs"] = table = []
             for name, other in study.what_ifs(deployment, changes, seed=seed):
@@ -127,11 +126,19 @@ def plan(
     if output is not None:
         output.write_bytes(schedule.to_bytes())
     if trace is not None:
-        study.write_perfetto(trace, found.spans)
+        _write_trace(trace, "simulated", found.spans)
     if json:
         emit_json(document)
     else:
         _print(document)
+
+
+def _write_trace(path: Path, clock: Literal["host", "simulated"], spans: Iterable[Span]) -> None:
+    from tep import Trace
+
+    trace = Trace(clock)
+    trace.spans += spans
+    trace.write(path)
 
 
 def _document(
@@ -278,7 +285,6 @@ def _run_here(
     import asyncio
     import tempfile
 
-    from tep.apps.rl import study
     from tep.apps.rl.job import LocalJob, RankedJob
     from tep.base.units import MiB
 
@@ -296,8 +302,7 @@ def _run_here(
             _updates(started, updates, lambda: bar.advance(bar.task_ids[0]))
         )
     if trace is not None:
-        spans = [span for report in reports[-1].trains for span in report.spans]
-        study.write_perfetto(trace, study.from_reports(spans))
+        _write_trace(trace, "host", [s for train in reports[-1].trains for s in train.spans])
     if json:
         train, infer = job.train.world, job.infer.world
         shown = {"backend": job.backend, "train": train, "infer": infer}

@@ -67,8 +67,8 @@ def test_a_slow_rank_is_not_written_over(seed):
     assert report.ok, report.table()
     world.check()
     everybody = [span for r in report.trains for span in r.spans]
-    experts = [s.stop_s for s in everybody if s.stage == "gather" and "experts.w" in s.task]
-    dense = [s.start_s for s in everybody if s.stage == "load" and "experts.w" not in s.task]
+    experts = [s.stop_s for s in everybody if s.track == "gather" and "experts.w" in s.name]
+    dense = [s.start_s for s in everybody if s.track == "load" and "experts.w" not in s.name]
     assert max(experts) <= min(dense)
 
 
@@ -233,7 +233,7 @@ def test_the_watermark_holds_and_stages_overlap():
     assert max(r.peak_bytes for r in report.trains) <= 400_000
     by_stage = {}
     for span in spans:
-        by_stage.setdefault(span.stage, []).append(span)
+        by_stage.setdefault(span.track, []).append(span)
     for stage, other in (
         ("make", "load"),
         ("make", "write"),
@@ -241,14 +241,14 @@ def test_the_watermark_holds_and_stages_overlap():
         ("make", "gather"),
     ):
         assert any(
-            a.start_s < b.stop_s and b.start_s < a.stop_s and a.task != b.task
+            a.start_s < b.stop_s and b.start_s < a.stop_s and a.name != b.name
             for a in by_stage[stage]
             for b in by_stage[other]
         ), (stage, other)
     assert report.elapsed_s < sum(span.stop_s - span.start_s for span in spans)
     everybody = [span for r in report.trains for span in r.spans]
-    writes = [span.stop_s for span in everybody if span.stage == "write"]
-    last = [span.stop_s for span in everybody if span.task == "barrier 2"]
+    writes = [span.stop_s for span in everybody if span.track == "write"]
+    last = [span.stop_s for span in everybody if span.name == "barrier 2"]
     assert len(report.trains) == len(last)
     assert max(writes) <= min(last)
 

@@ -13,25 +13,15 @@ from typing import Final, NamedTuple, Protocol, Self
 
 import msgspec
 
-from tep import BadDescriptor, FabricError, MrDesc, Routing, Scatter, UsageError, count_imms
+from tep import BadDescriptor, FabricError, MrDesc, Routing, Scatter, Span, UsageError, count_imms
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.rendezvous.calls import Call, Remote
 
 __all__ = [
     "ATTEMPTS", "ROUTING", "Kind", "PeerResult", "Regions", "RemoteRollout",
-    "RemoteTraining", "RolloutPort", "RolloutState", "Span", "TrainReport", "TrainingPort",
-    "UpdateReport", "count_rows", "cut_rows", "make_imm",
+    "RemoteTraining", "RolloutPort", "RolloutState", "TrainReport", "TrainingPort",
+    "UpdateReport", "count_rows", "cut_rows", "make_imm", "stage_span",
 ]  # fmt: skip
-
-
-class Span(NamedTuple):
-    """One stage of one task on one rank; seconds of the driver's clock."""
-
-    rank: int
-    stage: str
-    task: str
-    start_s: float
-    stop_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +34,7 @@ class TrainReport:
         gathered_bytes: sent to other members of its sub-meshes.
         peak_bytes: most staging that its tasks held at once.
         lost: rollout worker -> why it could not be written to.
-        spans: its stages.
+        spans: its stages; see stage_span().
     """
 
     rank: int
@@ -70,6 +60,11 @@ class RolloutState:
     attempt: int
     arrived: int
     expected: int
+
+
+def stage_span(who: str, stage: str, task: str, start_s: float, stop_s: float) -> Span:
+    """Make the span of one stage of one task; writes overlap each other, as transfers do."""
+    return Span("transfer" if stage == "write" else "step", who, stage, task, start_s, stop_s, {})
 
 
 class TrainingPort(Protocol):

@@ -13,21 +13,21 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 import tep
-from tep import Expectation, ScatterDst, Transfer
+from tep import Expectation, ScatterDst, Span, Transfer
 from tep.apps.rl.metadata import Schedule, Task
 from tep.apps.rl.models import InferLayout, TrainLayout
-from tep.apps.rl.ports import ROUTING, Kind, count_rows, make_imm
+from tep.apps.rl.ports import ROUTING, Kind, count_rows, make_imm, stage_span
 from tep.base.units import MiB
 from tep.sim import Network, Profile, load_profile
 
 __all__ = [
     "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS",
-    "Attribution", "Busy", "Fleet", "MeshSpan", "Prediction", "SlowNic", "StageTimes", "predict",
+    "Attribution", "Busy", "Prediction", "SlowNic", "StageTimes", "predict",
 ]  # fmt: skip
 
 
@@ -55,16 +55,6 @@ class SlowNic(NamedTuple):
     times: float = 2.0
 
 
-class MeshSpan(NamedTuple):
-    """One stage of one task, for all ranks of a sub-mesh; milliseconds."""
-
-    mesh: str
-    stage: str
-    task: str
-    start_ms: float
-    stop_ms: float
-
-
 class Busy(NamedTuple):
     """The load of one kind of link.
 
@@ -87,24 +77,21 @@ class Prediction:
         total_ms: until the last rollout worker has counted everything.
         stages: milliseconds of each stage on the mean training rank.
         wait_ms: the rest: waiting for the network and for other ranks.
-        groups: name and end of gathering of each mesh group, milliseconds.
         links: training NICs out, rollout NICs in; the busiest first.
-        transfers, rows: requests to engines, and writes.
+        rows: writes.
         peak_bytes: most staging held by a rank.
         cpu_s: of this process.
-        spans: for pictures, if asked for.
+        spans: the stages of each sub-mesh, if asked for; see stage_span().
     """
 
     total_ms: float
     stages: dict[str, float]
     wait_ms: float
-    groups: tuple[tuple[str, float], ...]
     links: tuple[Busy, ...]
-    transfers: int
     rows: int
     peak_bytes: int
     cpu_s: float
-    spans: tuple[MeshSpan, ...] = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
 
     @property
     def compute_ms(self) -> float:
@@ -134,7 +121,6 @@ def predict(
     spans: bool = False,
     gpus_per_node: int | None = GPUS_PER_NODE,
     drains: bool = False,
-    quantum_bytes: int = QUANTUM_BYTES,
     network: Network | None = None,
     rollout_profile: str | Profile | None = None,
 ) -> Prediction:
@@ -150,35 +136,32 @@ def predict(
         gpus_per_node: unsharding over more ranks takes its published time, and sends (n-1)/n of the
             bytes over all NICs of a node, beside the writes. None: leave this traffic out.
         drains: between mesh groups a rank waits for its own writes, as published; ours does not.
-        quantum_bytes: see QUANTUM_BYTES.
         network: as of sim.Cluster.
         rollout_profile: of the rollout workers' machines, where those are others.
     """
     began_s = time.process_time()
-    ends = int((schedule.rows["dst"] + schedule.rows["nbytes"]).max())
-    with Fleet(
-        schedule.ranks,
-        len(schedule.receivers),
-        profile,
+    ranks, workers = schedule.ranks, len(schedule.receivers)
+    machines = [_machine(profile), _machine(rollout_profile or profile)]
+    with tep.sim.Cluster(
+        nodes=ranks + workers,
+        profile=[machines[0]] * ranks + [machines[1]] * workers,
         seed=seed,
-        region_bytes=max(schedule.watermark_bytes, ends),
-        quantum_bytes=quantum_bytes,
+        names=[*(f"train{k}" for k in range(ranks)), *(f"rollout{k}" for k in range(workers))],
+        move_bytes=False,
         network=network,
-        rollout_profile=rollout_profile,
-    ) as fleet:
+        options=tep.EngineOptions(wait_timeout_s=3600.0),
+    ) as cluster:
         if slow is not None:
-            fleet.cluster.slow_down(*slow)
-        run = _Run(fleet, schedule, times, gpus_per_node, spans, drains)
-        total_ms = fleet.cluster.run(run.main()) * 1e3
-        links = _links(fleet, schedule, slow, total_ms)
-    stages = {name: ms / schedule.ranks for name, ms in run.stages_ms.items()}
+            cluster.slow_down(*slow)
+        run = _Run(cluster, schedule, times, gpus_per_node, spans, drains)
+        total_ms = cluster.run(run.main()) * 1e3
+        sent = [sum(nic.nbytes for nic in engine.stats().nics) for engine in run.trains]
+    stages = {name: ms / ranks for name, ms in run.stages_ms.items()}
     return Prediction(
         total_ms=total_ms,
         stages=stages,
         wait_ms=total_ms - sum(stages.values()),
-        groups=tuple(run.groups),
-        links=links,
-        transfers=run.transfers,
+        links=_links(machines, sent, schedule.received_bytes().tolist(), slow, total_ms),
         rows=len(schedule.rows),
         peak_bytes=run.peak_bytes,
         cpu_s=time.process_time() - began_s,
@@ -186,34 +169,38 @@ def predict(
     )
 
 
+def _machine(profile: str | Profile) -> Profile:
+    found = load_profile(profile) if isinstance(profile, str) else profile
+    return dataclasses.replace(found, quantum_bytes=QUANTUM_BYTES)
+
+
 def _links(
-    fleet: Fleet, schedule: Schedule, slow: SlowNic | None, total_ms: float
+    machines: Sequence[Profile],
+    sent: Sequence[int],
+    received: Sequence[int],
+    slow: SlowNic | None,
+    total_ms: float,
 ) -> tuple[Busy, ...]:
     """The load of the busiest device of each kind, all traffic counted, and of the slow NIC."""
-
-    def line(node: str) -> float:
-        """The rate of all NICs of a node together, bytes a millisecond."""
-        machine = fleet.machine_of(node)
-        return machine.wire_bps * machine.nics / 8e3
-
-    out = [sum(nic.nbytes for nic in engine.stats().nics) for engine in fleet.trains]
-    into = schedule.received_bytes().tolist()
-    carried = {f"train{k}": nbytes for k, nbytes in enumerate(out)}
-    carried |= {f"rollout{k}": nbytes for k, nbytes in enumerate(into)}
     found = []
-    if slow is not None:
-        nics = fleet.machine_of(slow.node).nics
-        nbytes = carried.pop(slow.node) // nics
-        name = f"NIC {slow.nic} of {slow.node}, {slow.times:g} times as slow"
-        fraction = nbytes * nics * slow.times / line(slow.node) / total_ms
-        found.append(Busy(name, nbytes, fraction))
-    for kind, name in (
-        ("train", "NICs of the training ranks, sending"),
-        ("rollout", "NICs of the rollout workers, receiving"),
+    for kind, machine, carried, name in (
+        ("train", machines[0], sent, "NICs of the training ranks, sending"),
+        ("rollout", machines[1], received, "NICs of the rollout workers, receiving"),
     ):
-        most = max((n for node, n in carried.items() if node.startswith(kind)), default=0)
-        found.append(Busy(name, most, most / line(kind) / total_ms))
+        line = machine.wire_bps * machine.nics / 8e3  # of all NICs of a node, bytes a millisecond
+        nodes = {f"{kind}{k}": nbytes for k, nbytes in enumerate(carried)}
+        if slow is not None and slow.node in nodes:
+            nbytes = nodes.pop(slow.node) // machine.nics
+            fraction = nbytes * machine.nics * slow.times / line / total_ms
+            label = f"NIC {slow.nic} of {slow.node}, {slow.times:g} times as slow"
+            found.append(Busy(label, nbytes, fraction))
+        most = max(nodes.values(), default=0)
+        found.append(Busy(name, most, most / line / total_ms))
     return tuple(sorted(found, key=lambda busy: -busy.fraction))
+
+
+_BASE: Final = 1 << 40
+_SLOT: Final = 1 << 41
 
 
 class _Run:
@@ -221,19 +208,28 @@ class _Run:
 
     def __init__(
         self,
-        fleet: Fleet,
+        cluster: tep.sim.Cluster,
         schedule: Schedule,
         times: StageTimes,
         gpus_per_node: int | None,
         spans: bool,
         drains: bool,
     ) -> None:
+        ends = int((schedule.rows["dst"] + schedule.rows["nbytes"]).max())
+        nbytes = max(schedule.watermark_bytes, ends)
+        regions = [
+            engine.reg_mr((_BASE + k * _SLOT, nbytes, "cpu"))
+            for k, engine in enumerate(cluster.engines)
+        ]
+        self.trains = cluster.engines[: schedule.ranks]
+        self._rollouts = cluster.engines[schedule.ranks :]
+        self._sources = [mr for mr, _ in regions]
+        self._staging = [desc for _, desc in regions]
+        self._targets = self._staging[schedule.ranks :]
+        self._nics = len(self._staging[0].rkeys), len(self._targets[0].rkeys)
         self.stages_ms: dict[str, float] = {}
-        self.groups: list[tuple[str, float]] = []
-        self.spans: list[MeshSpan] = []
-        self.transfers = 0
+        self.spans: list[Span] = []
         self.peak_bytes = 0
-        self._fleet = fleet
         self._schedule = schedule
         self._times = times
         self._record = spans
@@ -260,7 +256,6 @@ class _Run:
                 *(self._mesh(f"{name} {k}", tasks) for k, tasks in enumerate(meshes.values()))
             )
             await self._barrier(number)
-            self.groups.append((name, (loop.time() - start_s) * 1e3))
         for ended in self._ended:
             await ended.wait()
         await self._barrier(len(self._schedule.groups))
@@ -305,8 +300,8 @@ class _Run:
             return unsent
         for k, rank in enumerate(task.members):
             other = task.members[(k + n // 2) % n]
-            where = ((self._fleet.sources[rank], 0), (self._fleet.staging[other], 0))
-            self._fleet.trains[rank].submit_single_write(unsent, *where)
+            where = ((self._sources[rank], 0), (self._staging[other], 0))
+            self.trains[rank].submit_single_write(unsent, *where)
         return 0
 
     async def _room(self, task: Task) -> None:
@@ -339,17 +334,16 @@ class _Run:
 
     def _write(self, mesh: str, task: Task) -> None:
         """Submit what every member writes in this task: one request for each of its receivers."""
-        fleet, imm = self._fleet, make_imm(Kind.DATA, 1)
-        start_s = asyncio.get_running_loop().time()
-        open_ = 0
+        imm = make_imm(Kind.DATA, 1)
+        loop = asyncio.get_running_loop()
+        start_s, open_ = loop.time(), 0
 
         def settled(transfer: Transfer) -> None:
             nonlocal open_
             transfer.result()
             open_ -= 1
             if not open_:
-                now_s = fleet.cluster.now_us / 1e6
-                self._note(mesh, "write", task, start_s, now_s)
+                self._note(mesh, "write", task, start_s, loop.time())
                 self._ended[task.number].set()
 
         for rank, base in zip(task.members, task.staging):
@@ -357,33 +351,32 @@ class _Run:
             by_receiver: dict[int, list[ScatterDst]] = {}
             columns = (rows[name].tolist() for name in ("receiver", "src", "dst", "nbytes"))
             for receiver, src, dst, nbytes in zip(*columns):
-                to = (fleet.targets[receiver], dst)
+                to = (self._targets[receiver], dst)
                 by_receiver.setdefault(receiver, []).append(ScatterDst(nbytes, base + src, to))
             for dsts in by_receiver.values():
                 open_ += 1
-                fleet.trains[rank].submit_scatter(
-                    fleet.sources[rank], dsts, imm, routing=ROUTING, on_done=settled
+                self.trains[rank].submit_scatter(
+                    self._sources[rank], dsts, imm, routing=ROUTING, on_done=settled
                 )
-        self.transfers += open_
         if not open_:
             self._ended[task.number].set()
 
     async def _barrier(self, number: int) -> None:
         """All training ranks: in round r each tells the one 2**r further on."""
-        fleet, world, step = self._fleet, self._schedule.ranks, 0
+        world, step = self._schedule.ranks, 0
         while 1 << step < world:
             imm = make_imm(Kind.BARRIER, 1, number * 32 + step)
-            seen = [engine.expect_imm_count(imm, 1) for engine in fleet.trains]
-            for rank, engine in enumerate(fleet.trains):
-                engine.submit_barrier([fleet.staging[(rank + (1 << step)) % world]], imm)
+            seen = [engine.expect_imm_count(imm, 1) for engine in self.trains]
+            for rank, engine in enumerate(self.trains):
+                engine.submit_barrier([self._staging[(rank + (1 << step)) % world]], imm)
             for expectation in seen:
                 await expectation
             step += 1
 
     def _finish(self) -> None:
         imm = make_imm(Kind.FINISH, 1)
-        for rank, engine in enumerate(self._fleet.trains):
-            told = self._fleet.targets[self._schedule.finishes(rank)]
+        for rank, engine in enumerate(self.trains):
+            told = self._targets[self._schedule.finishes(rank)]
             if told:
                 engine.submit_barrier(told, imm)
 
@@ -391,12 +384,12 @@ class _Run:
 
     def _expectations(self) -> list[Expectation]:
         """The expectations of each rollout worker: its rows, and the word that all are through."""
-        fleet, rows = self._fleet, self._schedule.rows
+        rows = self._schedule.rows
         found: list[Expectation] = []
-        for k, engine in enumerate(fleet.rollouts):
+        for k, engine in enumerate(self._rollouts):
             sizes, times = np.unique(rows["nbytes"][rows["receiver"] == k], return_counts=True)
             total = sum(
-                count_rows([nbytes], *fleet.nics) * n
+                count_rows([nbytes], *self._nics) * n
                 for nbytes, n in zip(sizes.tolist(), times.tolist())
             )
             for kind, count in ((Kind.DATA, total), (Kind.FINISH, 1)):
@@ -406,88 +399,7 @@ class _Run:
 
     def _note(self, mesh: str, stage: str, task: Task, start_s: float, stop_s: float) -> None:
         if self._record:
-            self.spans.append(MeshSpan(mesh, stage, task.name, start_s * 1e3, stop_s * 1e3))
-
-
-_BASE: Final = 1 << 40
-_SLOT: Final = 1 << 41
-
-
-class Fleet:
-    """Training ranks and rollout workers.
-
-    Args:
-        trains, rollouts: how many.
-        profile: of the machines.
-        seed: of the fabric's jitter.
-        region_bytes: of every region.
-        network: as of sim.Cluster.
-        rollout_profile: of the rollout workers' machines, where those are others.
-
-    Attributes:
-        cluster: underneath.
-        machine, rollout_machine: of the training ranks, and of the rollout workers.
-        trains, rollouts: engines.
-        sources: a region of each training rank.
-        targets: a region of each rollout worker, as its peers see it.
-    """
-
-    def __init__(
-        self,
-        trains: int,
-        rollouts: int,
-        profile: str | tep.sim.Profile,
-        *,
-        seed: int = 0,
-        region_bytes: int,
-        quantum_bytes: int = QUANTUM_BYTES,
-        network: tep.sim.Network | None = None,
-        rollout_profile: str | tep.sim.Profile | None = None,
-    ) -> None:
-        self.machine, self.rollout_machine = (
-            dataclasses.replace(
-                load_profile(one) if isinstance(one, str) else one, quantum_bytes=quantum_bytes
-            )
-            for one in (profile, rollout_profile or profile)
-        )
-        self.cluster = tep.sim.Cluster(
-            nodes=trains + rollouts,
-            profile=[self.machine] * trains + [self.rollout_machine] * rollouts,
-            seed=seed,
-            names=[
-                *(f"train{k}" for k in range(trains)),
-                *(f"rollout{k}" for k in range(rollouts)),
-            ],
-            move_bytes=False,
-            network=network,
-            options=tep.EngineOptions(wait_timeout_s=3600.0),
-        )
-        engines = self.cluster.engines
-        self.trains = engines[:trains]
-        self.rollouts = engines[trains:]
-        regions = [
-            engine.reg_mr((_BASE + k * _SLOT, region_bytes, "cpu"))
-            for k, engine in enumerate(engines)
-        ]
-        self.sources = [mr for mr, _ in regions[:trains]]
-        self.staging = [desc for _, desc in regions[:trains]]
-        self.relays = [mr for mr, _ in regions[trains:]]
-        self.targets = [desc for _, desc in regions[trains:]]
-
-    @property
-    def nics(self) -> tuple[int, int]:
-        """NICs of a training rank, and of a rollout worker."""
-        return self.machine.nics, self.rollout_machine.nics
-
-    def machine_of(self, node: str) -> tep.sim.Profile:
-        """The machine of a node of this name, or of this kind."""
-        return self.machine if node.startswith("train") else self.rollout_machine
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cluster.close()
+            self.spans.append(stage_span(mesh, stage, task.name, start_s, stop_s))
 
 
 Attribution = Literal["roofline", "bytes", "calls"]
@@ -569,14 +481,12 @@ class StageTimes:
         cls,
         schedule: Schedule,
         attribution: Attribution = "bytes",
-        operations: Mapping[str, Operation] = OPERATIONS,
     ) -> StageTimes:
         """Make rates of published totals.
 
         Args:
             schedule: of the published deployment, which says how many bytes the totals are for.
             attribution: see there.
-            operations: the totals.
         """
         gathered = tensors = 0
         for task in schedule.tasks:
@@ -585,9 +495,9 @@ class StageTimes:
         own = sum(task.gather_bytes for task in schedule.tasks)  # each byte is loaded once
         ranks = schedule.ranks
         per_byte: dict[str, float] = {}
-        per_tensor: dict[str, float] = {"other": operations["other"].total_ms / 1e3 * ranks}
+        per_tensor: dict[str, float] = {"other": OPERATIONS["other"].total_ms / 1e3 * ranks}
         for name in ("load", "unshard", "fuse", "quantise"):
-            seconds = operations[name].total_ms / 1e3 * ranks
+            seconds = OPERATIONS[name].total_ms / 1e3 * ranks
             nbytes = own if name == "load" else gathered
             by_bytes = {"bytes": seconds, "calls": 0.0}.get(attribution)
             if by_bytes is None:
@@ -596,7 +506,7 @@ class StageTimes:
             per_byte[name] = by_bytes / nbytes
             per_tensor[name] = seconds - by_bytes
         per_tensor = {name: seconds / tensors for name, seconds in per_tensor.items()}
-        per_row = operations["submit"].total_ms / 1e3 * ranks / len(schedule.rows)
+        per_row = OPERATIONS["submit"].total_ms / 1e3 * ranks / len(schedule.rows)
         return cls(per_byte, per_tensor, per_row)
 
     def seconds(self, task: Task, rows: float) -> dict[str, float]:
@@ -610,9 +520,3 @@ class StageTimes:
             found[name] = found.get(name, 0.0) + each * len(task.gathers)
         found["submit"] = self.per_row * rows
         return found
-
-    def scaled(self, **factors: float) -> StageTimes:
-        """The same with some stages faster or slower, e.g. unshard=0."""
-        by_byte = {name: rate * factors.get(name, 1.0) for name, rate in self.per_byte.items()}
-        by_tensor = {name: each * factors.get(name, 1.0) for name, each in self.per_tensor.items()}
-        return StageTimes(by_byte, by_tensor, self.per_row * factors.get("submit", 1.0))

@@ -1,24 +1,22 @@
-"""Questions about a deployment: plan it, predict it, change one thing, compare, and draw it.
+"""Questions about a deployment: plan it, predict it, change one thing, and compare.
 
-The baselines are what others do with the same bytes on the same machines. Both are given the best
-case: they send what is quantised already, compute costs nothing, transfers follow each other
-without a pause, and the fan-out inside a replica is free.
+A comparison is with what others do with the same bytes on the same machines. They are given the
+best case: they send what is quantised already, compute costs nothing, transfers follow each other
+without a pause, and the fan-out inside a replica is free. What is left is the time of a NIC that
+carries each byte once, in and out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from os import PathLike
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Any, Final
 
-from tep import Single, Trace, UsageError, count_imms
-from tep import Span as TraceSpan
+from tep import UsageError
 from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import (
     InferLayout,
@@ -29,27 +27,21 @@ from tep.apps.rl.models import (
     target_shards,
     train_metas,
 )
-from tep.apps.rl.ports import Span
 from tep.apps.rl.predict import (
     KIMI_K2,
     Attribution,
-    Fleet,
-    MeshSpan,
     Prediction,
     SlowNic,
     StageTimes,
     predict,
 )
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
-from tep.base.units import GiB, MiB
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tep.base.units import GiB
+from tep.sim import load_profile
 
 __all__ = [
-    "BUNDLE_BYTES", "COLOURS", "Baseline", "Deployment", "baselines_of", "broadcast_per_shard",
-    "change_names", "comparison", "draw", "from_reports", "gather_and_broadcast", "infer_layout",
-    "published_deployment", "published_times", "train_layout", "what_ifs", "write_perfetto",
+    "BUNDLE_BYTES", "Deployment", "change_names", "comparison", "infer_layout",
+    "published_deployment", "published_times", "train_layout", "what_ifs",
 ]  # fmt: skip
 
 
@@ -73,7 +65,6 @@ class Deployment:
         group_order: of mesh groups; None: experts first.
         speeds: of the training ranks; None: all equal.
         slow: one NIC that is slower than the others.
-        factors: stage -> factor on its time.
         drains: as of `predict`.
     """
 
@@ -87,30 +78,20 @@ class Deployment:
     group_order: tuple[str, ...] | None = None
     speeds: tuple[float, ...] | None = None
     slow: SlowNic | None = None
-    factors: tuple[tuple[str, float], ...] = ()
     drains: bool = False
 
     def schedule(self) -> Schedule:
         """Compute the routing table; the last few are remembered."""
-        return _schedule(
-            self.model,
-            self.train,
-            self.infer,
-            self.watermark_bytes,
-            self.bundle_bytes,
-            self.speeds,
-            self.group_order,
-        )
+        # Without what the table does not depend on, so that such deployments share it.
+        return _schedule(replace(self, profile="", attribution="bytes", slow=None, drains=False))
 
     def predict(
         self, schedule: Schedule | None = None, *, seed: int = 0, spans: bool = False
     ) -> Prediction:
         """Simulate one update."""
-        times = published_times(self.attribution).scaled(**dict(self.factors))
-        found = schedule or self.schedule()
         return predict(
-            found,
-            times,
+            schedule or self.schedule(),
+            published_times(self.attribution),
             profile=self.profile,
             seed=seed,
             slow=self.slow,
@@ -133,22 +114,14 @@ def _without_collector() -> Iterator[None]:
 
 @lru_cache(maxsize=3)
 @_without_collector()
-def _schedule(
-    model: Model,
-    train: TrainLayout,
-    infer: InferLayout,
-    watermark_bytes: int,
-    bundle_bytes: int,
-    speeds: tuple[float, ...] | None,
-    group_order: tuple[str, ...] | None,
-) -> Schedule:
+def _schedule(of: Deployment) -> Schedule:
     return make_schedule(
-        train_metas(model, train),
-        rollout_metas(model, infer),
-        watermark_bytes=watermark_bytes,
-        bundle_bytes=bundle_bytes,
-        speeds=speeds,
-        group_order=group_order,
+        train_metas(of.model, of.train),
+        rollout_metas(of.model, of.infer),
+        watermark_bytes=of.watermark_bytes,
+        bundle_bytes=of.bundle_bytes,
+        speeds=of.speeds,
+        group_order=of.group_order,
     )
 
 
@@ -229,37 +202,21 @@ def published_deployment() -> Deployment:
     return replace(wide, watermark_bytes=2 * largest)
 
 
-def baselines_of(deployment: Deployment, schedule: Schedule) -> list[Baseline]:
-    """The other ways to do the same update."""
-    _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
-    profile = deployment.profile
-    return [
-        gather_and_broadcast(schedule, deployment.infer.replicas, model_bytes, profile=profile),
-        broadcast_per_shard(schedule, model_bytes, profile=profile),
-    ]
-
-
-_Change = Callable[[Deployment], Deployment]
-
-
-def _changes(base: Deployment) -> dict[str, _Change]:
-    """The changes that can be asked: name -> the deployment with one thing changed."""
+def _changes(base: Deployment) -> dict[str, dict[str, Any]]:
+    """The changes that can be asked: name -> fields of the deployment and their other values."""
     halved = tuple(0.5 if rank == 0 else 1.0 for rank in range(base.train.world))
     # Every row is shared by all NICs of a device: one slow NIC of two makes the device as slow.
     return {
-        "as it is": lambda d: d,
-        "one training NIC at half its rate": lambda d: replace(d, slow=SlowNic("train0")),
-        "the same, and the schedule knows": lambda d: replace(
-            d, slow=SlowNic("train0"), speeds=halved
-        ),
-        "one inference NIC at half its rate": lambda d: replace(d, slow=SlowNic("rollout0")),
-        "100 inference GPUs": lambda d: replace(d, infer=infer_layout(100)),
-        "EFA, 2 x 200 Gb/s": lambda d: replace(d, profile="efa_2x200"),
-        "half the watermark": lambda d: replace(d, watermark_bytes=d.watermark_bytes // 2),
-        "dense parameters first": lambda d: replace(d, group_order=("dense", "experts")),
-        "unsharding costs nothing": lambda d: replace(d, factors=(("unshard", 0.0),)),
-        "compute by roofline": lambda d: replace(d, attribution="roofline"),
-        "compute by calls": lambda d: replace(d, attribution="calls"),
+        "as it is": {},
+        "one training NIC at half its rate": {"slow": SlowNic("train0")},
+        "the same, and the schedule knows": {"slow": SlowNic("train0"), "speeds": halved},
+        "one inference NIC at half its rate": {"slow": SlowNic("rollout0")},
+        "100 inference GPUs": {"infer": infer_layout(100)},
+        "EFA, 2 x 200 Gb/s": {"profile": "efa_2x200"},
+        "half the watermark": {"watermark_bytes": base.watermark_bytes // 2},
+        "dense parameters first": {"group_order": ("dense", "experts")},
+        "compute by roofline": {"attribution": "roofline"},
+        "compute by calls": {"attribution": "calls"},
     }
 
 
@@ -286,233 +243,47 @@ def what_ifs(
     if unknown:
         raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(changes)}")
     for name in names or changes:
-        yield name, changes[name](base).predict(seed=seed)
+        yield name, replace(base, **changes[name]).predict(seed=seed)
 
 
-_PIPELINE: Final = 16 * MiB
-"""A ring passes on pieces of this size: long against a NIC's start-up, short against the whole."""
-
-_SHORT, _LONG, _AHEAD = 8, 40, 3  # pieces simulated; under way to rank 0
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """One way to update, and what it waits for.
-
-    Attributes:
-        name: in words.
-        total_ms: for the whole model.
-        busy: the link that is busy all the time, and what it carries.
-        busy_bytes: over that link.
-        note: how it was simulated.
-    """
-
-    name: str
-    total_ms: float
-    busy: str
-    busy_bytes: int
-    note: str
-
-
-def gather_and_broadcast(
-    schedule: Schedule, replicas: int, model_bytes: int, *, profile: str = "cx7_400"
-) -> Baseline:
-    """Everything goes to training rank 0, which broadcasts it to the first worker of each replica.
-
-    Rank 0 passes on what it has while more comes in, and the broadcast is a chain, so that it sends
-    one copy only. What the first workers then do inside their replica is not counted. Two lengths
-    are simulated; the rest of the model is their slope.
-
-    Args:
-        schedule: for the numbers of ranks and workers.
-        replicas: copies of the model in inference.
-        model_bytes: of one copy, as inference holds it.
-        profile: of the machines.
-    """
-    total_s = _by_slope(lambda pieces: _chain_s(schedule, replicas, pieces, profile), model_bytes)
-    return Baseline(
-        "gather to rank 0, broadcast",
-        total_s * 1e3,
-        "the NIC of training rank 0: every byte in and, meanwhile, out",
-        model_bytes,
-        f"{_LONG} pieces of {_PIPELINE // MiB} MiB simulated, the rest by slope; fan-out is free",
-    )
-
-
-def _by_slope(simulate: Callable[[int], float], model_bytes: int) -> float:
-    """Seconds for a whole model, from two simulated numbers of pieces."""
-    short_s, long_s = simulate(_SHORT), simulate(_LONG)
-    slope_s = (long_s - short_s) / ((_LONG - _SHORT) * _PIPELINE)
-    return short_s + slope_s * (model_bytes - _SHORT * _PIPELINE)
-
-
-def _chain_s(schedule: Schedule, replicas: int, pieces: int, profile: str) -> float:
-    """Simulated seconds until the first worker of the last replica has so many pieces."""
-    ranks = schedule.ranks
-    with Fleet(ranks, replicas, profile, region_bytes=pieces * _PIPELINE) as fleet:
-        rows = count_imms(Single(_PIPELINE), *fleet.nics)
-        senders = fleet.trains[1:] or fleet.trains
-
-        def send(piece: int) -> None:
-            """A rank in turn sends its piece to rank 0, which asks for a few ahead."""
-            if piece >= pieces:
-                return
-            k, at = piece % len(senders), piece * _PIPELINE
-            source = fleet.sources[k + 1 if len(senders) < ranks else k]
-            senders[k].submit_single_write(
-                _PIPELINE, (source, at), (fleet.staging[0], at), imm=piece
-            )
-
-        async def rank_0() -> None:
-            for piece in range(pieces):
-                at = piece * _PIPELINE
-                await fleet.trains[0].expect_imm_count(piece, rows)
-                send(piece + _AHEAD)
-                fleet.trains[0].submit_single_write(
-                    _PIPELINE, (fleet.sources[0], at), (fleet.targets[0], at), imm=piece
-                )
-
-        async def main() -> float:
-            hops = [asyncio.ensure_future(_hop(fleet, k, pieces, rows)) for k in range(replicas)]
-            for piece in range(_AHEAD):
-                send(piece)
-            await asyncio.gather(rank_0(), *hops)
-            return asyncio.get_running_loop().time()
-
-        return fleet.cluster.run(main())
-
-
-async def _hop(fleet: Fleet, k: int, pieces: int, rows: int) -> None:
-    """Worker k of a chain passes each piece on as soon as it has it."""
-    engine = fleet.rollouts[k]
-    for piece in range(pieces):
-        await engine.expect_imm_count(piece, rows)
-        if k + 1 < len(fleet.rollouts):
-            at = piece * _PIPELINE
-            where = ((fleet.relays[k], at), (fleet.targets[k + 1], at))
-            engine.submit_single_write(_PIPELINE, *where, imm=piece)
-
-
-def broadcast_per_shard(
-    schedule: Schedule, model_bytes: int, *, profile: str = "cx7_400"
-) -> Baseline:
-    """Each shard's owner broadcasts it to all rollout workers over a ring, as NCCL does.
-
-    A broadcast delivers every byte to every member of its communicator, whether it needs it or not,
-    and collectives of one communicator run one after another.
-
-    Two lengths are simulated over the whole ring; the rest of the model is their slope.
-    """
-    workers = len(schedule.receivers)
-    total_s = _by_slope(lambda pieces: _ring_s(schedule, pieces, profile), model_bytes)
-    return Baseline(
-        "broadcast per shard (ring)",
-        total_s * 1e3,
-        f"the NICs of all {workers} rollout workers: each receives the whole model",
-        model_bytes,
-        f"{_LONG} pieces of {_PIPELINE // MiB} MiB over {workers} hops, the rest by slope",
-    )
-
-
-def _ring_s(schedule: Schedule, pieces: int, profile: str) -> float:
-    """Simulated seconds until the last worker of the ring has so many pieces."""
-    workers = len(schedule.receivers)
-    with Fleet(1, workers, profile, region_bytes=pieces * _PIPELINE) as fleet:
-        rows = count_imms(Single(_PIPELINE), *fleet.nics)
-
-        async def main() -> float:
-            hops = [asyncio.ensure_future(_hop(fleet, k, pieces, rows)) for k in range(workers)]
-            for piece in range(pieces):
-                at = piece * _PIPELINE
-                where = ((fleet.sources[0], at), (fleet.targets[0], at))
-                fleet.trains[0].submit_single_write(_PIPELINE, *where, imm=piece)
-            await asyncio.gather(*hops)
-            return asyncio.get_running_loop().time()
-
-        return fleet.cluster.run(main())
-
-
-def comparison(ours: Prediction, others: list[Baseline]) -> list[dict[str, object]]:
-    """One row a way: time, factor, and the link that is busy."""
-    rows: list[dict[str, object]] = [
-        {
-            "way": "static schedule of one-sided writes",
-            "ms": round(ours.total_ms),
-            "factor": "1.0",
-            "busy": f"{ours.links[0].name} ({ours.links[0].fraction:.0%})",
-            "GB over it": round(ours.links[0].nbytes / 1e9, 1),
-            "how": "simulated whole, with published compute",
-        }
+def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, object]]:
+    """One row a way to do the same update: time, factor, and the link that is busy."""
+    _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
+    machine = load_profile(deployment.profile)
+    line_ms = model_bytes * 8e3 / (machine.wire_bps * machine.nics)
+    workers = deployment.infer.world
+    busiest = ours.links[0]
+    found = [
+        (
+            "static schedule of one-sided writes",
+            ours.total_ms,
+            f"{busiest.name} ({busiest.fraction:.0%})",
+            busiest.nbytes,
+            "simulated whole, with published compute",
+        ),
+        (
+            "gather to rank 0, broadcast",
+            line_ms,
+            "the NIC of training rank 0: every byte in and, meanwhile, out",
+            model_bytes,
+            "bytes over line rate",
+        ),
+        (
+            "broadcast per shard (ring)",
+            line_ms,
+            f"the NICs of all {workers} rollout workers: each receives the whole model",
+            model_bytes,
+            "bytes over line rate",
+        ),
     ]
-    rows += (
-        {
-            "way": other.name,
-            "ms": round(other.total_ms),
-            "factor": f"{other.total_ms / ours.total_ms:.1f}",
-            "busy": other.busy,
-            "GB over it": round(other.busy_bytes / 1e9, 1),
-            "how": other.note,
-        }
-        for other in others
-    )
-    return rows
-
-
-COLOURS: Final = {
-    "load": "#4c78a8",
-    "unshard": "#f58518",
-    "gather": "#f58518",
-    "fuse": "#b279a2",
-    "quantise": "#e45756",
-    "make": "#e45756",
-    "submit": "#9d755d",
-    "other": "#bab0ac",
-    "watermark": "#eeeeee",
-    "drain": "#dddddd",
-    "write": "#54a24b",
-    "barrier": "#222222",
-}
-"""A colour for each stage."""
-
-
-def from_reports(spans: Iterable[Span]) -> list[MeshSpan]:
-    """Spans of real workers, from the first one's start on."""
-    found = list(spans)
-    first_s = min(span.start_s for span in found)
     return [
-        MeshSpan(
-            f"rank {span.rank}",
-            span.stage,
-            span.task,
-            (span.start_s - first_s) * 1e3,
-            (span.stop_s - first_s) * 1e3,
-        )
-        for span in found
+        {
+            "way": way,
+            "ms": round(ms),
+            "factor": f"{ms / ours.total_ms:.1f}",
+            "busy": busy,
+            "GB over it": round(nbytes / 1e9, 1),
+            "how": how,
+        }
+        for way, ms, busy, nbytes, how in found
     ]
-
-
-def write_perfetto(path: str | PathLike[str], spans: Iterable[MeshSpan]) -> None:
-    """Write a trace for ui.perfetto.dev: a process a sub-mesh, a track a stage."""
-    trace = Trace("host")
-    for span in spans:
-        # Writes of several tasks overlap: they are pairs of begin and end, as transfers are.
-        kind: Literal["transfer", "step"] = "transfer" if span.stage == "write" else "step"
-        times = span.start_ms / 1e3, span.stop_ms / 1e3
-        trace.add(TraceSpan(kind, span.mesh, span.stage, span.task, *times, {}))
-    trace.write(path)
-
-
-def draw(axes: Axes, spans: Sequence[MeshSpan], lanes: Sequence[str]) -> None:
-    """Draw one sub-mesh's, or rank's, stages as bars: a lane a stage, from top to bottom."""
-    for y, lane in enumerate(lanes):
-        mine = [span for span in spans if span.stage == lane]
-        bars = [(span.start_ms, span.stop_ms - span.start_ms) for span in mine]
-        alpha = 0.35 if lane == "write" else 1.0  # those of neighbours overlap
-        colour = COLOURS.get(lane, "#888888")
-        # The edge keeps a bar that is thinner than a pixel from vanishing.
-        axes.broken_barh(
-            bars, (y - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.4, alpha=alpha
-        )
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")

@@ -33,6 +33,7 @@ from tep import (
     MrDesc,
     MrHandle,
     ScatterDst,
+    Span,
     TepError,
     Transfer,
     TransferEngine,
@@ -44,11 +45,11 @@ from tep.apps.rl.ports import (
     ROUTING,
     Kind,
     Regions,
-    Span,
     TrainReport,
     count_rows,
     cut_rows,
     make_imm,
+    stage_span,
 )
 
 __all__ = ["Attempt", "Shards", "TrainingWorker"]
@@ -296,9 +297,8 @@ class Attempt:
                 lambda: make_outs(task, outs, unshard(task, staging), staging),
             )
         gathered.set_result(None)
-        start_s = self._now()
-        await self._write(base, rows)
-        self._spans.append(Span(mine, "write", task.name, start_s, self._now()))
+        with self._span("write", task.name):
+            await self._write(base, rows)
         if sent is not None:
             await self._settled(sent)
         await self._release(k, task)
@@ -306,9 +306,15 @@ class Attempt:
     @asynccontextmanager
     async def _stage(self, name: str, task: Task) -> AsyncIterator[None]:
         async with self._locks[name]:
-            start_s = self._now()
-            yield
-            self._spans.append(Span(self._rank, name, task.name, start_s, self._now()))
+            with self._span(name, task.name):
+                yield
+
+    @contextlib.contextmanager
+    def _span(self, stage: str, task: str) -> Iterator[None]:
+        start_s = self._engine.driver.now_s()
+        yield
+        stop_s = self._engine.driver.now_s()
+        self._spans.append(stage_span(f"rank {self._rank}", stage, task, start_s, stop_s))
 
     async def _release(self, k: int, task: Task) -> None:
         async with self._released:
@@ -323,7 +329,7 @@ class Attempt:
     def _announce(self, task: Task, others: Sequence[int]) -> None:
         """Tell the other members that this one has room for their shards."""
         imm = make_imm(Kind.READY, self._attempt, task.number)
-        self._watch(self._engine.submit_barrier([self._peer(rank) for rank in others], imm))
+        self._watch(self._engine.submit_barrier([self._peers[rank] for rank in others], imm))
 
     async def _gather(self, task: Task, base: int, others: Sequence[int]) -> Transfer | None:
         """Exchange shards; return the transfer of one's own, whose source must stay."""
@@ -332,7 +338,7 @@ class Attempt:
         rank = self._rank
         nics = len(self._mr.desc.rkeys)
         coming = sum(
-            count_rows([nbytes], len(self._peer(sender).rkeys), nics)
+            count_rows([nbytes], len(self._peers[sender].rkeys), nics)
             for piece, total in _pieces(task)
             if (sender := piece.sender_to(rank)) is not None
             for _, nbytes in cut_rows(0, total)
@@ -342,7 +348,7 @@ class Attempt:
         imm = make_imm(Kind.SHARD, self._attempt, task.number)
         sent = None
         dsts = [
-            ScatterDst(nbytes, base + at, (self._peer(other), task.staging_of(other) + at))
+            ScatterDst(nbytes, base + at, (self._peers[other], task.staging_of(other) + at))
             for piece, total in _pieces(task)
             for other in others
             if piece.sender_to(other) == rank
@@ -354,9 +360,6 @@ class Attempt:
             self._sent += sum(dst.nbytes for dst in dsts)
         await self._expect(imm, coming)
         return sent
-
-    def _peer(self, rank: int) -> MrDesc:
-        return self._peers[rank]
 
     # ------------------------------------------------------------------ writing
 
@@ -399,14 +402,13 @@ class Attempt:
         """Wait for all training ranks: in round r each tells the one 2**r further on."""
         rank, world = self._rank, self._schedule.ranks
         step = 0
-        start_s = self._now()
-        while 1 << step < world:
-            imm = make_imm(Kind.BARRIER, self._attempt, number * _BARRIERS + step)
-            peer = self._peer((rank + (1 << step)) % world)
-            self._watch(self._engine.submit_barrier([peer], imm))
-            await self._expect(imm, 1)
-            step += 1
-        self._spans.append(Span(rank, "barrier", f"barrier {number}", start_s, self._now()))
+        with self._span("barrier", f"barrier {number}"):
+            while 1 << step < world:
+                imm = make_imm(Kind.BARRIER, self._attempt, number * _BARRIERS + step)
+                peer = self._peers[(rank + (1 << step)) % world]
+                self._watch(self._engine.submit_barrier([peer], imm))
+                await self._expect(imm, 1)
+                step += 1
 
     async def _finish(self) -> None:
         """Tell this rank's share of the rollout workers that all ranks have written everything."""
@@ -447,9 +449,6 @@ class Attempt:
         finally:
             if transfer.finished:
                 self._open.pop(transfer, None)
-
-    def _now(self) -> float:
-        return self._engine.driver.now_s()
 
 
 def _pieces(task: Task) -> Iterator[tuple[GatherPiece, int]]:
