@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.apps.rl.compute import AtOnce
+from tep.apps.rl.compute import Compute
 from tep.apps.rl.ports import Kind, Regions, make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
@@ -302,7 +302,7 @@ def test_staging_has_new_keys_after_an_update_that_failed():
             assert "training ranks not through in 1.0 s" in report.error, report.table()
             old = [worker.mr.desc for worker in world.workers]
             schedule = world.controller.schedule
-            world.workers[1].compute = AtOnce()
+            world.workers[1].compute = Compute()
             assert (await world.update(2)).ok
             mr, _ = stranger.reg_mr(np.ones(64, np.uint8))
             for desc in old:

@@ -122,7 +122,7 @@ GREETINGS = [
     for kind in verbs_handshake.Kind
     for qps in ((), ((5, 6), (7, 8)))
 ]
-SCHEDULE = rl_metadata._Wire(rl_metadata._VERSION, 1, ("a",), ("b",), (), b"", 1)
+SCHEDULE = (rl_metadata._VERSION, 1, ("a",), ("b",), (), b"", 1)
 
 
 def loopback_address() -> bytes:

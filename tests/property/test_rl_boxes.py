@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tep
 from tep.apps import rl
-from tep.apps.rl.compute import numpy_dtype, quantise, scale_dtype
+from tep.apps.rl.compute import numpy_dtype, numpy_dtypes, quantise
 from tests.unit.apps.rl_reference import reference_region
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -139,12 +139,12 @@ def memory_of(meta):
     found = {}
     for shard in meta.shards:
         shape = tuple(stop - start for start, stop in shard.parts[0].box)
-        if shard.scale_offset < 0:
+        if len(shard.offsets) == 1:
             found[shard.name] = np.zeros(shape, np.uint16)
             continue
         _, scales = quantise(np.zeros(shape, np.float32), shard.dtype)
         found[shard.name] = np.zeros(shape, np.uint8), np.zeros_like(scales)
-        assert scale_dtype(shard.dtype) == scales.dtype
+        assert numpy_dtypes(shard.dtype)[1] == scales.dtype
     return found
 
 

@@ -19,9 +19,7 @@ from tep.apps.rl.metadata import (
     TargetShard,
     TrainMeta,
     box_size,
-    local_shape,
-    nbytes_of,
-    scale_bytes,
+    extents_of,
     whole,
 )
 from tep.apps.rl.models import (
@@ -113,13 +111,13 @@ def _laid_out(draw, name, wanted):
     at, shards = 0, []
     for target, dtype, parts in draw(st.permutations(wanted)):
         at += draw(st.sampled_from([0, 0, 16, 4096]))
-        offset, at = at, at + nbytes_of(local_shape(parts), dtype)
-        scales = -1
-        if dtype.startswith("fp8"):
-            at += draw(st.sampled_from([0, 16]))
-            scales = at = -(-at // 4) * 4
-            at += scale_bytes(parts, dtype)
-        shards.append(TargetShard(target, dtype, parts, offset, scales))
+        offsets = []
+        for _, nbytes in extents_of(parts, dtype):
+            if offsets:
+                at = -(-(at + draw(st.sampled_from([0, 16]))) // 4) * 4
+            offsets.append(at)
+            at += nbytes
+        shards.append(TargetShard(target, dtype, parts, tuple(offsets)))
     return RolloutMeta(name, 1, tuple(shards), max(at, 1))
 
 

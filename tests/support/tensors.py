@@ -36,6 +36,9 @@ class Tensor:
     def contiguous(self):
         return Tensor(np.ascontiguousarray(self.array), self.dtype, self.requires_grad)
 
+    def reshape(self, *shape):
+        return Tensor(self.array.reshape(*shape), self.dtype, self.requires_grad)
+
     def view(self, dtype):
         return Tensor(self.array.view(_NUMPY[dtype]), dtype, self.requires_grad)
 

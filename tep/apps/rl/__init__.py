@@ -6,8 +6,8 @@ pure, and the room `study` asks what an update would take at full scale.
 
 from __future__ import annotations
 
-from tep.apps.rl.compute import Compute, Threads, numpy_dtype, scale_dtype
-from tep.apps.rl.controller import Controller
+from tep.apps.rl.compute import Compute, Threads, as_bytes, numpy_dtype, numpy_dtypes
+from tep.apps.rl.controller import FAULTS, Controller
 from tep.apps.rl.metadata import (
     Box,
     DType,
@@ -18,10 +18,10 @@ from tep.apps.rl.metadata import (
     TrainMeta,
     box_shape,
     box_size,
+    extents_of,
     flat_boxes,
     mesh_groups,
     placed_box,
-    scale_shape,
     shard_of,
     whole,
 )
@@ -45,10 +45,10 @@ from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
-    "Box", "Compute", "Controller", "DType", "InferLayout", "MeshGroup", "Placed", "RemoteRollout",
-    "RemoteTraining", "RolloutMeta", "RolloutPort", "RolloutWorker", "SourceShard", "Threads",
-    "TrainLayout", "TrainMeta", "TrainingPort", "TrainingWorker", "UpdateReport", "box_shape",
-    "box_size", "flat_boxes", "lay_out", "load_model", "make_schedule", "mesh_groups",
-    "numpy_dtype", "placed_box", "rollout_metas", "scale_dtype", "scale_shape", "shard_of",
-    "train_metas", "whole",
+    "FAULTS", "Box", "Compute", "Controller", "DType", "InferLayout", "MeshGroup", "Placed",
+    "RemoteRollout", "RemoteTraining", "RolloutMeta", "RolloutPort", "RolloutWorker", "SourceShard",
+    "Threads", "TrainLayout", "TrainMeta", "TrainingPort", "TrainingWorker", "UpdateReport",
+    "as_bytes", "box_shape", "box_size", "extents_of", "flat_boxes", "lay_out", "load_model",
+    "make_schedule", "mesh_groups", "numpy_dtype", "numpy_dtypes", "placed_box", "rollout_metas",
+    "shard_of", "train_metas", "whole",
 ]  # fmt: skip

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,6 @@ from tep.apps.rl.metadata import (
     Rows,
     Scaling,
     Task,
-    box_bytes,
     box_shape,
     joined_axis,
     joined_shape,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 __all__ = [
-    "FP8_MAX", "AtOnce", "Compute", "Threads", "as_array", "check_finite", "load_shards",
-    "make_outs", "needed_outs", "numpy_dtype", "quantise", "scale_dtype", "unshard",
+    "FP8_MAX", "Compute", "Threads", "as_array", "as_bytes", "check_finite", "load_shards",
+    "make_outs", "needed_outs", "numpy_dtype", "numpy_dtypes", "quantise", "unshard",
 ]  # fmt: skip
 
 
@@ -51,38 +51,52 @@ Bytes = npt.NDArray[np.uint8]
 
 def load_shards(
     task: Task, rank: int, shards: Mapping[tuple[str, Box], Array], staging: Bytes
-) -> int:
-    """Copy what a rank holds of a task's tensors to its place in staging; return the bytes.
+) -> None:
+    """Copy what a rank holds of a task's tensors to its place in staging.
 
     This is the copy from host to device where the weights are offloaded.
 
     Raises:
         UsageError: a tensor has an infinity or a NaN; its name is in the message.
     """
-    copied = 0
     for gather in task.gathers:
         for piece in gather.pieces:
             if rank in piece.holders:
                 view = _view(staging, piece.offset, gather.dtype, box_shape(piece.box))
-                view[...] = as_array(shards[gather.name, piece.box])
+                view[...] = as_array(shards[gather.name, piece.box], gather.name)
                 check_finite(view, gather.name)
-                copied += box_bytes(piece.box, gather.dtype)
-    return copied
 
 
-def as_array(values: object) -> Array:
-    """Return an array as it is, or a torch tensor as one: a view of it on the host, a copy of one
-    on a device.
+def as_array(values: object, name: str) -> Array:
+    """Return an array as it is, or a torch tensor as one; see as_bytes().
+
+    Raises:
+        UsageError: it is neither; the message has the name.
     """
     if isinstance(values, np.ndarray):
         return values
+    raw, tensor = as_bytes(values, name), typing.cast("Any", values)
+    kind = str(tensor.dtype).removeprefix("torch.")
+    dtype = numpy_dtype("bf16") if kind == "bfloat16" else np.dtype(kind)
+    return raw.view(dtype).reshape(tuple(tensor.shape))
+
+
+def as_bytes(values: object, name: str) -> Bytes:
+    """Return all bytes in C order: where they lie, if that is the host and in this order; else a
+    copy.
+
+    Raises:
+        UsageError: neither a numpy array nor a torch tensor; the message has the name.
+    """
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     torch = sys.modules.get("torch")  # whoever has a tensor has imported it
     if torch is None or not isinstance(values, torch.Tensor):
-        raise UsageError(f"a shard is a numpy array or a torch tensor, not {type(values)!r}")
-    tensor = values.detach().cpu()
-    bf16 = tensor.dtype == torch.bfloat16  # numpy has no such thing; the bits are the same
-    found: Array = (tensor.view(torch.int16) if bf16 else tensor).numpy()
-    return found.view(numpy_dtype("bf16")) if bf16 else found
+        kind = type(values)
+        raise UsageError(f"{name}: a weight is a numpy array or a torch tensor, not {kind!r}")
+    flat = values.detach().contiguous().cpu().reshape(-1)
+    found: Bytes = flat.view(torch.uint8).numpy()
+    return found
 
 
 def unshard(task: Task, staging: Bytes) -> list[Array]:
@@ -118,41 +132,32 @@ def needed_outs(task: Task, rows: Rows) -> list[Out]:
     def touched(offset: int, nbytes: int) -> bool:
         return bool(((starts < offset + nbytes) & (stops > offset)).any())
 
-    return [
-        out
-        for out in task.outs
-        if touched(out.offset, out.nbytes)
-        or (out.scale_nbytes > 0 and touched(out.scale_offset, out.scale_nbytes))
-    ]
+    return [out for out in task.outs if any(itertools.starmap(touched, out.places))]
 
 
-def make_outs(task: Task, outs: Sequence[Out], tensors: Sequence[Array], staging: Bytes) -> int:
-    """Fuse and quantise outputs, straight into their places in staging; return the bytes made."""
-    made = 0
+def make_outs(task: Task, outs: Sequence[Out], tensors: Sequence[Array], staging: Bytes) -> None:
+    """Fuse and quantise outputs, straight into their places in staging."""
     for out in outs:
         parts = [
             tensors[part.gather][_slices(part.box, task.gathers[part.gather].box)]
             for part in out.parts
         ]
         axis = joined_axis(parts[0].ndim)
-        shapes = [part.shape for part in parts]
-        values = _view(staging, out.offset, out.dtype, joined_shape(shapes))
-        places = _along(values, axis, [shape[axis] for shape in shapes])
-        if out.scale_nbytes:
-            scale_shapes = [scale_shape(shape, out.dtype) for shape in shapes]
-            raw = staging[out.scale_offset : out.scale_offset + out.scale_nbytes]
-            scales = raw.view(scale_dtype(out.dtype)).reshape(joined_shape(scale_shapes))
-            blocks = _along(scales, axis, [shape[axis] for shape in scale_shapes])
-            for part, place, block in zip(parts, places, blocks):
-                quantise(part, out.dtype, into=(place, block))
-        else:
-            for part, place in zip(parts, places):
-                with np.errstate(over="ignore"):  # it is refused by name
-                    place[...] = part
-                if part.dtype != place.dtype:
-                    check_finite(place, f"{out.target} as {out.dtype}")
-        made += out.nbytes + out.scale_nbytes
-    return made
+        shapes = [[part.shape for part in parts]]
+        if out.dtype in SCALINGS:
+            shapes.append([scale_shape(part.shape, out.dtype) for part in parts])
+        places = []
+        for (start, nbytes), dtype, mine in zip(out.places, numpy_dtypes(out.dtype), shapes):
+            whole = staging[start : start + nbytes].view(dtype).reshape(joined_shape(mine))
+            places.append(_along(whole, axis, [shape[axis] for shape in mine]))
+        for part, *into in zip(parts, *places):
+            if out.dtype in SCALINGS:
+                quantise(part, out.dtype, into=(into[0], into[1]))
+                continue
+            with np.errstate(over="ignore"):  # it is refused by name
+                into[0][...] = part
+            if part.dtype != into[0].dtype:
+                check_finite(into[0], f"{out.target} as {out.dtype}")
 
 
 def _along(values: Array, axis: int, extents: Sequence[int]) -> list[Array]:
@@ -168,17 +173,7 @@ FP8_MAX: Final = 448.0
 _TINY: Final[np.float32] = np.float32(2.0**-126)
 """Smallest scale: below it float32 has fewer digits, and a value over its scale could pass 448."""
 
-_NAMES: Final[dict[DType, str]] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp8": "float8_e4m3fn",
-    "fp8_channel": "float8_e4m3fn",
-    "fp8_ue8m0": "float8_e4m3fn",
-    "u8": "uint8",
-}
-_EXPONENTS: Final = {"bf16": (np.uint16, 0x7F80), "fp16": (np.uint16, 0x7C00)}
-"""Integers as wide as a dtype, and the bits that are all set in infinities and NaN."""
+_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "u8": "uint8"}
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
@@ -190,13 +185,14 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if dtype in {"fp16", "fp32", "u8"}:
         return np.dtype(_NAMES[dtype])
     ml_dtypes = need("ml_dtypes", "rl", f"an array of {dtype}")
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _NAMES[dtype]))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _NAMES.get(dtype, "float8_e4m3fn")))
     return found
 
 
-def scale_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy dtype of a quantised parameter's scales."""
-    return np.dtype(np.float32 if SCALINGS[dtype].item == 4 else np.uint8)
+def numpy_dtypes(dtype: DType) -> list[np.dtype[Any]]:
+    """The numpy dtype of a parameter; and of its scales, if dtype is quantised."""
+    scales = [SCALINGS[dtype].item] if dtype in SCALINGS else []
+    return [numpy_dtype(dtype), *(np.dtype(np.float32 if n == 4 else np.uint8) for n in scales)]
 
 
 def check_finite(values: Array, name: str) -> None:
@@ -205,19 +201,15 @@ def check_finite(values: Array, name: str) -> None:
     Raises:
         UsageError: there is an infinity or a NaN; the message has the name and the first place.
     """
-    kind = {"bfloat16": "bf16", "float16": "fp16"}.get(values.dtype.name)
-    if kind is None and values.dtype.kind != "f":
+    if values.dtype.kind in "biu":
         return
-    integer, bits = _EXPONENTS.get(kind or "", (None, 0))
-    raw = values if integer is None else values.view(integer)
-
-    def odd(part: Array) -> Array:  # by the bits, where numpy is slow or knows no such float
-        return ~np.isfinite(part) if integer is None else part & bits == bits
-
+    # By the bits, since numpy is slow with bfloat16: infinities and NaN have all of these.
+    raw = values.view(f"u{values.itemsize}")
+    bits = np.array(np.inf, values.dtype).view(raw.dtype)
     # By chunks: a mask of a whole tensor would be another half of it.
     chunks = np.nditer(raw, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=1 << 16)
-    if any(odd(np.asarray(chunk)).any() for chunk in chunks):
-        found = np.argwhere(odd(raw))
+    if any((np.asarray(chunk) & bits == bits).any() for chunk in chunks):
+        found = np.argwhere(raw & bits == bits)
         raise UsageError(
             f"{name}: {len(found)} of {values.size} values are infinite or NaN, the first at "
             f"{found[0].tolist()}; the update is not sent"
@@ -235,7 +227,7 @@ def quantise(
         into: where the result goes; None: allocate it.
 
     Returns:
-        e4m3[..., rows, columns] and scales of scale_shape() and scale_dtype(): value is about
+        e4m3[..., rows, columns] and scales of scale_shape(), see numpy_dtypes(): value is about
         e4m3 * scale, where a UE8M0 scale s stands for 2**(s - 127). A block of zeros has scale 1.
 
     Source: `weight_scale_inv` of DeepSeek-V3's published weights: amax of the block / 448; for
@@ -244,7 +236,8 @@ def quantise(
     scaling = SCALINGS[dtype]
     shape = scale_shape(values.shape, dtype)
     if into is None:
-        into = np.empty(values.shape, numpy_dtype(dtype)), np.empty(shape, scale_dtype(dtype))
+        values_dtype, scales_dtype = numpy_dtypes(dtype)
+        into = np.empty(values.shape, values_dtype), np.empty(shape, scales_dtype)
     quantised, scales = into
     assert (values.shape, shape) == (quantised.shape, scales.shape)
     torch = sys.modules.get("torch")
@@ -308,27 +301,20 @@ def _scales_of(amax: Array, scales: Array, scaling: Scaling) -> npt.NDArray[np.f
     return found.astype(np.float32)
 
 
-T = TypeVar("T")
+class Compute:
+    """At once, in the event loop's thread: for simulations, where computing takes no simulated
+    time.
+    """
 
-
-class Compute(Protocol):
-    """A place for a stage's arithmetic."""
-
-    async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
-        """Run a function that works on so many bytes; return its result."""
-
-
-class AtOnce:
-    """In the event loop's thread: for simulations, where computing takes no simulated time."""
-
-    async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
+    async def run(self, stage: str, nbytes: int, function: Callable[[], None]) -> None:
+        """Run a stage's arithmetic on so many bytes."""
         del stage, nbytes
-        return function()
+        function()
 
 
-class Threads:
+class Threads(Compute):
     """On asyncio's threads, so that stages of different tasks overlap."""
 
-    async def run(self, stage: str, nbytes: int, function: Callable[[], T]) -> T:
+    async def run(self, stage: str, nbytes: int, function: Callable[[], None]) -> None:
         del stage, nbytes
-        return await asyncio.to_thread(function)
+        await asyncio.to_thread(function)

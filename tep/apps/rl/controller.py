@@ -26,7 +26,7 @@ from tep.apps.rl.ports import (
 )
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
 
-__all__ = ["Controller"]
+__all__ = ["FAULTS", "Controller"]
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -34,7 +34,7 @@ P = TypeVar("P")
 Train = TypeVar("Train", bound=TrainingPort)
 Rollout = TypeVar("Rollout", bound=RolloutPort)
 
-_FAULTS: Final = (TepError, OSError, TimeoutError)
+FAULTS: Final = (TepError, OSError, TimeoutError)
 """The errors of a peer that is gone, or of a fabric."""
 
 
@@ -78,7 +78,6 @@ class Controller(Generic[Train, Rollout]):
         self._staging: list[bytes] = []
         self._encoded = b""
         self._stale = False
-        self._descs: dict[str, bytes] = {}
         self._changed = True
         self._busy = False
 
@@ -121,7 +120,6 @@ class Controller(Generic[Train, Rollout]):
 
     def _forget(self, name: str) -> None:
         del self.rollouts[name], self.metas[name]
-        self._descs.pop(name, None)
         self._changed = True
 
     async def admit(self) -> list[PeerResult]:
@@ -131,14 +129,16 @@ class Controller(Generic[Train, Rollout]):
         for port in joining:
             try:
                 meta = await self._ask(port.param_meta())
-            except _FAULTS as error:
+            except FAULTS as error:
                 refused.append(PeerResult("a joining worker", "lost", _say(error)))
                 continue
-            if self.metas.get(meta.name) != meta:
-                self._changed = True
-            self.rollouts[meta.name], self.metas[meta.name] = port, meta
-            self._descs.pop(meta.name, None)
+            self._take(port, meta)
         return refused
+
+    def _take(self, port: Rollout, meta: RolloutMeta) -> None:
+        if self.metas.get(meta.name) != meta:
+            self._changed = True
+        self.rollouts[meta.name], self.metas[meta.name] = port, meta
 
     async def prepare(self) -> bool:
         """Compute and hand out the routing if membership has changed; return whether it had.
@@ -200,7 +200,7 @@ class Controller(Generic[Train, Rollout]):
             peers = await self.admit()
             try:
                 rerouted = await self.prepare()
-            except _FAULTS as error:
+            except FAULTS as error:
                 return self._failed(version, start_s, f"routing: {_say(error)}", peers)
             return await self._try(version, start_s, peers, rerouted)
         finally:
@@ -210,10 +210,10 @@ class Controller(Generic[Train, Rollout]):
         self, version: int, start_s: float, peers: list[PeerResult], rerouted: bool
     ) -> UpdateReport:
         self._attempt += 1
-        gone = await self._begin(version)
+        gone, regions = await self._begin(version)
         try:
-            reports = await self._transfer(tuple(gone))
-        except _FAULTS as error:
+            reports = await self._transfer(regions, tuple(gone))
+        except FAULTS as error:
             self._stale = True
             peers += await self._abort(list(self.rollouts), version, gone)
             return self._failed(version, start_s, _say(error), peers)
@@ -236,18 +236,16 @@ class Controller(Generic[Train, Rollout]):
             rerouted,
         )
 
-    async def _begin(self, version: int) -> dict[str, str]:
-        """Have the rollout workers stop and count; return those that are gone, and why."""
+    async def _begin(self, version: int) -> tuple[dict[str, str], dict[str, bytes]]:
+        """Have the rollout workers stop and count; why some are gone, and the others' regions."""
         assert self.schedule is not None
         counts = self._counts()
         answers = await self.ask_all(
             self.rollouts,
             lambda name, port: port.begin(self._attempt, version, counts[name]),
         )
-        self._descs = {name: found for name, found in answers.items() if isinstance(found, bytes)}
-        return {
-            name: _say(found) for name, found in answers.items() if isinstance(found, Exception)
-        }
+        gone = {name: _say(one) for name, one in answers.items() if isinstance(one, Exception)}
+        return gone, {name: one for name, one in answers.items() if isinstance(one, bytes)}
 
     def _counts(self) -> dict[str, int]:
         """Number of immediates that each rollout worker will count for the weights."""
@@ -263,10 +261,10 @@ class Controller(Generic[Train, Rollout]):
             )
         return found
 
-    async def _transfer(self, skip: Sequence[str]) -> list[TrainReport]:
+    async def _transfer(self, regions: dict[str, bytes], skip: Sequence[str]) -> list[TrainReport]:
         """Run all training ranks; the first that fails ends the others."""
         await asyncio.gather(
-            *(self._ask(port.connect(self._staging, self._descs)) for port in self.trains)
+            *(self._ask(port.connect(self._staging, regions)) for port in self.trains)
         )
         running = [
             asyncio.ensure_future(port.transfer_weights(self._attempt, skip))
@@ -287,7 +285,7 @@ class Controller(Generic[Train, Rollout]):
         number = running.index(failed[0])
         error = failed[0].exception()
         assert error is not None
-        if not isinstance(error, _FAULTS):
+        if not isinstance(error, FAULTS):
             raise error
         raise TepError(f"training rank {number}: {_say(error)}") from error
 
@@ -341,7 +339,7 @@ class Controller(Generic[Train, Rollout]):
         async def one(key: K, port: P) -> T | Exception:
             try:
                 return await self._ask(ask(key, port))
-            except _FAULTS as error:
+            except FAULTS as error:
                 return error
 
         answers = await asyncio.gather(*(one(key, port) for key, port in ports.items()))

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from tep import BadDescriptor, UsageError
 
 __all__ = [
-    "ALIGN_BYTES", "BLOCK", "ITEM_BYTES", "ROW", "SCALINGS", "Box", "DType", "Gather",
+    "ALIGN_BYTES", "BLOCK", "ROW", "SCALINGS", "Box", "DType", "Gather",
     "GatherPiece", "MeshGroup", "Out", "OutPart", "Placed", "RolloutMeta", "Rows", "Scaling",
     "Schedule", "SourceShard", "TargetShard", "Task", "Tensor", "TrainMeta", "box_bytes",
-    "box_shape", "box_size", "flat_boxes", "intersect", "joined_axis", "joined_shape",
-    "local_shape", "mesh_groups", "nbytes_of", "placed_box", "scale_bytes", "scale_shape",
+    "box_shape", "box_size", "extents_of", "flat_boxes", "intersect", "item_bytes", "joined_axis",
+    "joined_shape", "local_shape", "mesh_groups", "nbytes_of", "placed_box", "scale_shape",
     "shard_of", "whole",
 ]  # fmt: skip
 
@@ -34,15 +34,7 @@ DType = Literal["bf16", "fp16", "fp32", "fp8", "fp8_channel", "fp8_ue8m0", "u8"]
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: (start, stop) for each dimension."""
 
-ITEM_BYTES: Final[dict[DType, int]] = {
-    "bf16": 2,
-    "fp16": 2,
-    "fp32": 4,
-    "fp8": 1,
-    "fp8_channel": 1,
-    "fp8_ue8m0": 1,
-    "u8": 1,
-}
+_WIDE: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 BLOCK: Final = 128
 """Edge of a quantisation block. Source: `weight_block_size` in DeepSeek-V3's published config.json,
@@ -109,15 +101,14 @@ class TargetShard(NamedTuple):
         dtype: in inference.
         parts: pieces of source tensors, joined along the last axis but one (the only axis of
             vectors); all other extents are equal.
-        offset: byte in the worker's region.
-        scale_offset: byte of the scales; -1 where dtype is not quantised.
+        offsets: byte in the worker's region of the values; and of the scales, if dtype is
+            quantised.
     """
 
     name: str
     dtype: DType
     parts: tuple[SourceShard, ...]
-    offset: int
-    scale_offset: int = -1
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +175,19 @@ def box_size(box: Box) -> int:
     return size
 
 
+def item_bytes(dtype: DType) -> int:
+    """Bytes of an element."""
+    return _WIDE.get(dtype, 1)
+
+
 def nbytes_of(shape: tuple[int, ...], dtype: DType) -> int:
     """Bytes of an array."""
-    return math.prod(shape) * ITEM_BYTES[dtype]
+    return math.prod(shape) * item_bytes(dtype)
 
 
 def box_bytes(box: Box, dtype: DType) -> int:
     """Bytes of a box's elements, packed."""
-    return box_size(box) * ITEM_BYTES[dtype]
+    return box_size(box) * item_bytes(dtype)
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -242,10 +238,16 @@ def scale_shape(shape: tuple[int, ...], dtype: DType = "fp8") -> tuple[int, ...]
     return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns) if columns else 1)
 
 
-def scale_bytes(parts: Sequence[SourceShard], dtype: DType) -> int:
-    """Bytes of the scales of parts joined together."""
-    shapes = (scale_shape(box_shape(part.box), dtype) for part in parts)
-    return sum(math.prod(shape) * SCALINGS[dtype].item for shape in shapes)
+def extents_of(
+    parts: Sequence[SourceShard], dtype: DType
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Shape and bytes of parts joined together; and of their scales, if dtype is quantised."""
+    shape = local_shape(parts)
+    values = shape, nbytes_of(shape, dtype)
+    if dtype not in SCALINGS:
+        return (values,)
+    shape = joined_shape([scale_shape(box_shape(part.box), dtype) for part in parts])
+    return values, (shape, math.prod(shape) * SCALINGS[dtype].item)
 
 
 class Placed(NamedTuple):
@@ -418,7 +420,7 @@ ROW: Final = np.dtype(
 
 Rows = npt.NDArray[np.void]
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _RANKS_MAX: Final = 1 << 31
 
 
@@ -480,19 +482,14 @@ class Out(NamedTuple):
         target: name of the fused parameter.
         dtype: in inference.
         parts: joined along the last axis but one, in order.
-        offset: byte in the task's staging.
-        nbytes: of the values.
-        scale_offset: byte of the block scales, -1 if there are none.
-        scale_nbytes: of the block scales.
+        places: byte in the task's staging and bytes of the values; and of the scales, if dtype is
+            quantised.
     """
 
     target: str
     dtype: DType
     parts: tuple[OutPart, ...]
-    offset: int
-    nbytes: int
-    scale_offset: int
-    scale_nbytes: int
+    places: tuple[tuple[int, int], ...]
 
 
 class Task(NamedTuple):
@@ -591,16 +588,8 @@ class Schedule:
 
     def to_bytes(self) -> bytes:
         """Encode; `from_bytes` is the inverse."""
-        wire = _Wire(
-            _VERSION,
-            self.ranks,
-            self.receivers,
-            self.groups,
-            self.tasks,
-            self.rows.tobytes(),
-            self.watermark_bytes,
-        )
-        return msgspec.msgpack.encode(wire)
+        head = (_VERSION, self.ranks, self.receivers, self.groups, self.tasks)
+        return msgspec.msgpack.encode((*head, self.rows.tobytes(), self.watermark_bytes))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Schedule:
@@ -610,44 +599,37 @@ class Schedule:
             BadDescriptor: these bytes are no schedule of this version.
         """
         try:
-            wire = msgspec.msgpack.decode(data, type=_Wire)
+            version, ranks, receivers, groups, tasks, raw, watermark_bytes = msgspec.msgpack.decode(
+                data, type=_Wire
+            )
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadDescriptor(f"Schedule: {error}") from error
-        if wire.version != _VERSION or len(wire.rows) % ROW.itemsize:
+        if version != _VERSION or len(raw) % ROW.itemsize:
             raise BadDescriptor(
-                f"Schedule: version {wire.version} with {len(wire.rows)} bytes of rows; this tep "
+                f"Schedule: version {version} with {len(raw)} bytes of rows; this tep "
                 f"reads version {_VERSION} and rows of {ROW.itemsize} bytes"
             )
-        rows = np.frombuffer(wire.rows, ROW)
-        wrong = _wrong(wire, rows)
-        if wrong:
+        rows = np.frombuffer(raw, ROW)
+        limits = {"task": len(tasks), "sender": ranks, "receiver": len(receivers)}
+        if wrong := _wrong(limits, rows):
             raise BadDescriptor(f"Schedule: {wrong}")
-        return cls(wire.ranks, wire.receivers, wire.groups, wire.tasks, rows, wire.watermark_bytes)
+        return cls(ranks, receivers, groups, tasks, rows, watermark_bytes)
 
     def digest(self) -> str:
         """SHA-256 of the encoded table: equal on all ranks, or they do not fit together."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
-class _Wire(msgspec.Struct, array_like=True):
-    """A schedule as it travels."""
-
-    version: int
-    ranks: int
-    receivers: tuple[str, ...]
-    groups: tuple[str, ...]
-    tasks: tuple[Task, ...]
-    rows: bytes
-    watermark_bytes: int
+_Wire = tuple[int, int, tuple[str, ...], tuple[str, ...], tuple[Task, ...], bytes, int]
+"""A schedule as it travels, with its version before it."""
 
 
-def _wrong(wire: _Wire, rows: Rows) -> str:
+def _wrong(limits: Mapping[str, int], rows: Rows) -> str:
     """Say which of a schedule's numbers cannot be; "" = none."""
-    if not 0 <= wire.ranks <= _RANKS_MAX:
-        return f"ranks={wire.ranks} is outside 0 .. {_RANKS_MAX}"
+    if not 0 <= limits["sender"] <= _RANKS_MAX:
+        return f"ranks={limits['sender']} is outside 0 .. {_RANKS_MAX}"
     if not len(rows):
         return ""
-    limits = {"task": len(wire.tasks), "sender": wire.ranks, "receiver": len(wire.receivers)}
     for name, count in limits.items():
         low, high = int(rows[name].min()), int(rows[name].max())
         if low < 0 or high >= count:

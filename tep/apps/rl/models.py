@@ -15,6 +15,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
@@ -28,9 +31,7 @@ from tep.apps.rl.metadata import (
     Tensor,
     TrainMeta,
     box_size,
-    local_shape,
-    nbytes_of,
-    scale_bytes,
+    extents_of,
     whole,
 )
 
@@ -359,10 +360,10 @@ class TrainLayout:
         """Number of ranks."""
         return self.fsdp * self.pp * self.ep * self.tp * self.replicas
 
-    def rank(self, stage: int, replica: int, fsdp: int, tp: int, ep: int) -> int:
-        """The rank at these coordinates."""
-        at = (stage * self.replicas + replica) * self.fsdp + fsdp
-        return (at * self.tp + tp) * self.ep + ep
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """All ranks, by stage, replica, fsdp, tp and ep."""
+        sizes = (self.pp, self.replicas, self.fsdp, self.tp, self.ep)
+        return np.arange(self.world).reshape(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,8 +417,7 @@ def train_metas(model: Model, layout: TrainLayout, nics: int = 1) -> tuple[Train
     shards: list[list[SourceShard]] = [[] for _ in range(layout.world)]
     for tensor in model.tensors:
         stage = _stage(tensor.layer, model.layers, layout.pp)
-        dealt = _expert_boxes if tensor.expert else _dense_boxes
-        for ranks, box in dealt(tensor, layout, stage, splits.get(tensor.name, "none")):
+        for ranks, box in _boxes(tensor, layout, stage, splits.get(tensor.name, "none")):
             if box_size(box):
                 shard = SourceShard(tensor.name, box)
                 for rank in ranks:
@@ -437,58 +437,36 @@ def _stage(layer: int, layers: int, pp: int) -> int:
 def _mesh_groups(model: Model, layout: TrainLayout) -> Iterator[MeshGroup]:
     experts = tuple(tensor.name for tensor in model.tensors if tensor.expert)
     dense = tuple(tensor.name for tensor in model.tensors if not tensor.expert)
-    inner = [
-        (replica, fsdp, tp)
-        for replica in range(layout.replicas)
-        for fsdp in range(layout.fsdp)
-        for tp in range(layout.tp)
-    ]
+    ranks = layout.ranks()
     if experts:
-        meshes = tuple(
-            tuple(layout.rank(stage, *at, ep) for at in inner)
-            for stage in range(layout.pp)
-            for ep in range(layout.ep)
-        )
-        yield MeshGroup("experts", experts, meshes)
-    meshes = tuple(
-        tuple(layout.rank(stage, *at, ep) for at in inner for ep in range(layout.ep))
-        for stage in range(layout.pp)
-    )
-    yield MeshGroup("dense", dense, meshes)
+        meshes = np.moveaxis(ranks, -1, 1).reshape(layout.pp * layout.ep, -1)
+        yield MeshGroup("experts", experts, tuple(map(tuple, meshes.tolist())))
+    yield MeshGroup("dense", dense, tuple(map(tuple, ranks.reshape(layout.pp, -1).tolist())))
 
 
-def _expert_boxes(
-    tensor: Tensor, layout: TrainLayout, stage: int, split: str
-) -> Iterator[tuple[tuple[int, ...], Box]]:
-    del split  # experts are not cut by tensor parallelism
-    pieces = layout.fsdp * layout.tp
-    for ep in range(layout.ep):
-        start, stop = cut(tensor.shape[0], layout.ep, ep)
-        for k in range(pieces):
-            box = [(start, stop), *whole(tensor.shape[1:])]
-            axis = 0 if stop - start >= pieces else 1
-            low, high = cut(box[axis][1] - box[axis][0], pieces, k)
-            box[axis] = (box[axis][0] + low, box[axis][0] + high)
-            fsdp, tp = divmod(k, layout.tp)
-            ranks = (layout.rank(stage, r, fsdp, tp, ep) for r in range(layout.replicas))
-            yield tuple(ranks), tuple(box)
-
-
-def _dense_boxes(
-    tensor: Tensor, layout: TrainLayout, stage: int, split: str
-) -> Iterator[tuple[tuple[int, ...], Box]]:
-    axis = {"rows": 0, "columns": 1}.get(split)
-    for tp in range(layout.tp):
-        outer = list(whole(tensor.shape))
-        if axis is not None and axis < len(outer):
-            outer[axis] = cut(tensor.shape[axis], layout.tp, tp)
-        for k in range(layout.fsdp * layout.ep):
-            box = list(outer)
-            low, high = cut(box[0][1] - box[0][0], layout.fsdp * layout.ep, k)
-            box[0] = (box[0][0] + low, box[0][0] + high)
-            fsdp, ep = divmod(k, layout.ep)
-            ranks = (layout.rank(stage, r, fsdp, tp, ep) for r in range(layout.replicas))
-            yield tuple(ranks), tuple(box)
+def _boxes(
+    tensor: Tensor, layout: TrainLayout, stage: int, split: Split
+) -> Iterator[tuple[list[int], Box]]:
+    """The boxes of a tensor, and the ranks that hold each: one of every replica."""
+    ranks = layout.ranks()[stage]
+    if tensor.expert:  # not cut by tensor parallelism
+        outer, axis = layout.ep, 0
+        ranks = np.moveaxis(ranks, -1, 1).reshape(layout.replicas, outer, -1)
+    else:
+        outer, axis = layout.tp, {"rows": 0, "columns": 1}.get(split, -1)
+        ranks = np.moveaxis(ranks, -2, 1).reshape(layout.replicas, outer, -1)
+    inner = ranks.shape[-1]
+    for k in range(outer):
+        area = list(whole(tensor.shape))
+        if 0 <= axis < len(area):
+            area[axis] = cut(tensor.shape[axis], outer, k)
+        start, stop = area[0]
+        along = 1 if tensor.expert and stop - start < inner else 0
+        start, stop = area[along]
+        for j in range(inner):
+            low, high = cut(stop - start, inner, j)
+            box = (*area[:along], (start + low, start + high), *area[along + 1 :])
+            yield ranks[:, k, j].tolist(), box
 
 
 # ---------------------------------------------------------------------- inference
@@ -528,11 +506,11 @@ def lay_out(
     found, at = [], 0
     gap = ALIGN_BYTES if apart else 0
     for name, dtype, parts in targets:
-        offset, at = at, at + _aligned(nbytes_of(local_shape(parts), dtype)) + gap
-        scales = -1
-        if dtype in SCALINGS:
-            scales, at = at, at + _aligned(scale_bytes(parts, dtype)) + gap
-        found.append(TargetShard(name, dtype, parts, offset, scales))
+        offsets = []
+        for _, nbytes in extents_of(parts, dtype):
+            offsets.append(at)
+            at += _aligned(nbytes) + gap
+        found.append(TargetShard(name, dtype, parts, tuple(offsets)))
     return tuple(found), at
 
 

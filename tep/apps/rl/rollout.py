@@ -14,17 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import Expectation, TepError, TransferEngine, UsageError, WaitTimeout
-from tep.apps.rl.compute import numpy_dtype, scale_dtype
-from tep.apps.rl.metadata import (
-    RolloutMeta,
-    TargetShard,
-    box_shape,
-    joined_shape,
-    local_shape,
-    nbytes_of,
-    scale_bytes,
-    scale_shape,
-)
+from tep.apps.rl.compute import numpy_dtypes
+from tep.apps.rl.metadata import RolloutMeta, TargetShard, extents_of
 from tep.apps.rl.ports import Kind, Regions, RolloutState, make_imm
 
 if TYPE_CHECKING:
@@ -222,17 +213,12 @@ class RolloutWorker:
         if self._parameters:
             own = self._parameters[shard.name]
             return own if isinstance(own, tuple) else (own, None)
-        shape = local_shape(shard.parts)
-        nbytes = nbytes_of(shape, shard.dtype)
-        raw = self.region[shard.offset : shard.offset + nbytes]
-        values = raw.view(numpy_dtype(shard.dtype)).reshape(shape)
-        if shard.scale_offset < 0:
-            return values, None
-        boxes = [box_shape(part.box) for part in shard.parts]
-        shape = joined_shape([scale_shape(box, shard.dtype) for box in boxes])
-        nbytes = scale_bytes(shard.parts, shard.dtype)
-        raw = self.region[shard.scale_offset : shard.scale_offset + nbytes]
-        return values, raw.view(scale_dtype(shard.dtype)).reshape(shape)
+        extents, dtypes = extents_of(shard.parts, shard.dtype), numpy_dtypes(shard.dtype)
+        found = [
+            self.region[start : start + nbytes].view(dtype).reshape(shape)
+            for start, dtype, (shape, nbytes) in zip(shard.offsets, dtypes, extents)
+        ]
+        return found[0], found[1] if len(found) > 1 else None
 
     def close(self) -> None:
         """Give the regions back; the engine stays open."""
@@ -256,13 +242,11 @@ def _memory_of(
     for shard in meta.shards:
         own = parameters[shard.name]
         pair = own if isinstance(own, tuple) else (own,)
-        sizes = [nbytes_of(local_shape(shard.parts), shard.dtype)]
-        if shard.scale_offset >= 0:
-            sizes.append(scale_bytes(shard.parts, shard.dtype))
+        sizes = [nbytes for _, nbytes in extents_of(shard.parts, shard.dtype)]
         if len(pair) != len(sizes):
             raise UsageError(
                 f"{meta.name}: {shard.name} is {shard.dtype}, and has {len(pair)} pieces of memory "
                 f"where {len(sizes)} are needed (values, and the scales of a quantised parameter)"
             )
-        found.update(zip((shard.offset, shard.scale_offset), zip(pair, sizes)))
+        found.update(zip(shard.offsets, zip(pair, sizes)))
     return dict(sorted(found.items()))

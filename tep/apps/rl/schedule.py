@@ -23,7 +23,6 @@ import numpy.typing as npt
 from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
-    ITEM_BYTES,
     ROW,
     SCALINGS,
     Box,
@@ -43,7 +42,9 @@ from tep.apps.rl.metadata import (
     box_bytes,
     box_shape,
     box_size,
+    extents_of,
     intersect,
+    item_bytes,
     joined_axis,
     local_shape,
     scale_shape,
@@ -196,22 +197,20 @@ class _Content:
     dtype: DType
     parts: tuple[SourceShard, ...]
     receivers: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    scale_offsets: list[int] = field(default_factory=list)
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
 
 
 def _contents(rollouts: Sequence[RolloutMeta]) -> dict[str, list[_Content]]:
     """By target name, in the order in which the targets are first seen."""
     found: dict[str, dict[tuple[object, ...], _Content]] = {}
     for receiver, meta in enumerate(rollouts):
-        for name, dtype, parts, offset, scale_offset in meta.shards:
+        for name, dtype, parts, offsets in meta.shards:
             same = found.setdefault(name, {})
             content = same.get((dtype, parts))
             if content is None:
                 content = same[dtype, parts] = _Content(dtype, parts)
             content.receivers.append(receiver)
-            content.offsets.append(offset)
-            content.scale_offsets.append(scale_offset)
+            content.offsets.append(offsets)
     return {name: list(same.values()) for name, same in found.items()}
 
 
@@ -323,7 +322,7 @@ def _need(held: _Held, members: tuple[int, ...], unit: _Unit) -> int:
     for name in _sources_of([unit]):
         source = held.sources[name][members]
         gathered += box_bytes(source.box, held.dtypes[name]) * (1 if source.in_order else 2)
-    return gathered + sum(piece.nbytes + piece.scale_nbytes for piece, _ in unit.pieces)
+    return gathered + sum(nbytes for piece, _ in unit.pieces for nbytes, _ in piece.spread)
 
 
 def _draft(held: _Held, group: int, members: tuple[int, ...], units: Sequence[_Unit]) -> _Draft:
@@ -347,12 +346,11 @@ def _draft(held: _Held, group: int, members: tuple[int, ...], units: Sequence[_U
     contents = [pair for unit in units for pair in unit.pieces]
     for piece, content in contents:
         parts = tuple(OutPart(where[content.parts[k].name], box) for k, box in piece.parts)
-        offset, at = at, _aligned(at + piece.nbytes)
-        scale_offset = -1
-        if piece.scale_nbytes:
-            scale_offset, at = at, _aligned(at + piece.scale_nbytes)
-        places = (offset, piece.nbytes, scale_offset, piece.scale_nbytes)
-        outs.append(Out(piece.target, piece.dtype, parts, *places))
+        places = []
+        for nbytes, _ in piece.spread:
+            places.append((at, nbytes))
+            at = _aligned(at + nbytes)
+        outs.append(Out(piece.target, piece.dtype, parts, tuple(places)))
     made = (tuple(gathers), tuple(outs), gather_bytes, at)
     task = Task(0, units[0].target, group, members, *made, (), ())
     return _Draft(task, units[0].order, tuple(contents))
@@ -393,13 +391,12 @@ def _rows(draft: _Draft, loads: Floats, speeds: Floats) -> Rows:
         loads: bytes that each rank has been given so far; this task's are added.
         speeds: of each rank.
     """
-    tables = []
+    tables: list[Rows] = []
     for out, (piece, content) in zip(draft.task.outs, draft.contents):
-        tables.append(_table(content.receivers, content.offsets, out.offset, piece.runs))
-        if out.scale_offset >= 0:
-            tables.append(
-                _table(content.receivers, content.scale_offsets, out.scale_offset, piece.scale_runs)
-            )
+        tables += (
+            _table(content.receivers, offsets, src, runs)
+            for (src, _), (_, runs), offsets in zip(out.places, piece.spread, zip(*content.offsets))
+        )
     line = coalesce(np.concatenate(tables))
     members = np.array(draft.task.members)
     table, given = deal_out(line, loads[members], speeds[members])
@@ -431,19 +428,13 @@ class Piece(NamedTuple):
         target: name of the target.
         dtype: in inference.
         parts: (number of the part, box in its source tensor), joined in this order.
-        nbytes: of its values.
-        runs: where they go.
-        scale_nbytes: of its block scales; 0 if it has none.
-        scale_runs: where those go.
+        spread: bytes of its values and where they go; and of its scales, if dtype is quantised.
     """
 
     target: str
     dtype: DType
     parts: tuple[tuple[int, Box], ...]
-    nbytes: int
-    runs: Runs
-    scale_nbytes: int
-    scale_runs: Runs
+    spread: tuple[tuple[int, Runs], ...]
 
 
 def pieces_of(
@@ -464,31 +455,24 @@ def pieces_of(
         for part, box in zip(parts, boxes):
             _check_blocks(target, part, box, scaling)
     axis = joined_axis(len(shape))
+    item = item_bytes(dtype)
     edges = np.cumsum([0, *(box_shape(part.box)[axis] for part in parts)]).tolist()
-    scales = [scale_shape(box_shape(part.box), dtype) if scaling else () for part in parts]
-    scale_edges = np.cumsum([0, *(found[axis] if found else 0 for found in scales)]).tolist()
-    scale_whole = (*scales[0][:axis], scale_edges[-1], *scales[0][axis + 1 :]) if scales[0] else ()
+    if scaling:
+        _, (scale_whole, _) = extents_of(parts, dtype)
+        heights = (scale_shape(box_shape(part.box), dtype)[axis] for part in parts)
+        scale_edges = np.cumsum([0, *heights]).tolist()
     for first, last, box in _joined(inner, edges, axis):
         chosen = tuple((k, found) for k in range(first, last) if (found := boxes[k]) is not None)
-        scale_box: Box = ()
+        spread = [(box_size(box) * item, runs_of(shape, box, item))]
         if scaling:
             low = scale_edges[first] + (box[axis][0] - edges[first]) // scaling.rows
             high = scale_edges[last - 1] - (edges[last - 1] - box[axis][1]) // scaling.rows
             start, stop = box[-1]
             wide = scaling.columns or max(stop, 1)  # all columns: one block
             scale_box = (*box[:-2], (low, high), (start // wide, -(-stop // wide)))
-        item = ITEM_BYTES[dtype]
-        yield Piece(
-            target,
-            dtype,
-            chosen,
-            box_size(box) * item,
-            runs_of(shape, box, item),
-            box_size(scale_box) * scaling.item if scaling else 0,
-            runs_of(scale_whole, scale_box, scaling.item)
-            if scaling
-            else (np.zeros(0, np.int64), 0),
-        )
+            runs = runs_of(scale_whole, scale_box, scaling.item)
+            spread.append((box_size(scale_box) * scaling.item, runs))
+        yield Piece(target, dtype, chosen, tuple(spread))
 
 
 def _inside(part: Box, box: Box | None) -> Box | None:

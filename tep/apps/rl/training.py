@@ -39,7 +39,7 @@ from tep import (
     TransferEngine,
     UsageError,
 )
-from tep.apps.rl.compute import AtOnce, Compute, load_shards, make_outs, needed_outs, unshard
+from tep.apps.rl.compute import Compute, load_shards, make_outs, needed_outs, unshard
 from tep.apps.rl.metadata import Box, GatherPiece, Rows, Schedule, Task, TrainMeta, box_bytes
 from tep.apps.rl.ports import (
     ROUTING,
@@ -82,7 +82,7 @@ class TrainingWorker:
         self.schedule: Schedule | None = None
         self.engine = engine
         self.shards = shards
-        self.compute = compute or AtOnce()
+        self.compute = compute or Compute()
         self.staging: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.peers: list[MrDesc] = []
         self.rollouts: dict[str, Regions] = {}
@@ -91,19 +91,10 @@ class TrainingWorker:
         self._work: Attempt | None = None
         self._idle = asyncio.Event()
         self._cancelled = False
-        self.hold(meta)
-
-    def hold(self, meta: TrainMeta) -> None:
-        """Hold other tensors from now on; a new routing has to follow.
-
-        Raises:
-            UsageError: an array is missing.
-        """
-        missing = [tuple(shard) for shard in meta.shards if tuple(shard) not in self.shards]
+        self._meta = meta
+        missing = [tuple(shard) for shard in meta.shards if tuple(shard) not in shards]
         if missing:
             raise UsageError(f"rank {meta.rank}: no array for {missing[:3]}")
-        self._meta = meta
-        self.schedule = None
 
     @property
     def mr(self) -> MrHandle:

@@ -264,20 +264,15 @@ def expected_region(
         parts = [checkpoint.read(tensors[part.name], part.box) for part in shard.parts]
         axis = joined_axis(parts[0].ndim)
         if shard.dtype in SCALINGS:
-            pairs = [quantise(part, shard.dtype) for part in parts]
-            scales = np.concatenate([scales for _, scales in pairs], axis)
-            _put(region, shard.scale_offset, scales.view(np.uint8).reshape(-1))
-            values = np.concatenate([values for values, _ in pairs], axis)
+            made = zip(*(quantise(part, shard.dtype) for part in parts))
+            arrays = [np.concatenate(mine, axis) for mine in made]
         else:
-            values = np.concatenate(parts, axis).astype(numpy_dtype(shard.dtype))
-        _put(region, shard.offset, values.view(np.uint8).reshape(-1))
+            arrays = [np.concatenate(parts, axis).astype(numpy_dtype(shard.dtype))]
+        for offset, array in zip(shard.offsets, arrays):
+            region[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
     return region
 
 
 def expected_digest(model: Model, checkpoint: Checkpoint, meta: RolloutMeta) -> str:
     """SHA-256 of expected_region()."""
     return hashlib.sha256(expected_region(model, checkpoint, meta).data).hexdigest()
-
-
-def _put(region: npt.NDArray[np.uint8], offset: int, raw: npt.NDArray[np.uint8]) -> None:
-    region[offset : offset + len(raw)] = raw

@@ -11,32 +11,29 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Final, Protocol, TypeVar
 
 from tep import FabricError, TepError, UsageError
 from tep.apps.rl import (
+    FAULTS,
     Controller,
-    MeshGroup,
     RemoteRollout,
     RemoteTraining,
+    RolloutMeta,
     RolloutPort,
     TrainingPort,
     UpdateReport,
     mesh_groups,
 )
-from tep.integrations.weights.ranks import (
-    Held,
-    Param,
-    wire_form,
-)
+from tep.integrations.weights.ranks import Held, Param, wire_form
 from tep.rendezvous.calls import Call
 
 __all__ = ["Hub", "ReceiverPort", "RemoteReceiver", "RemoteSender", "SenderPort"]
 
 T = TypeVar("T")
 
-_FAULTS: Final = (TepError, OSError, TimeoutError)
 _ITEM_MAX: Final = 4  # bytes of the widest dtype that travels
 _ROOM_BYTES: Final = 1 << 16  # scales and padding
 
@@ -47,11 +44,8 @@ class SenderPort(TrainingPort, Protocol):
     async def held(self, version: int) -> Held:
         """Wait until it has a version; return what there is of it."""
 
-    async def plan(self, groups: tuple[MeshGroup, ...]) -> None:
-        """Take the mesh groups."""
-
-    async def ended(self, why: str) -> None:
-        """The update is over; why it failed, or ""."""
+    async def ended(self, version: int, why: str) -> None:
+        """The update to a version is over; why it failed, or ""."""
 
 
 class ReceiverPort(RolloutPort, Protocol):
@@ -60,21 +54,17 @@ class ReceiverPort(RolloutPort, Protocol):
     async def welcome(self) -> None:
         """The hub knows it."""
 
-    async def describe(self, params: tuple[Param, ...]) -> None:
-        """Get ready for these parameters."""
+    async def describe(self, params: tuple[Param, ...]) -> RolloutMeta:
+        """Get ready for these parameters; return what it holds of them."""
 
-    async def complete(self, version: int) -> None:
-        """All ranks have all of a version."""
-
-    async def failed(self, version: int, why: str) -> None:
-        """An update has failed."""
+    async def ended(self, version: int, why: str) -> None:
+        """All ranks have all of a version; or why its update failed."""
 
 
 class RemoteSender(RemoteTraining):
     """A training rank in another process."""
 
     held = Call(Held)
-    plan = Call(NoneType)
     ended = Call(NoneType)
 
 
@@ -82,9 +72,8 @@ class RemoteReceiver(RemoteRollout):
     """A rollout rank in another process."""
 
     welcome = Call(NoneType)
-    describe = Call(NoneType)
-    complete = Call(NoneType)
-    failed = Call(NoneType)
+    describe = Call(RolloutMeta)
+    ended = Call(NoneType)
 
 
 class Hub(Controller[SenderPort, ReceiverPort]):
@@ -114,10 +103,6 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         self._watermark_min = watermark_bytes
         self._new: dict[str, ReceiverPort] = {}
         self._held: list[Held] = []
-
-    def append(self, train: SenderPort) -> None:
-        super().append(train)
-        self._held = []
 
     @property
     def receivers(self) -> tuple[str, ...]:
@@ -149,29 +134,26 @@ class Hub(Controller[SenderPort, ReceiverPort]):
             if not report.ok or any(report.outcome(name) != "updated" for name in expected):
                 lines = " | ".join(report.table().splitlines())
                 raise TepError(f"{report.error or 'not all rollout ranks have it'}: {lines}")
-        except _FAULTS as error:
+        except FAULTS as error:
             why = f"version {version} failed: {type(error).__name__}: {error}"
-            waiting = dict(enumerate([*self.rollouts.values(), *self._new.values()]))
-            await self.ask_all(waiting, lambda _, port: port.failed(version, why))
-            await self._end(why)
+            await self._end(version, why)
             raise FabricError(why, code="UPDATE_FAILED") from error
-        why = await self._complete(version)
-        await self._end(why)
-        if why:
+        if why := await self._end(version):
             raise FabricError(why, code="UPDATE_FAILED")
         return report
 
-    async def _end(self, why: str) -> None:
-        await self.ask_all(dict(enumerate(self.trains)), lambda _, port: port.ended(why))
-
-    async def _complete(self, version: int) -> str:
-        """Tell all rollout ranks that they may load a version; why one was not told, or ""."""
-        answers = await self.ask_all(self.rollouts, lambda _, port: port.complete(version))
+    async def _end(self, version: int, why: str = "") -> str:
+        """Tell all ranks how an update ended; return why not all of them have its version."""
+        told = self.rollouts | self._new if why else self.rollouts
+        answers = await self.ask_all(told, lambda _, port: port.ended(version, why))
         lost = {name: one for name, one in answers.items() if isinstance(one, Exception)}
-        for name in lost:
-            self.remove(name)
-        said = [f"{name}: {type(one).__name__}: {one}" for name, one in lost.items()]
-        return f"version {version} is in use, but not here: {'; '.join(said)}" if said else ""
+        if lost and not why:
+            for name in lost:
+                self.remove(name)
+            said = "; ".join(f"{name}: {type(one).__name__}: {one}" for name, one in lost.items())
+            why = f"version {version} is in use, but not here: {said}"
+        await self.ask_all(dict(enumerate(self.trains)), lambda _, port: port.ended(version, why))
+        return why
 
     async def _describe(self, version: int) -> None:
         """Describe the weights to whoever does not know them, and plan what has changed."""
@@ -186,20 +168,19 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         if not params:
             raise UsageError("the weights are empty: no training rank was given a parameter")
         self._held = []  # until all of this is done
-        await self._all(receiver.describe(params) for receiver in self._new.values())
-        for receiver in self._new.values():
-            self.add(receiver)
-        self._new = {}
-        for refused in await self.admit():
-            raise TepError(refused.detail)
+        new = dict(self._new)
+        metas = await self._all(receiver.describe(params) for receiver in new.values())
+        for (name, receiver), meta in zip(new.items(), metas):
+            self._take(receiver, replace(meta, name=name))  # a connection speaks for one rank
+        self._new = {name: one for name, one in self._new.items() if one is not new.get(name)}
         joined = [
-            ([part.name for part in shard.parts], shard.scale_offset >= 0)
+            ([part.name for part in shard.parts], len(shard.offsets) > 1)
             for meta in self.metas.values()
             for shard in meta.shards
         ]
         groups = mesh_groups([one.boxes for one in held], joined)
-        await self._all(sender.plan(groups) for sender in self.trains)
-        self.ask_again()
+        self._train_metas = [one.meta(rank, groups) for rank, one in enumerate(held)]
+        self._changed = True
         # A task holds a tensor as its shards, as a whole and as what is made of it.
         largest = max(math.prod(wire_form(param)[1]) for param in params)
         self.watermark_bytes = max(self._watermark_min, largest * _ITEM_MAX * 3 + _ROOM_BYTES)

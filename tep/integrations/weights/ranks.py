@@ -30,12 +30,13 @@ from tep.apps.rl import (
     SourceShard,
     TrainingWorker,
     TrainMeta,
+    as_bytes,
     box_shape,
     box_size,
+    extents_of,
     lay_out,
     numpy_dtype,
-    scale_dtype,
-    scale_shape,
+    numpy_dtypes,
     shard_of,
     whole,
 )
@@ -86,7 +87,7 @@ def piece_of(name: str, tensor: Any, rank: int, world: int) -> tuple[Param, Box,
         UsageError: neither torch's nor numpy's, or a DTensor whose box cannot travel.
     """
     shape, box, local = shard_of(tensor)
-    raw = _bytes_of(local, name)
+    raw = as_bytes(local, name)
     text = str(tensor.dtype).removeprefix("torch.")
     item = raw.nbytes // max(1, math.prod(local.shape)) or np.dtype(np.uint8).itemsize
     param = Param(name, text, shape, item)
@@ -105,35 +106,25 @@ def piece_of(name: str, tensor: Any, rank: int, world: int) -> tuple[Param, Box,
     return param, box, values
 
 
-def _bytes_of(values: Any, name: str) -> npt.NDArray[np.uint8]:
-    """All bytes in C order: of an array or a tensor on the host where they lie, else a copy."""
-    if isinstance(values, np.ndarray):
-        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
-    if torch is None or not isinstance(values, torch.Tensor):
-        raise UsageError(f"{name}: a weight is a numpy array or a torch tensor, not {type(values)}")
-    flat = values.detach().contiguous().cpu().reshape(-1)
-    found: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return found
-
-
-def as_tensor(raw: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-    """A torch tensor over an array's memory; the program has imported torch."""
-    torch: Any = sys.modules["torch"]
-    return torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).view(shape)
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """One training rank's part of a version.
 
     Attributes:
+        nics: of its engine.
         params: all that it was given, in order.
         boxes: what it sends of each, in the shape in which that travels; empty ones are left out.
     """
 
+    nics: int
     params: tuple[Param, ...]
     boxes: dict[str, tuple[Box, ...]]
+
+    def meta(self, rank: int, groups: tuple[MeshGroup, ...]) -> TrainMeta:
+        """The same as the controller has it."""
+        shards = (SourceShard(name, box) for name, mine in self.boxes.items() for box in mine)
+        dtypes = {param.name: wire_form(param)[0] for param in self.params}
+        return TrainMeta(rank, self.nics, tuple(shards), dtypes, groups)
 
 
 class WeightSender(TrainingWorker):
@@ -152,9 +143,8 @@ class WeightSender(TrainingWorker):
             raise UsageError(f"training rank {rank} of {world}")
         self.world = world
         self._shards: dict[tuple[str, Box], Array] = {}
-        nics = len(engine.main_address.domains)
-        super().__init__(engine, TrainMeta(rank, nics, (), {}, ()), self._shards, compute=compute)
-        self._held = Held((), {})
+        self._held = Held(len(engine.main_address.domains), (), {})
+        super().__init__(engine, self._held.meta(rank, ()), self._shards, compute=compute)
         self._version: int | None = None
         self._ready = asyncio.Event()
         self._sent: asyncio.Future[str] | None = None
@@ -196,7 +186,7 @@ class WeightSender(TrainingWorker):
         yield add
         self._shards.clear()
         self._shards.update(shards)
-        self._held = Held(tuple(params), boxes)
+        self._held = Held(self._held.nics, tuple(params), boxes)
 
     async def send(self, version: int, timeout_s: float) -> None:
         """Offer what was loaded as a version, and wait until the hub has sent it.
@@ -235,24 +225,19 @@ class WeightSender(TrainingWorker):
             )
         return self._held
 
-    async def plan(self, groups: tuple[MeshGroup, ...]) -> None:
-        """Take the mesh groups, which belong to what held() said."""
-        await self.abort()
-        self.close()
-        shards = tuple(SourceShard(name, box) for name, box in self._shards)
-        dtypes = {param.name: wire_form(param)[0] for param in self._held.params}
-        nics = len(self.engine.main_address.domains)
-        self.hold(TrainMeta(self.rank, nics, shards, dtypes, groups))
-
-    async def ended(self, why: str) -> None:
+    async def ended(self, version: int, why: str) -> None:
         """The version has been sent, or could not be."""
+        del version  # the hub may have heard of another one than this rank sends
+        self._settle(why)
+
+    def _settle(self, why: str) -> None:
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(why)
 
     async def gone(self, why: str) -> None:
         """The hub hung up."""
         self._gone = why
-        await self.ended(why)
+        self._settle(why)
 
 
 class Want(NamedTuple):
@@ -284,7 +269,7 @@ class Weight(NamedTuple):
     param: Param
     dtype: DType
     values: Array
-    scales: Array | None
+    scales: Array | None = None
 
 
 def as_sent(param: Param) -> Want:
@@ -312,8 +297,7 @@ class WeightReceiver(RolloutWorker):
         self.name = name
         self._wants = wants
         self._params: tuple[Param, ...] = ()
-        self._wanted: dict[str, tuple[Param, Want]] = {}
-        self._arrays: dict[str, Array | tuple[Array, Array]] = {}
+        self._weights: list[Weight] = []
         self._complete: int | None = None
         self._taken = True
         self._failed: tuple[int, str] | None = None
@@ -378,13 +362,7 @@ class WeightReceiver(RolloutWorker):
                 "that is not whole on all ranks is not given out"
             )
         with self.lease():
-            yield [self._weight(param) for param, _ in self._wanted.values()]
-
-    def _weight(self, param: Param) -> Weight:
-        _, want = self._wanted[param.name]
-        own = self._arrays[param.name]
-        values, scales = own if isinstance(own, tuple) else (own, None)
-        return Weight(param, want.dtype, values, scales)
+            yield list(self._weights)
 
     # ------------------------------------------------------------------ for the hub
 
@@ -392,34 +370,35 @@ class WeightReceiver(RolloutWorker):
         """The hub knows this rank."""
         self.welcomed.set()
 
-    async def describe(self, params: tuple[Param, ...]) -> None:
+    async def describe(self, params: tuple[Param, ...]) -> RolloutMeta:
         """Allocate memory for the parameters that are wanted, if they are others than before.
 
         Raises:
             UsageError: wants raised, wants nothing at all, or what does not fit its parameter.
         """
         if params == self._params:
-            return
+            return self.meta
         await self.abort()
         self.close()
-        self._params, self._arrays = (), {}
-        self._wanted = {p.name: (p, want) for p in params if (want := self._want(p))}
-        if params and not self._wanted:
+        self._params, self._weights = (), []
+        targets, memory = [], {}
+        for param in params:
+            want = self._want(param)
+            if want is None:
+                continue
+            self._check(param, *want)
+            parts = (SourceShard(param.name, want.box),)
+            extents, dtypes = extents_of(parts, want.dtype), numpy_dtypes(want.dtype)
+            arrays = tuple(np.zeros(shape, kind) for (shape, _), kind in zip(extents, dtypes))
+            self._weights.append(Weight(param, want.dtype, *arrays))
+            if arrays[0].size:
+                targets.append((param.name, want.dtype, parts))
+                memory[param.name] = arrays
+        if params and not self._weights:
             raise UsageError(f"{self.name}: wants says None for all {len(params)} parameters")
-        targets = []
-        for param, (dtype, box) in self._wanted.values():
-            shape = box_shape(box)
-            self._check(param, dtype, box)
-            values: Array = np.zeros(shape, numpy_dtype(dtype))
-            self._arrays[param.name] = values
-            if dtype.startswith("fp8"):
-                scales = np.zeros(scale_shape(shape, dtype), scale_dtype(dtype))
-                self._arrays[param.name] = values, scales
-            if values.size:
-                targets.append((param.name, dtype, (SourceShard(param.name, box),)))
-        meta = RolloutMeta(self.name, self._nics, *lay_out(targets, apart=True))
-        self.hold(meta, {name: self._arrays[name] for name, _, _ in targets})
+        self.hold(RolloutMeta(self.name, self._nics, *lay_out(targets, apart=True)), memory)
         self._params = params
+        return self.meta
 
     def _want(self, param: Param) -> Want | None:
         """Return what the user's function says of a parameter; an error names the parameter."""
@@ -448,14 +427,12 @@ class WeightReceiver(RolloutWorker):
         self._complete = self._failed = None
         return regions
 
-    async def complete(self, version: int) -> None:
-        """Every rank has all of a version: it may be loaded."""
-        self._complete, self._taken = version, False
-        await self._tell()
-
-    async def failed(self, version: int, why: str) -> None:
-        """The update of a version has failed, here or elsewhere: it is not to be waited for."""
-        self._failed = version, why
+    async def ended(self, version: int, why: str) -> None:
+        """Every rank has all of a version, so that it may be loaded; or it will not come."""
+        if why:
+            self._failed = version, why
+        else:
+            self._complete, self._taken = version, False
         await self._tell()
 
     async def gone(self, why: str) -> None:
@@ -468,14 +445,6 @@ class WeightReceiver(RolloutWorker):
             self._news.notify_all()
 
 
-_NAMES: Final[dict[DType, str]] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp8": "float8_e4m3fn",
-    "fp8_channel": "float8_e4m3fn",
-    "fp8_ue8m0": "float8_e4m3fn",
-}
 _SCALES: Final[dict[DType, tuple[str, str]]] = {
     "fp8": ("_scale_inv", "float32"),
     "fp8_channel": ("_scale", "float32"),
@@ -493,7 +462,14 @@ def named_tensors(weights: Iterable[Weight], device: Any = "cpu") -> Iterator[tu
     """
     for param, dtype, values, scales in weights:
         shape = param.shape if dtype == "u8" or not param.shape else values.shape
-        yield param.name, as_tensor(values, _NAMES.get(dtype, param.dtype), shape).to(device)
+        kind = param.dtype if dtype == "u8" else values.dtype.name
+        yield param.name, _as_tensor(values, kind, shape).to(device)
         if scales is not None:
             suffix, kind = _SCALES[dtype]
-            yield param.name + suffix, as_tensor(scales, kind, scales.shape).to(device)
+            yield param.name + suffix, _as_tensor(scales, kind, scales.shape).to(device)
+
+
+def _as_tensor(raw: Array, dtype: str, shape: tuple[int, ...]) -> Any:
+    """A torch tensor over an array's memory; the program has imported torch."""
+    torch: Any = sys.modules["torch"]
+    return torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).view(shape)

@@ -30,11 +30,11 @@ def reference_region(meta, tensors):
         axis = -2 if parts[0].ndim > 1 else 0
         if shard.dtype.startswith("fp8"):
             pairs = [_quantise(part, shard.dtype) for part in parts]
-            _place(region, owned, shard.offset, np.concatenate([p[0] for p in pairs], axis))
-            _place(region, owned, shard.scale_offset, np.concatenate([p[1] for p in pairs], axis))
+            for offset, arrays in zip(shard.offsets, zip(*pairs)):
+                _place(region, owned, offset, np.concatenate(arrays, axis))
         else:
             joined = np.concatenate(parts, axis).astype(DTYPES[shard.dtype])
-            _place(region, owned, shard.offset, joined)
+            _place(region, owned, shard.offsets[0], joined)
     return region, owned
 
 

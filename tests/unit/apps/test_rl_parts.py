@@ -136,7 +136,7 @@ def _one(parts, dtype="bf16", held=None, name="t", groups=None):
     groups = groups or (MeshGroup("all", ("t", "u"), ((0,),)),)
     held = held or (SourceShard("t", box), SourceShard("u", box))
     trains = [TrainMeta(0, 1, held, {"t": "bf16", "u": "bf16"}, groups)]
-    shard = TargetShard(name, dtype, parts, 0, 4096 if dtype == "fp8" else -1)
+    shard = TargetShard(name, dtype, parts, (0, 4096) if dtype == "fp8" else (0,))
     return trains, [RolloutMeta("r0", 1, (shard,), 8192)]
 
 
@@ -294,7 +294,7 @@ def test_a_task_needs_no_memory_beside_its_staging(axis):
     groups = (MeshGroup("all", ("t", "u"), ((0,),)),)
     held = tuple(SourceShard(name, box) for name in "tu" for box in boxes)
     trains = [TrainMeta(0, 1, held, {"t": "bf16", "u": "bf16"}, groups)]
-    target = TargetShard("tu", "fp8", parts, 0, 2 * math.prod(shape))
+    target = TargetShard("tu", "fp8", parts, (0, 2 * math.prod(shape)))
     rollouts = [RolloutMeta("r0", 1, (target,), 3 * math.prod(shape))]
     schedule = make_schedule(trains, rollouts, watermark_bytes=64 * MiB)
     (task,) = schedule.tasks
@@ -384,19 +384,19 @@ def test_torch_tensors_are_shards_too(torch, dtype):
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensor = torch.tensor(values.tolist(), dtype=getattr(torch, dtype), requires_grad=True)
 
-    found = as_array(tensor)
+    found = as_array(tensor, "w")
 
     assert (values == found.astype(np.float32)).all()
     assert found.ctypes.data == tensor.data_ptr()
-    with pytest.raises(tep.UsageError, match="numpy array or a torch tensor, not"):
-        as_array([1.0])
+    with pytest.raises(tep.UsageError, match="w: a weight is a numpy array or a torch tensor, not"):
+        as_array([1.0], "w")
 
 
 def test_without_torch_a_shard_is_an_array(monkeypatch):
     """An ImportError would send whoever passes a list to install torch."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(tep.UsageError, match="numpy array or a torch tensor, not"):
-        as_array([1.0])
+    with pytest.raises(tep.UsageError, match="w: a weight is a numpy array or a torch tensor, not"):
+        as_array([1.0], "w")
 
 
 def test_writes_overlap_in_a_trace_as_transfers_do():
