@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.job import Job, RankedJob, work_as_rank
 from tep.apps.rl.models import InferLayout, TrainLayout, load_model, rollout_metas
-from tep.apps.rl.weights import Checkpoint, write_safetensors
+from tep.apps.rl.weights import Checkpoint
 from tep.base.errors import UsageError
 from tep.cli.rl import app
 from tep.rendezvous import Place
 from tep.rendezvous.launch import launch
 from tests.support.here import require
 from tests.support.rl_serving import Fleet
+from tests.support.safetensors import write_safetensors
 from tests.unit.apps.rl_reference import reference_region
 
 CONFIG = {

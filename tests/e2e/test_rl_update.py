@@ -202,7 +202,7 @@ def test_a_dead_nic_costs_an_update_at_the_most(seed):
             world.check([name for name, version in served.items() if version == 1])
             assert report.ok == (1 in served.values())
             for name in world.actors:
-                if name not in world.controller.members:
+                if name not in world.controller.rollouts:
                     world.controller.add(world.actors[name])
             report = await world.update(2, tries=4)
             assert report.ok, report.error + report.table()
@@ -325,7 +325,7 @@ def test_an_update_that_was_given_up_twice_still_drains():
             assert not (await world.update(1)).ok
             world.controller.timeout_s = 1.0
             for name in world.actors:
-                if name not in world.controller.members:
+                if name not in world.controller.rollouts:
                     world.controller.add(world.actors[name])
             report = await world.update(2)
             assert report.ok, report.error + report.table()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.models import load_model
-from tep.apps.rl.weights import write_safetensors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.safetensors import write_safetensors
 
 CONFIG = {
     "model_type": "llama",

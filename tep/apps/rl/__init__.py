@@ -36,8 +36,6 @@ from tep.apps.rl.models import (
 from tep.apps.rl.ports import (
     RemoteRollout,
     RemoteTraining,
-    RolloutPort,
-    TrainingPort,
     UpdateReport,
 )
 from tep.apps.rl.rollout import RolloutWorker
@@ -46,8 +44,8 @@ from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
     "FAULTS", "Box", "Compute", "Controller", "DType", "InferLayout", "MeshGroup", "Placed",
-    "RemoteRollout", "RemoteTraining", "RolloutMeta", "RolloutPort", "RolloutWorker", "SourceShard",
-    "Threads", "TrainLayout", "TrainMeta", "TrainingPort", "TrainingWorker", "UpdateReport",
+    "RemoteRollout", "RemoteTraining", "RolloutMeta", "RolloutWorker", "SourceShard",
+    "Threads", "TrainLayout", "TrainMeta", "TrainingWorker", "UpdateReport",
     "as_bytes", "box_shape", "box_size", "extents_of", "flat_boxes", "lay_out", "load_model",
     "make_schedule", "mesh_groups", "numpy_dtype", "numpy_dtypes", "placed_box", "rollout_metas",
     "shard_of", "train_metas", "whole",

@@ -11,28 +11,28 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
-import numpy as np
-
 from tep import TepError, UsageError
 from tep.apps.rl.metadata import RolloutMeta, Schedule, TrainMeta
 from tep.apps.rl.ports import (
     PeerResult,
-    RolloutPort,
+    RemoteRollout,
+    RemoteTraining,
     RolloutState,
-    TrainingPort,
     TrainReport,
     UpdateReport,
-    count_rows,
+    count_data,
 )
+from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
+from tep.apps.rl.training import TrainingWorker
 
 __all__ = ["FAULTS", "Controller"]
 
 T = TypeVar("T")
 K = TypeVar("K")
 P = TypeVar("P")
-Train = TypeVar("Train", bound=TrainingPort)
-Rollout = TypeVar("Rollout", bound=RolloutPort)
+Train = TypeVar("Train", bound=TrainingWorker | RemoteTraining)
+Rollout = TypeVar("Rollout", bound=RolloutWorker | RemoteRollout)
 
 FAULTS: Final = (TepError, OSError, TimeoutError)
 """The errors of a peer that is gone, or of a fabric."""
@@ -101,22 +101,17 @@ class Controller(Generic[Train, Rollout]):
         if not 0 <= rank < len(self.trains):
             raise UsageError(f"no training rank {rank}; there are {len(self.trains)}")
         self.trains[rank] = train
-        self.ask_again()
+        self._ask_again()
 
     def append(self, train: Train) -> None:
         """Have another training rank take part from the next update on, with the next number."""
         self.trains.append(train)
-        self.ask_again()
+        self._ask_again()
 
-    def ask_again(self) -> None:
+    def _ask_again(self) -> None:
         """Ask the training ranks before the next update what they hold, and route anew."""
         self._train_metas = []
         self._changed = True
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Names of the rollout workers that the next update will reach, as far as is known."""
-        return tuple(self.rollouts)
 
     def _forget(self, name: str) -> None:
         del self.rollouts[name], self.metas[name]
@@ -239,27 +234,17 @@ class Controller(Generic[Train, Rollout]):
     async def _begin(self, version: int) -> tuple[dict[str, str], dict[str, bytes]]:
         """Have the rollout workers stop and count; why some are gone, and the others' regions."""
         assert self.schedule is not None
-        counts = self._counts()
+        nics = [meta.nics for meta in self._train_metas]
+        counts = {
+            name: count_data(self.schedule, k, nics, self.metas[name].nics)
+            for k, name in enumerate(self.schedule.receivers)
+        }
         answers = await self.ask_all(
             self.rollouts,
             lambda name, port: port.begin(self._attempt, version, counts[name]),
         )
         gone = {name: _say(one) for name, one in answers.items() if isinstance(one, Exception)}
         return gone, {name: one for name, one in answers.items() if isinstance(one, bytes)}
-
-    def _counts(self) -> dict[str, int]:
-        """Number of immediates that each rollout worker will count for the weights."""
-        assert self.schedule is not None
-        rows, found = self.schedule.rows, {}
-        nics = np.array([meta.nics for meta in self._train_metas])[rows["sender"]]
-        for k, name in enumerate(self.schedule.receivers):
-            mine = rows["receiver"] == k
-            sizes, sender_nics = rows["nbytes"][mine].tolist(), nics[mine].tolist()
-            remote = self.metas[name].nics
-            found[name] = sum(
-                count_rows([nbytes], local, remote) for nbytes, local in zip(sizes, sender_nics)
-            )
-        return found
 
     async def _transfer(self, regions: dict[str, bytes], skip: Sequence[str]) -> list[TrainReport]:
         """Run all training ranks; the first that fails ends the others."""

@@ -121,7 +121,7 @@ class RankedJob:
     Args:
         job: what to run.
         place: of this process; the controller listens there.
-        watermark_bytes, bundle_bytes, timeout_s: of the controller.
+        sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
 
     Attributes:
         controller: drives the updates.
@@ -131,22 +131,13 @@ class RankedJob:
         UsageError: another number of processes was started.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        place: Place,
-        *,
-        watermark_bytes: int = 64 * MiB,
-        bundle_bytes: int = 4 * MiB,
-        timeout_s: float = 120.0,
-    ) -> None:
+    def __init__(self, job: Job, place: Place, **sizes: Any) -> None:
         _check_size(job, place)
         self.job = job
         self.trains: list[RemoteTraining] = []
         self.rollouts: dict[str, RemoteRollout] = {}
         self._place = place
-        self._sizes = (watermark_bytes, bundle_bytes)
-        self._timeout_s = timeout_s
+        self._sizes = {"bundle_bytes": 4 * MiB, "timeout_s": 120.0, **sizes}
         self._listener = Listener(place.token, place.host, place.port)
 
     async def __aenter__(self) -> Self:
@@ -165,14 +156,7 @@ class RankedJob:
                 self.trains.append(RemoteTraining(caller))
             else:
                 self.rollouts[name] = RemoteRollout(caller)
-        watermark, bundle = self._sizes
-        self.controller = Controller(
-            self.trains,
-            list(self.rollouts.values()),
-            watermark_bytes=watermark,
-            bundle_bytes=bundle,
-            timeout_s=self._timeout_s,
-        )
+        self.controller = Controller(self.trains, list(self.rollouts.values()), **self._sizes)
 
     async def _caller(self, role: str, name: str) -> Caller:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -180,23 +180,23 @@ class _Builder:
 
     def build(self) -> Model:
         vocab = self._int("vocab_size")
-        self._plain("model.embed_tokens.weight", (vocab, self._hidden), -1, split="rows")
+        self._one("model.embed_tokens.weight", (vocab, self._hidden), -1, split="rows")
         for layer in range(self._layers):
             prefix = f"model.layers.{layer}"
-            self._plain(f"{prefix}.input_layernorm.weight", (self._hidden,), layer)
+            self._one(f"{prefix}.input_layernorm.weight", (self._hidden,), layer)
             if self._config.get("kv_lora_rank") is not None:
                 self._latent_attention(f"{prefix}.self_attn", layer)
             else:
                 self._attention(f"{prefix}.self_attn", layer)
-            self._plain(f"{prefix}.post_attention_layernorm.weight", (self._hidden,), layer)
+            self._one(f"{prefix}.post_attention_layernorm.weight", (self._hidden,), layer)
             if self._is_moe(layer):
                 self._moe(f"{prefix}.{'block_sparse_moe' if self._mixtral else 'mlp'}", layer)
             else:
                 width = self._int("intermediate_size")
                 self._gated(f"{prefix}.mlp", width, layer)
-        self._plain("model.norm.weight", (self._hidden,), self._layers)
+        self._one("model.norm.weight", (self._hidden,), self._layers)
         if not self._flag("tie_word_embeddings", default=False):
-            self._plain("lm_head.weight", (vocab, self._hidden), self._layers, split="rows")
+            self._one("lm_head.weight", (vocab, self._hidden), self._layers, split="rows")
         tensors, fused = tuple(self._tensors), tuple(self._fused)
         return Model(self._name, self._source, self._layers, tensors, fused)
 
@@ -211,16 +211,17 @@ class _Builder:
         if q_rank:
             q_a = self._tensor(f"{at}.q_a_proj.weight", (q_rank, hidden), layer)
             self._fuse(f"{at}.fused_qkv_a_proj.weight", (q_a, kv_a), "fp8")
-            self._plain(f"{at}.q_a_layernorm.weight", (q_rank,), layer)
+            self._one(f"{at}.q_a_layernorm.weight", (q_rank,), layer)
             q_name, q_in = "q_b_proj", q_rank
         else:
             self._fuse(kv_a, (kv_a,), "fp8")
             q_name, q_in = "q_proj", hidden
-        self._linear(f"{at}.{q_name}.weight", (heads * (nope + rope), q_in), layer, "rows", heads)
-        self._plain(f"{at}.kv_a_layernorm.weight", (kv_rank,), layer)
+        shape = (heads * (nope + rope), q_in)
+        self._one(f"{at}.{q_name}.weight", shape, layer, "fp8", "rows", heads)
+        self._one(f"{at}.kv_a_layernorm.weight", (kv_rank,), layer)
         shape = (heads * (nope + value), kv_rank)
-        self._linear(f"{at}.kv_b_proj.weight", shape, layer, "rows", heads)
-        self._linear(f"{at}.o_proj.weight", (hidden, heads * value), layer, "columns", heads)
+        self._one(f"{at}.kv_b_proj.weight", shape, layer, "fp8", "rows", heads)
+        self._one(f"{at}.o_proj.weight", (hidden, heads * value), layer, "fp8", "columns", heads)
 
     def _attention(self, at: str, layer: int) -> None:
         heads, hidden = self._heads, self._hidden
@@ -238,11 +239,11 @@ class _Builder:
             )
             self._fuse(f"{at}.qkv_proj.bias", names, "bf16", "rows", units)
             if not self._type.startswith("qwen2"):
-                self._plain(f"{at}.o_proj.bias", (hidden,), layer)
+                self._one(f"{at}.o_proj.bias", (hidden,), layer)
         if self._type.startswith("qwen3"):
             for which in ("q_norm", "k_norm"):
-                self._plain(f"{at}.{which}.weight", (dim,), layer)
-        self._linear(f"{at}.o_proj.weight", (hidden, heads * dim), layer, "columns", heads)
+                self._one(f"{at}.{which}.weight", (dim,), layer)
+        self._one(f"{at}.o_proj.weight", (hidden, heads * dim), layer, "fp8", "columns", heads)
 
     def _is_moe(self, layer: int) -> bool:
         if not self._experts():
@@ -262,7 +263,7 @@ class _Builder:
     def _moe(self, at: str, layer: int) -> None:
         experts, hidden = self._experts(), self._hidden
         width = self._int("moe_intermediate_size", "intermediate_size")
-        self._plain(f"{at}.gate.weight", (experts, hidden), layer)
+        self._one(f"{at}.gate.weight", (experts, hidden), layer)
         if self._config.get("topk_method") == "noaux_tc":
             bias = self._tensor(f"{at}.gate.e_score_correction_bias", (experts,), layer, "fp32")
             self._fuse(bias, (bias,), "fp32")
@@ -270,7 +271,7 @@ class _Builder:
         shared = self._int("shared_expert_intermediate_size", default=shared)
         if shared and self._type == "qwen2_moe":
             self._gated(f"{at}.shared_expert", shared, layer)
-            self._plain(f"{at}.shared_expert_gate.weight", (1, hidden), layer)
+            self._one(f"{at}.shared_expert_gate.weight", (1, hidden), layer)
         elif shared:
             self._gated(f"{at}.shared_experts", shared, layer)
         names = ("w1", "w3", "w2") if self._mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -288,7 +289,7 @@ class _Builder:
             for which in ("gate", "up")
         )
         self._fuse(f"{at}.gate_up_proj.weight", (gate, up), "fp8", "rows", (0, 0))
-        self._linear(f"{at}.down_proj.weight", (self._hidden, width), layer, "columns", 0)
+        self._one(f"{at}.down_proj.weight", (self._hidden, width), layer, "fp8", "columns", 0)
 
     # ------------------------------------------------------------------ one tensor
 
@@ -316,17 +317,17 @@ class _Builder:
     ) -> None:
         self._fused.append(Fused(name, sources, dtype, split, units, expert))
 
-    def _plain(self, name: str, shape: tuple[int, ...], layer: int, split: Split = "none") -> None:
-        """A parameter that stays bf16: norms, router, embeddings."""
-        self._tensor(name, shape, layer)
-        self._fuse(name, (name,), "bf16", split, (0,))
-
-    def _linear(
-        self, name: str, shape: tuple[int, ...], layer: int, split: Split, units: int
+    def _one(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        layer: int,
+        dtype: DType = "bf16",
+        split: Split = "none",
+        units: int = 0,
     ) -> None:
-        """A projection that is quantised."""
-        self._tensor(name, shape, layer)
-        self._fuse(name, (name,), "fp8", split, (units,))
+        """A parameter that is the same on both sides but for its dtype."""
+        self._fuse(name, (self._tensor(name, shape, layer),), dtype, split, (units,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +354,7 @@ class TrainLayout:
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1."""
-        _check_sizes(self, ("fsdp", "pp", "ep", "tp", "replicas"))
+        _check_sizes(self)
 
     @property
     def world(self) -> int:
@@ -383,7 +384,7 @@ class InferLayout:
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1, and a tp that does not divide ep."""
-        _check_sizes(self, ("ep", "tp", "replicas"))
+        _check_sizes(self)
         if self.ep % self.tp:
             raise UsageError(f"InferLayout: tp={self.tp} does not divide ep={self.ep}")
 
@@ -393,9 +394,8 @@ class InferLayout:
         return self.ep * self.replicas
 
 
-def _check_sizes(layout: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(layout, name)
+def _check_sizes(layout: TrainLayout | InferLayout) -> None:
+    for name, value in asdict(layout).items():
         if not isinstance(value, int) or value < 1:
             raise UsageError(f"{type(layout).__name__}: {name}={value!r}; 1 or more")
 

@@ -1,26 +1,28 @@
-"""The seam between controller and workers: ports, also over a connection; reports, regions and
+"""The seam between controller and workers: workers of other processes; reports, regions and
 immediates.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import NoneType
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
+import numpy as np
 
 from tep import BadDescriptor, FabricError, MrDesc, Routing, Scatter, Span, UsageError, count_imms
-from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.apps.rl.metadata import RolloutMeta, Schedule, TrainMeta
 from tep.rendezvous.calls import Call, Remote
 
 __all__ = [
-    "ATTEMPTS", "ROUTING", "Kind", "PeerResult", "Regions", "RemoteRollout",
-    "RemoteTraining", "RolloutPort", "RolloutState", "TrainReport", "TrainingPort",
-    "UpdateReport", "count_rows", "cut_rows", "make_imm", "stage_span",
+    "ATTEMPTS", "ROUTING", "Kind", "PeerResult", "Regions", "RemoteRollout", "RemoteTraining",
+    "RolloutState", "TrainReport", "UpdateReport", "count_data", "count_row", "cut_rows",
+    "make_imm", "stage_span",
 ]  # fmt: skip
 
 
@@ -67,46 +69,8 @@ def stage_span(who: str, stage: str, task: str, start_s: float, stop_s: float) -
     return Span("transfer" if stage == "write" else "step", who, stage, task, start_s, stop_s, {})
 
 
-class TrainingPort(Protocol):
-    """A training rank as the controller drives it."""
-
-    async def param_meta(self) -> TrainMeta:
-        """Say what it holds."""
-
-    async def set_routing(self, schedule: bytes) -> bytes:
-        """Take a schedule; return the MrDesc of its staging, with keys that nobody has yet."""
-
-    async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
-        """Learn where the ranks' staging (MrDesc) and the rollouts' weights (Regions) are."""
-
-    async def transfer_weights(self, attempt: int, skip: Sequence[str]) -> TrainReport:
-        """Do its part of one update."""
-
-    async def abort(self) -> None:
-        """End an update that runs, with nothing left in flight."""
-
-
-class RolloutPort(Protocol):
-    """A rollout worker as the controller sees it; it is passive in between."""
-
-    async def param_meta(self) -> RolloutMeta:
-        """Say what it holds."""
-
-    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
-        """End what runs, stop serving, and count; return the Regions of its weights."""
-
-    async def finished(self, timeout_s: float) -> int:
-        """Wait until all is counted; return the version it serves."""
-
-    async def abort(self) -> RolloutState:
-        """Give up on the update, unless all of it is here; refuse whatever is still in flight."""
-
-    async def state(self) -> RolloutState:
-        """Say where it stands."""
-
-
 class RemoteTraining(Remote):
-    """A training rank in another process."""
+    """A TrainingWorker in another process."""
 
     set_routing = Call(bytes)
     connect = Call(NoneType)
@@ -122,7 +86,7 @@ class RemoteTraining(Remote):
 
 
 class RemoteRollout(Remote):
-    """A rollout worker in another process."""
+    """A RolloutWorker in another process."""
 
     begin = Call(bytes)
     finished = Call(int)
@@ -264,6 +228,21 @@ def cut_rows(start: int, nbytes: int) -> Iterator[tuple[int, int]]:
         yield at, min(_ROW_BYTES_MAX, start + nbytes - at)
 
 
-def count_rows(sizes: Iterable[int], nlocal: int, nremote: int) -> int:
-    """Number of immediates that rows of these sizes make at their target, under ROUTING."""
-    return sum(count_imms(Scatter(nbytes, ROUTING), nlocal, nremote) for nbytes in sizes)
+def count_row(nbytes: int, nlocal: int, nremote: int) -> int:
+    """Number of immediates that a row of this size makes at its target, under ROUTING."""
+    return count_imms(Scatter(nbytes, ROUTING), nlocal, nremote)
+
+
+def count_data(schedule: Schedule, receiver: int, nlocal: Sequence[int], nremote: int) -> int:
+    """Number of immediates that all weights make at one rollout worker.
+
+    Args:
+        schedule: the routing.
+        receiver: its number in there.
+        nlocal: NICs of each training rank.
+        nremote: NICs of the rollout worker.
+    """
+    rows = schedule.rows[schedule.rows["receiver"] == receiver]
+    nics = np.array(nlocal)[rows["sender"]]
+    kinds = Counter(zip(rows["nbytes"].tolist(), nics.tolist()))
+    return sum(count_row(*kind, nremote) * times for kind, times in kinds.items())

@@ -21,7 +21,7 @@ import tep
 from tep import Expectation, ScatterDst, Span, Transfer
 from tep.apps.rl.metadata import Schedule, Task
 from tep.apps.rl.models import InferLayout, TrainLayout
-from tep.apps.rl.ports import ROUTING, Kind, count_rows, make_imm, stage_span
+from tep.apps.rl.ports import ROUTING, Kind, count_data, make_imm, stage_span
 from tep.base.units import MiB
 from tep.sim import Network, Profile, load_profile
 
@@ -384,17 +384,12 @@ class _Run:
 
     def _expectations(self) -> list[Expectation]:
         """The expectations of each rollout worker: its rows, and the word that all are through."""
-        rows = self._schedule.rows
         found: list[Expectation] = []
+        nlocal, nremote = self._nics
         for k, engine in enumerate(self._rollouts):
-            sizes, times = np.unique(rows["nbytes"][rows["receiver"] == k], return_counts=True)
-            total = sum(
-                count_rows([nbytes], *self._nics) * n
-                for nbytes, n in zip(sizes.tolist(), times.tolist())
-            )
-            for kind, count in ((Kind.DATA, total), (Kind.FINISH, 1)):
-                expectation = engine.expect_imm_count(make_imm(kind, 1), count)
-                found.append(expectation)
+            data = count_data(self._schedule, k, [nlocal] * self._schedule.ranks, nremote)
+            for kind, count in ((Kind.DATA, data), (Kind.FINISH, 1)):
+                found.append(engine.expect_imm_count(make_imm(kind, 1), count))
         return found
 
     def _note(self, mesh: str, stage: str, task: Task, start_s: float, stop_s: float) -> None:

@@ -137,9 +137,11 @@ class RolloutWorker:
         return Regions(tuple(self._memory), tuple(mr.desc for mr in self._mrs))
 
     async def param_meta(self) -> RolloutMeta:
+        """Say what it holds."""
         return self.meta
 
     async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
+        """End what runs, stop serving, and count; return the Regions of its weights."""
         if any(not waiting.finished for waiting in self._waiting):
             await self.abort()  # of an update that the controller has given up
         self._updating = True
@@ -162,6 +164,7 @@ class RolloutWorker:
         return self.regions.to_bytes()
 
     async def finished(self, timeout_s: float) -> int:
+        """Wait until all is counted; return the version it serves."""
         try:
             async with asyncio.timeout(timeout_s):
                 for waiting in self._waiting:
@@ -195,6 +198,7 @@ class RolloutWorker:
         return await self.state()
 
     async def state(self) -> RolloutState:
+        """Say where it stands."""
         arrived = self._waiting[0].arrived if self._waiting else 0
         return RolloutState(self.serving, self._attempt, arrived, self._expected)
 

@@ -46,7 +46,7 @@ from tep.apps.rl.ports import (
     Kind,
     Regions,
     TrainReport,
-    count_rows,
+    count_row,
     cut_rows,
     make_imm,
     stage_span,
@@ -104,9 +104,11 @@ class TrainingWorker:
         return self._mr
 
     async def param_meta(self) -> TrainMeta:
+        """Say what it holds."""
         return self._meta
 
     async def set_routing(self, schedule: bytes) -> bytes:
+        """Take a schedule; return the MrDesc of its staging, with keys that nobody has yet."""
         found = Schedule.from_bytes(schedule)
         await self.abort()  # of an update that the controller has given up
         # New keys, also for old memory: what a dead rank wrote, or a row that failed and lands
@@ -119,10 +121,12 @@ class TrainingWorker:
         return self.mr.desc.to_bytes()
 
     async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
+        """Learn where the ranks' staging (MrDesc) and the rollouts' weights (Regions) are."""
         self.peers = [MrDesc.from_bytes(peer) for peer in peers]
         self.rollouts = {name: Regions.from_bytes(data) for name, data in rollouts.items()}
 
     async def transfer_weights(self, attempt: int, skip: Sequence[str] = ()) -> TrainReport:
+        """Do its part of one update; skip these rollout workers."""
         if self.schedule is None or not self.peers:
             raise UsageError(f"rank {self.rank}: transfer_weights() before routing and peers")
         if self._running is not None:
@@ -155,6 +159,7 @@ class TrainingWorker:
         self._idle.set()
 
     async def abort(self) -> None:
+        """End an update that runs, with nothing left in flight."""
         if self._running is not None:
             self._cancel()
             await self._idle.wait()
@@ -329,7 +334,7 @@ class Attempt:
         rank = self._rank
         nics = len(self._mr.desc.rkeys)
         coming = sum(
-            count_rows([nbytes], len(self._peers[sender].rkeys), nics)
+            count_row(nbytes, len(self._peers[sender].rkeys), nics)
             for piece, total in _pieces(task)
             if (sender := piece.sender_to(rank)) is not None
             for _, nbytes in cut_rows(0, total)

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: read slices without loading the file, write small ones.
+"""Weights in safetensors files: read slices without loading the file.
 
 `expected_region` says what a rollout worker must hold, straight from the checkpoint.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,11 +36,10 @@ from tep.apps.rl.models import Model
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
-__all__ = ["Checkpoint", "expected_digest", "expected_region", "write_safetensors"]
+__all__ = ["Checkpoint", "expected_digest", "expected_region"]
 
 
 _DTYPES: Final[dict[str, DType]] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
-_DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_MAX: Final = 100 << 20
 """Longest header that readers of the format accept. Source: safetensors' own limit, quoted."""
 _INDEX: Final = "model.safetensors.index.json"
@@ -161,15 +159,17 @@ class Checkpoint:
             UsageError: it is not there, or of another shape or dtype.
         """
         found = np.empty(box_shape(box), numpy_dtype(tensor.dtype))
-        inner = tuple(slice(*pair) for pair in box)
-        for name, into, shape, cut in _files(tensor, box, inner):
+        stacked = "*" in tensor.name
+        names = _names(tensor)[slice(*box[0])] if stacked else [tensor.name]
+        shape, inner = (tensor.shape[1:], box[1:]) if stacked else (tensor.shape, box)
+        for name, into in zip(names, found if stacked else [found]):
             values = self.whole(name)
             if values.shape != shape or values.dtype != found.dtype:
                 raise UsageError(
                     f"{self.path}: {name} is {values.dtype}{list(values.shape)}, the model wants "
                     f"{tensor.dtype}{list(shape)}"
                 )
-            found[into] = values[cut]
+            into[...] = values[tuple(slice(*pair) for pair in inner)]
         return found
 
 
@@ -204,54 +204,11 @@ def _read_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _names(tensor: Tensor) -> Iterator[str]:
-    """Names in the file."""
+def _names(tensor: Tensor) -> list[str]:
+    """Names in the file: of a stacked tensor, one for each expert."""
     if "*" not in tensor.name:
-        yield tensor.name
-        return
-    for expert in range(tensor.shape[0]):
-        yield tensor.name.replace("*", str(expert))
-
-
-def _files(
-    tensor: Tensor, box: Box, inner: tuple[slice, ...]
-) -> Iterator[tuple[str, Any, tuple[int, ...], tuple[slice, ...]]]:
-    """(name in the file, where it goes, its whole shape, what of it) for each entry read."""
-    if "*" not in tensor.name:
-        yield tensor.name, ..., tensor.shape, inner
-        return
-    start, stop = box[0]
-    for expert in range(start, stop):
-        name = tensor.name.replace("*", str(expert))
-        yield name, expert - start, tensor.shape[1:], inner[1:]
-
-
-def write_safetensors(path: str | PathLike[str], tensors: Iterable[tuple[Tensor, Array]]) -> int:
-    """Write tensors, stacked experts one by one; return the bytes of the file."""
-    header: dict[str, object] = {}
-    arrays: list[Array] = []
-    at = 0
-    for tensor, values in tensors:
-        stacked = "*" in tensor.name
-        for k, one in enumerate(values if stacked else [values]):
-            name = tensor.name.replace("*", str(k))
-            shape = list(one.shape)
-            nbytes = nbytes_of(one.shape, tensor.dtype)
-            span = [at, at + nbytes]
-            header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": shape,
-                "data_offsets": span,
-            }
-            at += nbytes
-            arrays.append(np.ascontiguousarray(one))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with Path(path).open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for one in arrays:
-            file.write(one.view(np.uint8).reshape(-1).data)
-    return 8 + len(text) + at
+        return [tensor.name]
+    return [tensor.name.replace("*", str(expert)) for expert in range(tensor.shape[0])]
 
 
 def expected_region(

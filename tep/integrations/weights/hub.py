@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 from types import NoneType
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from tep import FabricError, TepError, UsageError
 from tep.apps.rl import (
@@ -22,58 +22,40 @@ from tep.apps.rl import (
     RemoteRollout,
     RemoteTraining,
     RolloutMeta,
-    RolloutPort,
-    TrainingPort,
     UpdateReport,
     mesh_groups,
 )
-from tep.integrations.weights.ranks import Held, Param, wire_form
+from tep.base.units import MiB
+from tep.integrations.weights.ranks import Held, Param, WeightReceiver, WeightSender, wire_form
 from tep.rendezvous.calls import Call
 
-__all__ = ["Hub", "ReceiverPort", "RemoteReceiver", "RemoteSender", "SenderPort"]
+__all__ = ["Hub", "RemoteReceiver", "RemoteSender"]
 
 T = TypeVar("T")
 
 _ITEM_MAX: Final = 4  # bytes of the widest dtype that travels
 _ROOM_BYTES: Final = 1 << 16  # scales and padding
-
-
-class SenderPort(TrainingPort, Protocol):
-    """A training rank as the hub drives it."""
-
-    async def held(self, version: int) -> Held:
-        """Wait until it has a version; return what there is of it."""
-
-    async def ended(self, version: int, why: str) -> None:
-        """The update to a version is over; why it failed, or ""."""
-
-
-class ReceiverPort(RolloutPort, Protocol):
-    """A rollout rank as the hub drives it."""
-
-    async def welcome(self) -> None:
-        """The hub knows it."""
-
-    async def describe(self, params: tuple[Param, ...]) -> RolloutMeta:
-        """Get ready for these parameters; return what it holds of them."""
-
-    async def ended(self, version: int, why: str) -> None:
-        """All ranks have all of a version; or why its update failed."""
+_BUNDLE_BYTES: Final = 4 * MiB
+_WATERMARK_BYTES: Final = 64 * MiB  # more where a parameter needs more
 
 
 class RemoteSender(RemoteTraining):
-    """A training rank in another process."""
+    """A WeightSender in another process."""
 
     held = Call(Held)
     ended = Call(NoneType)
 
 
 class RemoteReceiver(RemoteRollout):
-    """A rollout rank in another process."""
+    """A WeightReceiver in another process."""
 
     welcome = Call(NoneType)
     describe = Call(RolloutMeta)
     ended = Call(NoneType)
+
+
+SenderPort: TypeAlias = WeightSender | RemoteSender
+ReceiverPort: TypeAlias = WeightReceiver | RemoteReceiver
 
 
 class Hub(Controller[SenderPort, ReceiverPort]):
@@ -82,25 +64,10 @@ class Hub(Controller[SenderPort, ReceiverPort]):
     Args:
         senders: the training ranks, in rank order.
         timeout_s: of an update, and of each question.
-        watermark_bytes: temporary memory of a training rank; more where a parameter needs more.
-        bundle_bytes: small parameters share a task up to this.
     """
 
-    def __init__(
-        self,
-        senders: Sequence[SenderPort],
-        *,
-        timeout_s: float = 300.0,
-        watermark_bytes: int = 64 << 20,
-        bundle_bytes: int = 4 << 20,
-    ) -> None:
-        super().__init__(
-            senders,
-            watermark_bytes=watermark_bytes,
-            bundle_bytes=bundle_bytes,
-            timeout_s=timeout_s,
-        )
-        self._watermark_min = watermark_bytes
+    def __init__(self, senders: Sequence[SenderPort], *, timeout_s: float = 300.0) -> None:
+        super().__init__(senders, bundle_bytes=_BUNDLE_BYTES, timeout_s=timeout_s)
         self._new: dict[str, ReceiverPort] = {}
         self._held: list[Held] = []
 
@@ -129,7 +96,7 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         """
         try:
             await self._describe(version)
-            expected = self.members
+            expected = tuple(self.rollouts)
             report = await super().update(version, tries=tries)
             if not report.ok or any(report.outcome(name) != "updated" for name in expected):
                 lines = " | ".join(report.table().splitlines())
@@ -183,7 +150,7 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         self._changed = True
         # A task holds a tensor as its shards, as a whole and as what is made of it.
         largest = max(math.prod(wire_form(param)[1]) for param in params)
-        self.watermark_bytes = max(self._watermark_min, largest * _ITEM_MAX * 3 + _ROOM_BYTES)
+        self.watermark_bytes = max(_WATERMARK_BYTES, largest * _ITEM_MAX * 3 + _ROOM_BYTES)
         self._held = held
 
     async def _all(self, questions: Iterable[Awaitable[T]]) -> list[T]:

@@ -11,7 +11,8 @@ import tep
 from tep.apps.rl.compute import numpy_dtype
 from tep.apps.rl.metadata import Tensor, whole
 from tep.apps.rl.models import model_from_config
-from tep.apps.rl.weights import Checkpoint, write_safetensors
+from tep.apps.rl.weights import Checkpoint
+from tests.support.safetensors import write_safetensors
 from tests.unit.apps.test_rl_parts import SMALL
 
 
