@@ -149,7 +149,8 @@ def make_outs(task: Task, outs: Sequence[Out], tensors: Sequence[Array], staging
         places = []
         for (start, nbytes), dtype, mine in zip(out.places, numpy_dtypes(out.dtype), shapes):
             whole = staging[start : start + nbytes].view(dtype).reshape(joined_shape(mine))
-            places.append(_along(whole, axis, [shape[axis] for shape in mine]))
+            stops = np.cumsum([shape[axis] for shape in mine])
+            places.append(np.split(whole, stops[:-1], axis))
         for part, *into in zip(parts, *places):
             if out.dtype in SCALINGS:
                 quantise(part, out.dtype, into=(into[0], into[1]))
@@ -158,13 +159,6 @@ def make_outs(task: Task, outs: Sequence[Out], tensors: Sequence[Array], staging
                 into[0][...] = part
             if part.dtype != into[0].dtype:
                 check_finite(into[0], f"{out.target} as {out.dtype}")
-
-
-def _along(values: Array, axis: int, extents: Sequence[int]) -> list[Array]:
-    """Cut an array along an axis in views of these extents."""
-    stops = list(itertools.accumulate(extents))
-    head = (slice(None),) * axis
-    return [values[(*head, slice(stop - extent, stop))] for stop, extent in zip(stops, extents)]
 
 
 FP8_MAX: Final = 448.0

@@ -189,47 +189,50 @@ class Controller(Generic[Train, Rollout]):
         if self._busy:
             raise UsageError("an update runs already")
         self._busy = True
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
+        start_s = asyncio.get_running_loop().time()
+        peers: list[PeerResult] = []
+        reports: list[TrainReport] = []
+        error, rerouted = "", False
         try:
-            peers = await self.admit()
-            try:
-                rerouted = await self.prepare()
-            except FAULTS as error:
-                return self._failed(version, start_s, f"routing: {_say(error)}", peers)
-            return await self._try(version, start_s, peers, rerouted)
+            peers += await self.admit()
+            rerouted = await self.prepare()
+            reports = await self._try(version, peers)
+        except FAULTS as found:
+            error = _say(found)
         finally:
             self._busy = False
+        if not error and not any(peer.outcome == "updated" for peer in peers):
+            error = "no rollout worker has the version"
+        if not error:
+            self.version = version
+        elapsed_s = asyncio.get_running_loop().time() - start_s
+        return UpdateReport(
+            version,
+            self._attempt,
+            not error,
+            error,
+            elapsed_s,
+            tuple(peers),
+            tuple(reports),
+            rerouted,
+        )
 
-    async def _try(
-        self, version: int, start_s: float, peers: list[PeerResult], rerouted: bool
-    ) -> UpdateReport:
+    async def _try(self, version: int, peers: list[PeerResult]) -> list[TrainReport]:
+        """Run an update; add how it ended for each peer, also where it fails."""
         self._attempt += 1
         gone, regions = await self._begin(version)
         try:
             reports = await self._transfer(regions, tuple(gone))
-        except FAULTS as error:
+        except FAULTS:
             self._stale = True
             peers += await self._abort(list(self.rollouts), version, gone)
-            return self._failed(version, start_s, _say(error), peers)
+            raise
         for report in reports:
             for name, why in report.lost.items():
                 gone.setdefault(name, f"rank {report.rank}: {why}")
         peers += [PeerResult(f"rank {report.rank}", "sent") for report in reports]
         peers += await self._settle(version, gone)
-        served = any(peer.outcome == "updated" for peer in peers)
-        if served:
-            self.version = version
-        return UpdateReport(
-            version,
-            self._attempt,
-            served,
-            "" if served else "no rollout worker has the version",
-            asyncio.get_running_loop().time() - start_s,
-            tuple(peers),
-            tuple(reports),
-            rerouted,
-        )
+        return reports
 
     async def _begin(self, version: int) -> tuple[dict[str, str], dict[str, bytes]]:
         """Have the rollout workers stop and count; why some are gone, and the others' regions."""
@@ -304,12 +307,6 @@ class Controller(Generic[Train, Rollout]):
             else:
                 results.append(PeerResult(name, "aborted", _stands(found)))
         return results
-
-    def _failed(
-        self, version: int, start_s: float, error: str, peers: Sequence[PeerResult]
-    ) -> UpdateReport:
-        elapsed_s = asyncio.get_running_loop().time() - start_s
-        return UpdateReport(version, self._attempt, False, error, elapsed_s, tuple(peers))
 
     # ------------------------------------------------------------------ questions
 

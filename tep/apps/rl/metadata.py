@@ -8,6 +8,7 @@ serialisable, the same on every rank; how it is made is `schedule`'s matter.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ import numpy.typing as npt
 from tep import BadDescriptor, UsageError
 
 __all__ = [
-    "ALIGN_BYTES", "BLOCK", "ROW", "SCALINGS", "Box", "DType", "Gather",
-    "GatherPiece", "MeshGroup", "Out", "OutPart", "Placed", "RolloutMeta", "Rows", "Scaling",
-    "Schedule", "SourceShard", "TargetShard", "Task", "Tensor", "TrainMeta", "box_bytes",
-    "box_shape", "box_size", "extents_of", "flat_boxes", "intersect", "item_bytes", "joined_axis",
+    "ALIGN_BYTES", "BLOCK", "ROW", "SCALINGS", "Box", "DType", "Gather", "GatherPiece", "MeshGroup",
+    "Out", "OutPart", "Placed", "RolloutMeta", "Rows", "Scaling", "Schedule", "SourceShard",
+    "TargetShard", "Task", "Tensor", "TrainMeta", "are_disjoint", "box_bytes", "box_shape",
+    "box_size", "extents_of", "flat_boxes", "intersect", "item_bytes", "joined_axis",
     "joined_shape", "local_shape", "mesh_groups", "nbytes_of", "placed_box", "scale_shape",
     "shard_of", "whole",
 ]  # fmt: skip
@@ -398,10 +399,17 @@ def mesh_groups(
 
 def _is_direct(held: Sequence[Sequence[Box]]) -> bool:
     """Whether each rank has one box, and any two of them are the same or share nothing."""
-    if any(len(boxes) != 1 for boxes in held):
-        return False
-    different = sorted({boxes[0] for boxes in held})
-    return not any(intersect(a, b) for k, a in enumerate(different) for b in different[k + 1 :])
+    return all(len(boxes) == 1 for boxes in held) and are_disjoint({boxes[0] for boxes in held})
+
+
+def are_disjoint(boxes: Iterable[Box]) -> bool:
+    """Whether boxes share no element; quick where they differ in one axis only."""
+    boxes = sorted(boxes)
+    axes = [k for k, axis in enumerate(zip(*boxes)) if any(pair != axis[0] for pair in axis)]
+    if len(axes) <= 1:
+        spans = [box[axes[0]] for box in boxes] if axes else [(0, 1)] * len(boxes)
+        return all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    return not any(intersect(a, b) for k, a in enumerate(boxes) for b in boxes[k + 1 :])
 
 
 # ---------------------------------------------------------------------- the routing table
@@ -582,9 +590,7 @@ class Schedule:
         return self._sums("receiver", len(self.receivers))
 
     def _sums(self, column: str, count: int) -> npt.NDArray[np.int64]:
-        found = np.zeros(count, np.int64)
-        np.add.at(found, self.rows[column], self.rows["nbytes"])
-        return found
+        return np.bincount(self.rows[column], self.rows["nbytes"], count).astype(np.int64)
 
     def to_bytes(self) -> bytes:
         """Encode; `from_bytes` is the inverse."""

@@ -246,7 +246,12 @@ class _Run:
         """Run it; return simulated seconds."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        counts = self._expectations()
+        nlocal, nremote = self._nics
+        counts: list[Expectation] = []
+        for k, engine in enumerate(self._rollouts):
+            data = count_data(self._schedule, k, [nlocal] * self._schedule.ranks, nremote)
+            for kind, count in ((Kind.DATA, data), (Kind.FINISH, 1)):
+                counts.append(engine.expect_imm_count(make_imm(kind, 1), count))
         for number, name in enumerate(self._schedule.groups):
             meshes: dict[tuple[int, ...], list[Task]] = {}
             for task in self._schedule.tasks:
@@ -260,8 +265,8 @@ class _Run:
             await ended.wait()
         await self._barrier(len(self._schedule.groups))
         self._finish()
-        for count in counts:
-            await count
+        for expectation in counts:
+            await expectation
         return loop.time() - start_s
 
     # ------------------------------------------------------------------ training ranks
@@ -278,7 +283,10 @@ class _Run:
             await self._room(task)
             if loop.time() > began:
                 self._note(mesh, "watermark", task, began, loop.time())
-            seconds = self._times.seconds(task, self._rows_mean(task))
+            # The mean of the members: one that writes more keeps the others waiting where they
+            # gather next. That is in the published time of gathering, and must not count twice.
+            rows = self._rows[task.number] / len(task.members)
+            seconds = self._times.seconds(task, rows)
             at = loop.time()
             for name, each in seconds.items():
                 self.stages_ms[name] = self.stages_ms.get(name, 0.0) + each * 1e3 * len(
@@ -324,13 +332,6 @@ class _Run:
         earlier = {n for rank in members for n in self._mine[rank] if tasks[n].group < group}
         for number in sorted(earlier):
             await self._ended[number].wait()
-
-    def _rows_mean(self, task: Task) -> float:
-        """Writes of each member. One that has more keeps the others waiting where they gather next,
-        and that is in the published time of gathering: charged here, it would count twice.
-        """
-        count: int = self._rows[task.number]
-        return count / len(task.members)
 
     def _write(self, mesh: str, task: Task) -> None:
         """Submit what every member writes in this task: one request for each of its receivers."""
@@ -379,18 +380,6 @@ class _Run:
             told = self._targets[self._schedule.finishes(rank)]
             if told:
                 engine.submit_barrier(told, imm)
-
-    # ------------------------------------------------------------------ the others
-
-    def _expectations(self) -> list[Expectation]:
-        """The expectations of each rollout worker: its rows, and the word that all are through."""
-        found: list[Expectation] = []
-        nlocal, nremote = self._nics
-        for k, engine in enumerate(self._rollouts):
-            data = count_data(self._schedule, k, [nlocal] * self._schedule.ranks, nremote)
-            for kind, count in ((Kind.DATA, data), (Kind.FINISH, 1)):
-                found.append(engine.expect_imm_count(make_imm(kind, 1), count))
-        return found
 
     def _note(self, mesh: str, stage: str, task: Task, start_s: float, stop_s: float) -> None:
         if self._record:

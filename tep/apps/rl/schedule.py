@@ -9,7 +9,6 @@ before it begins, so the watermark holds by construction.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from tep.apps.rl.metadata import (
     SourceShard,
     Task,
     TrainMeta,
+    are_disjoint,
     box_bytes,
     box_shape,
     box_size,
@@ -172,19 +172,10 @@ def _source(name: str, found: Mapping[Box, Sequence[int]]) -> _Source:
     outer = tuple(
         (min(low for low, _ in axis), max(high for _, high in axis)) for axis in zip(*boxes)
     )
-    if sum(map(box_size, boxes)) != box_size(outer) or not _disjoint(boxes):
+    if sum(map(box_size, boxes)) != box_size(outer) or not are_disjoint(boxes):
         raise UsageError(f"{name}: the shards {boxes[:4]} of one sub-mesh do not tile a box")
     pieces = tuple((box, tuple(found[box])) for box in boxes)
     return _Source(outer, pieces, are_in_order(outer, boxes))
-
-
-def _disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether sorted boxes share no element; quick where they differ in one axis only."""
-    axes = [k for k, axis in enumerate(zip(*boxes)) if any(pair != axis[0] for pair in axis)]
-    if len(axes) <= 1:
-        spans = [box[axes[0]] for box in boxes] if axes else [(0, 1)] * len(boxes)
-        return all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    return not any(intersect(a, b) for k, a in enumerate(boxes) for b in boxes[k + 1 :])
 
 
 # ---------------------------------------------------------------------- what is wanted
@@ -265,7 +256,7 @@ def _sharers(
             if common is not None:
                 slices.setdefault(common, []).append(mesh)
         covered = sum(map(box_size, slices))
-        if covered != box_size(part.box) or not _disjoint(sorted(slices)):
+        if covered != box_size(part.box) or not are_disjoint(slices):
             raise UsageError(
                 f"{target}: of {part.name}{list(part.box)} the sub-meshes hold {covered} of "
                 f"{box_size(part.box)} elements, or overlap in part: {sorted(slices)[:4]}"

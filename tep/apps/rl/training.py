@@ -89,7 +89,6 @@ class TrainingWorker:
         self._mr: MrHandle | None = None
         self._running: asyncio.Task[TrainReport] | None = None
         self._work: Attempt | None = None
-        self._idle = asyncio.Event()
         self._cancelled = False
         self._meta = meta
         missing = [tuple(shard) for shard in meta.shards if tuple(shard) not in shards]
@@ -131,7 +130,6 @@ class TrainingWorker:
             raise UsageError(f"rank {self.rank}: transfer_weights() before routing and peers")
         if self._running is not None:
             raise UsageError(f"rank {self.rank}: an update runs already")
-        self._idle.clear()
         self._cancelled = False
         work = self._work = Attempt(self, self.schedule, attempt, skip)
         running = self._running = asyncio.get_running_loop().create_task(_whole(work))
@@ -156,13 +154,12 @@ class TrainingWorker:
         if not running.cancelled():
             running.exception()  # whoever gave up on it does not ask
         self._running = None
-        self._idle.set()
 
     async def abort(self) -> None:
         """End an update that runs, with nothing left in flight."""
         if self._running is not None:
             self._cancel()
-            await self._idle.wait()
+            await asyncio.wait({self._running})
 
     def close(self) -> None:
         """Give the staging region back; the engine stays open."""
@@ -363,10 +360,11 @@ class Attempt:
         """Write to each rollout worker on its own: one that dies must not take rows of others."""
         imm = make_imm(Kind.DATA, self._attempt)
         open_: list[tuple[str, Transfer]] = []
-        for name, mine in self._by_receiver(rows):
+        for receiver in dict.fromkeys(rows["receiver"].tolist()):
+            name = self._schedule.receivers[receiver]
             if name in self._lost:
                 continue
-            regions = self._rollouts[name]
+            mine, regions = rows[rows["receiver"] == receiver], self._rollouts[name]
             dsts = [
                 ScatterDst(nbytes, base + src, regions.at(dst))
                 for src, dst, nbytes in zip(*(mine[c].tolist() for c in ("src", "dst", "nbytes")))
@@ -386,11 +384,6 @@ class Attempt:
                 self._lost.setdefault(name, str(error))
             else:
                 self._written += transfer.job.total
-
-    def _by_receiver(self, rows: Rows) -> Iterator[tuple[str, Rows]]:
-        receivers: npt.NDArray[np.int32] = rows["receiver"]
-        for receiver in dict.fromkeys(receivers.tolist()):
-            yield self._schedule.receivers[receiver], rows[receivers == receiver]
 
     # ------------------------------------------------------------------ barriers
 
