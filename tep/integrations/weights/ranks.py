@@ -262,12 +262,14 @@ class Weight(NamedTuple):
     Attributes:
         param: as the trainer has it.
         dtype: in which it is here; "u8": the bytes of param.dtype.
+        box: of it that was wanted.
         values: in the shape of the box that was wanted.
         scales: of a quantised one.
     """
 
     param: Param
     dtype: DType
+    box: Box
     values: Array
     scales: Array | None = None
 
@@ -289,6 +291,10 @@ class WeightReceiver(RolloutWorker):
         engine: of this rank; the caller closes it.
         name: its own among all rollout ranks.
         wants: what it wants of each parameter; all of each, as it is sent.
+
+    Attributes:
+        why_gone: why nothing more will come, "" while the hub is there.
+        welcomed: set when the hub knows this rank.
     """
 
     def __init__(self, engine: TransferEngine, name: str, wants: Wants = as_sent) -> None:
@@ -301,14 +307,9 @@ class WeightReceiver(RolloutWorker):
         self._complete: int | None = None
         self._taken = True
         self._failed: tuple[int, str] | None = None
-        self._gone = ""
+        self.why_gone = ""
         self._news = asyncio.Condition()
         self.welcomed = asyncio.Event()
-
-    @property
-    def why_gone(self) -> str:
-        """Why nothing more will come, "" while the hub is there."""
-        return self._gone
 
     # ------------------------------------------------------------------ for its engine
 
@@ -347,7 +348,7 @@ class WeightReceiver(RolloutWorker):
         """Why a version will not come, "" if it may."""
         if self._failed is not None and version in {None, self._failed[0]}:
             return self._failed[1]
-        return self._gone
+        return self.why_gone
 
     @contextmanager
     def read(self, version: int) -> Iterator[list[Weight]]:
@@ -390,7 +391,7 @@ class WeightReceiver(RolloutWorker):
             parts = (SourceShard(param.name, want.box),)
             extents, dtypes = extents_of(parts, want.dtype), numpy_dtypes(want.dtype)
             arrays = tuple(np.zeros(shape, kind) for (shape, _), kind in zip(extents, dtypes))
-            self._weights.append(Weight(param, want.dtype, *arrays))
+            self._weights.append(Weight(param, *want, *arrays))
             if arrays[0].size:
                 targets.append((param.name, want.dtype, parts))
                 memory[param.name] = arrays
@@ -437,7 +438,7 @@ class WeightReceiver(RolloutWorker):
 
     async def gone(self, why: str) -> None:
         """The trainer hung up: nothing more will come."""
-        self._gone = why
+        self.why_gone = why
         await self._tell()
 
     async def _tell(self) -> None:
@@ -460,7 +461,7 @@ def named_tensors(weights: Iterable[Weight], device: Any = "cpu") -> Iterator[tu
     On the CPU a tensor is a view of memory that the next version is written to: use it before the
     version is given back, or copy it.
     """
-    for param, dtype, values, scales in weights:
+    for param, dtype, _, values, scales in weights:
         shape = param.shape if dtype == "u8" or not param.shape else values.shape
         kind = param.dtype if dtype == "u8" else values.dtype.name
         yield param.name, _as_tensor(values, kind, shape).to(device)

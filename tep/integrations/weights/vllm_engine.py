@@ -2,6 +2,8 @@
 
 The weights of a version arrive beside the model, which goes on serving. Only `finish_weight_update`
 touches the model, in one call between two steps, when every rank of every worker has the version.
+A rank asks only for what its layers read of a weight, as far as vLLM's own tensor parallel layers
+say it; the first version that is loaded proves that they read nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import secrets
 import sys
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -24,9 +27,18 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tep import TepError, UsageError
+from tep.apps.rl import Box, whole
 from tep.integrations.weights import NAME as PLUGIN
 from tep.integrations.weights.member import Fabric, Meeting, Member
-from tep.integrations.weights.ranks import named_tensors
+from tep.integrations.weights.ranks import (
+    Param,
+    Want,
+    Wants,
+    Weight,
+    as_sent,
+    named_tensors,
+    wire_form,
+)
 
 __all__ = [
     "ShardedSource", "TepInitInfo", "TepTrainerInitInfo", "TepTrainerWeightTransferEngine",
@@ -36,7 +48,10 @@ __all__ = [
 
 @dataclass
 class TepInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's
-    """The trainer's word to a worker: where the hub is, and over which backend weights come."""
+    """The trainer's word to a worker: where the hub is, and over which backend weights come.
+
+    `shards`: a worker asks only for what it reads of each weight.
+    """
 
     host: str
     port: int
@@ -44,6 +59,7 @@ class TepInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's
     backend: str = "local"
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
+    shards: bool = True
 
 
 @dataclass
@@ -63,6 +79,7 @@ class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
         host, port, token: where rank 0 listens; port 0 and an empty token: rank 0 chooses.
         backend, options: of the engines, on both sides.
         timeout_s: of an update, and of each wait.
+        shards: each worker asks only for what it reads of each weight; False: for all of each.
     """
 
     backend: ClassVar[str] = PLUGIN
@@ -74,6 +91,7 @@ class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
     fabric: str = "local"
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
+    shards: bool = True
 
 
 class TepWeightTransferEngine(
@@ -91,6 +109,7 @@ class TepWeightTransferEngine(
         self._voted: int | None = None
         self._timeout_s = 300.0
         self._refusal: Any = None
+        self._proven = False
 
     def init_transfer_engine(self, init_info: TepInitInfo) -> None:
         self.shutdown()
@@ -99,7 +118,8 @@ class TepWeightTransferEngine(
         self._member = Member(f"vllm-{uuid.uuid4().hex[:12]}", fabric)
         try:
             meeting = Meeting(init_info.host, init_info.port, init_info.token)
-            self._member.receive_from(meeting)
+            wants = _shard_wants(self.model) if init_info.shards else as_sent
+            self._member.receive_from(meeting, wants)
         except TepError:
             self.shutdown()
             raise
@@ -125,10 +145,10 @@ class TepWeightTransferEngine(
             raise UsageError("no version was received; update_weights comes before this")
         version, self._voted = self._voted, None
         with self._here().read(version) as weights:
-            self._load(version, named_tensors(weights, self.device))
+            self._load(version, weights)
         self.version = version
 
-    def _load(self, version: int, tensors: Any) -> None:
+    def _load(self, version: int, weights: list[Weight]) -> None:
         from vllm.model_executor.model_loader.reload import (  # heavy, and not for trainers
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -138,8 +158,9 @@ class TepWeightTransferEngine(
         self._serve_again()
         try:
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(tensors)
+            self.model.load_weights(self._wholes(weights))
             finalize_layerwise_reload(self.model, self.model_config)
+            self._prove()
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # the memory is written again after this
         except BaseException as error:
@@ -147,6 +168,30 @@ class TepWeightTransferEngine(
             text = f"loading version {version} failed ({error}); update the weights again"
             self._refusal = self.model.register_forward_pre_hook(_refuse(text))
             raise
+
+    def _wholes(self, weights: list[Weight]) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of each weight, in its whole shape: vLLM cuts this rank's part out."""
+        for weight, (name, tensor) in zip(weights, named_tensors(weights, self.device)):
+            if tuple(tensor.shape) == weight.param.shape:
+                yield name, tensor
+                continue
+            empty = torch.empty(weight.param.shape, dtype=tensor.dtype, device=self.device)
+            if not self._proven:
+                empty[...] = float("nan")  # no trainer's weight is one
+            empty[tuple(slice(*pair) for pair in weight.box)] = tensor
+            yield name, empty
+
+    def _prove(self) -> None:
+        """See that the model read nothing but what had arrived."""
+        if not self._proven:
+            odd = [
+                name
+                for name, one in self.model.named_parameters()
+                if one.element_size() > 1 and torch.isnan(one).any()
+            ]
+            if odd:
+                raise UsageError(f"{odd[:3]} read more than their shard; set shards=False")
+            self._proven = True
 
     def _serve_again(self) -> None:
         if self._refusal is not None:
@@ -162,6 +207,63 @@ class TepWeightTransferEngine(
         if self._member is not None:
             self._member.close()
             self._member = None
+
+
+def _shard_wants(model: Any) -> Wants:
+    """Say what this rank's layers read of each parameter, named as in the checkpoint."""
+    layers = dict(model.named_modules())
+    joined = {
+        source: (name, k)
+        for name, sources in getattr(model, "packed_modules_mapping", {}).items()
+        for k, source in enumerate(sources)
+    }
+
+    def wants(param: Param) -> Want:
+        dtype, shape = wire_form(param)
+        owner, _, leaf = param.name.rpartition(".")
+        layer, k = layers.get(owner), 0
+        if layer is None:
+            above, _, source = owner.rpartition(".")
+            name, k = joined.get(source, ("", 0))
+            layer = layers.get(f"{above}.{name}")
+        elif len(getattr(layer, "output_partition_sizes", ())) > 1:
+            layer = None  # the checkpoint has joined it, too
+        return Want(dtype, _shard_of(layer, leaf, k, shape))
+
+    return wants
+
+
+def _shard_of(layer: Any, leaf: str, k: int, shape: tuple[int, ...]) -> Box:
+    """The box that a tensor parallel layer reads of its source k; all, if that is not certain.
+
+    It is certain if the layer loads the parameter itself, without quantisation, and the parameter
+    has the shape that the layers of all ranks make together.
+    """
+    if layer is None or "Unquantized" not in type(getattr(layer, "quant_method", None)).__name__:
+        return whole(shape)
+    loader = getattr(getattr(layer, leaf, None), "weight_loader", None)
+    owner: Any = getattr(loader, "__self__", None)
+    if owner is not layer:
+        return whole(shape)
+    if hasattr(layer, "shard_indices"):
+        rows = layer.shard_indices
+        spans = [(rows.org_vocab_start_index, rows.org_vocab_end_index)]
+        extents = [layer.org_vocab_size]
+    else:
+        ranks, rank, sizes = layer.tp_size, layer.tp_rank, layer.output_partition_sizes
+        if layer.output_size != sum(sizes) * ranks:
+            ranks, rank = 1, 0
+        elif k:  # a head of keys and values may be on several ranks
+            copies = getattr(layer, "num_kv_head_replicas", 1)
+            ranks, rank = ranks // copies, rank // copies
+        wide = getattr(layer, "input_size_per_partition", layer.input_size)
+        column = layer.tp_rank * wide if wide < layer.input_size else 0
+        spans = [(rank * sizes[k], (rank + 1) * sizes[k]), (column, column + wide)]
+        extents = [ranks * sizes[k], layer.input_size]
+    spans, extents = spans[: len(shape)], extents[: len(shape)]
+    if shape[: len(extents)] != tuple(extents):
+        return whole(shape)
+    return (*spans, *whole(shape[len(spans) :]))
 
 
 def _refuse(text: str) -> Any:
@@ -227,7 +329,7 @@ class TepTrainerWeightTransferEngine(
             return
         self._member.meet(info.token or secrets.token_hex(16))
         meeting = self._member.lead(info.world)
-        told = TepInitInfo(*meeting, info.fabric, dict(info.options), info.timeout_s)
+        told = TepInitInfo(*meeting, info.fabric, dict(info.options), info.timeout_s, info.shards)
         self.client.init_weight_transfer_engine(asdict(told))
 
     def send_weights(self) -> None:

@@ -129,7 +129,8 @@ def room(monkeypatch):
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
 
-    put("torch", nn=SimpleNamespace(Module=object), Tensor=(),
+    put("torch", nn=SimpleNamespace(Module=object), Tensor=(), isnan=np.isnan,
+        empty=lambda shape, dtype, device: np.zeros(shape, dtype),
         accelerator=SimpleNamespace(is_available=lambda: False))  # fmt: skip
     bases = {"TrainerInitInfo": TrainerInfo, "TrainerWeightTransferEngine": Trainer}
     empty = ("WeightSource", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
@@ -167,6 +168,11 @@ class Source(dict):
 class Model:
     def __init__(self):
         self.found, self.hooks, self.broken = {}, [], False
+
+    def named_modules(self):
+        return ()
+
+    named_parameters = named_modules
 
     def load_weights(self, tensors):
         self.found = dict(tensors)
@@ -239,6 +245,198 @@ def test_vllm_loads_a_version_in_one_call(room):
         assert (3.0, 5, []) == (model.found["a"][0], worker.version, model.hooks)
         with pytest.raises(tep.UsageError, match="no version was received"):
             worker.finish_weight_update()
+    finally:
+        trainer.shutdown()
+        worker.shutdown()
+
+
+class UnquantizedMethod:
+    """By whose name a layer is known to load numbers as they are."""
+
+
+class Parameter(np.ndarray):
+    """An array with what vLLM's parameters have beside."""
+
+    def element_size(self):
+        return self.itemsize
+
+
+class Layer:
+    """A tensor parallel layer with the attributes of vLLM's, which loads as vLLM's do.
+
+    `outs`: rows of each source over all ranks. `copies`: ranks that share a head of keys or values.
+    """
+
+    quant_method = UnquantizedMethod()
+
+    def __init__(self, rank, ranks, outs, columns, *, by="rows", copies=1, bias=False):
+        self.tp_rank, self.tp_size, self.input_size = rank, ranks, columns
+        self.num_kv_head_replicas = copies
+        per = ranks if by == "rows" else 1
+        shared = [1, *[copies] * (len(outs) - 1)]
+        self.output_partition_sizes = [n * c // per for n, c in zip(outs, shared)]
+        self.output_size = sum(self.output_partition_sizes) * per
+        self.input_size_per_partition = columns // (ranks if by == "columns" else 1)
+        rows = sum(self.output_partition_sizes)
+        self.weight = self.make((rows, self.input_size_per_partition))
+        if bias:
+            self.bias = self.make((rows,))
+
+    def make(self, shape):
+        made = np.zeros(shape, np.float32).view(Parameter)
+        made.weight_loader = self.weight_loader
+        return made
+
+    def weight_loader(self, param, loaded, k=0):
+        sizes = self.output_partition_sizes
+        rank = self.tp_rank // (self.num_kv_head_replicas if k else 1)
+        rank = rank if self.output_size != sum(sizes) or self.tp_size == 1 else 0
+        low, left = sum(sizes[:k]), self.tp_rank * self.input_size_per_partition
+        left = left if self.input_size_per_partition < self.input_size else 0
+        loaded = loaded[rank * sizes[k] : (rank + 1) * sizes[k]]
+        if loaded.ndim > 1:
+            loaded = loaded[:, left : left + self.input_size_per_partition]
+        param[low : low + sizes[k]] = loaded
+
+
+class Vocabulary(Layer):
+    """An embedding, whose last rank has rows that are no word's."""
+
+    def __init__(self, rank, ranks, words, columns):
+        super().__init__(rank, 1, [-(-words // 64) * 64 // ranks], columns)
+        start, stop = (min(words, k * len(self.weight)) for k in (rank, rank + 1))
+        self.org_vocab_size = words
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=stop)
+
+    def weight_loader(self, param, loaded, k=0):
+        rows = self.shard_indices
+        mine = loaded[rows.org_vocab_start_index : rows.org_vocab_end_index]
+        param[: len(mine)] = mine
+
+
+class Sly(Layer):
+    """A layer that turns its weight over before it takes its columns."""
+
+    def weight_loader(self, param, loaded, k=0):
+        super().weight_loader(param, loaded[:, ::-1], k)
+
+
+class ParallelModel(Model):
+    """One rank's part of a decoder layer with an embedding."""
+
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, rank, ranks, last=Layer):
+        super().__init__()
+        self.rank = rank
+        norm = SimpleNamespace(weight=np.zeros(16, np.float32).view(Parameter))
+        self.layers = {
+            "embed": Vocabulary(rank, ranks, 100, 16),
+            "attn.qkv_proj": Layer(rank, ranks, [32, 16, 16], 16, copies=2, bias=True),
+            "attn.o_proj": Layer(rank, ranks, [16], 32, by="columns"),
+            "mlp.gate_up_proj": Layer(rank, ranks, [48, 48], 16),
+            "mlp.down_proj": last(rank, ranks, [16], 48, by="columns"),
+            "mlp.router": Layer(rank, ranks, [8], 16, by="none"),
+            "norm": norm,
+        }
+
+    def named_modules(self):
+        return self.layers.items()
+
+    def named_parameters(self):
+        for name, layer in self.layers.items():
+            for leaf in ("weight", "bias"):
+                if hasattr(layer, leaf):
+                    yield f"{name}.{leaf}", getattr(layer, leaf)
+
+    def load_weights(self, tensors):
+        joined = {
+            one: (name, k)
+            for name, many in self.packed_modules_mapping.items()
+            for k, one in enumerate(many)
+        }
+        for name, tensor in tensors:
+            *above, source, leaf = name.split(".")
+            fused, k = joined.get(source, (source, 0))
+            param = getattr(self.layers[".".join([*above, fused])], leaf)
+            if hasattr(param, "weight_loader"):
+                param.weight_loader(param, tensor, k)
+            else:
+                param[...] = tensor
+
+
+def checkpoint():
+    shapes = {
+        "embed.weight": (100, 16),
+        **{f"attn.{k}_proj.weight": (n, 16) for k, n in (("q", 32), ("k", 16), ("v", 16))},
+        **{f"attn.{k}_proj.bias": (n,) for k, n in (("q", 32), ("k", 16), ("v", 16))},
+        "attn.o_proj.weight": (16, 32),
+        "mlp.gate_proj.weight": (48, 16),
+        "mlp.up_proj.weight": (48, 16),
+        "mlp.down_proj.weight": (16, 48),
+        "mlp.router.weight": (8, 16),
+        "norm.weight": (16,),
+    }
+    dice = np.random.default_rng(5)
+    return {name: dice.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_vllm_ranks_ask_only_for_what_their_shards_need(room, shards):
+    """All of a model for each of four ranks is four times the bytes on their NICs."""
+    vllm, ranks = room("vllm_engine"), 4
+    models = [ParallelModel(rank, ranks) for rank in range(ranks)]
+    workers = [vllm.TepWeightTransferEngine(None, None, "cpu", model) for model in models]
+    client = SimpleNamespace(
+        init_weight_transfer_engine=lambda told: [Client(w).init_weight_transfer_engine(told)
+                                                  for w in workers]
+    )  # fmt: skip
+    info = vllm.TepTrainerInitInfo(rank=0, timeout_s=30.0, shards=shards)
+    weights = Source(checkpoint())
+    trainer = vllm.TepTrainerWeightTransferEngine.trainer_init(info, client=client, source=weights)
+    try:
+        report = trainer._member.send(weights.items(), 1)
+        for worker in workers:
+            worker.start_weight_update()
+            worker.update_weights({"version": 1})
+            worker.finish_weight_update()
+    finally:
+        trainer.shutdown()
+        for worker in workers:
+            worker.shutdown()
+
+    for model in models:
+        alone = ParallelModel(model.rank, ranks)
+        alone.load_weights(weights.items())
+        for (name, found), (_, expected) in zip(model.named_parameters(), alone.named_parameters()):
+            assert expected.tobytes() == found.tobytes(), name
+    needed = sum(one.nbytes for model in models for _, one in model.named_parameters())
+    needed -= (128 - 100) * 16 * 4  # rows of the embedding that are no word's
+    moved = sum(train.written_bytes for train in report.trains)
+    if shards:
+        assert needed <= moved <= 1.01 * needed
+    else:
+        assert moved == ranks * sum(one.nbytes for one in weights.values())
+        assert moved > 3 * needed
+
+
+def test_a_vllm_layer_that_reads_more_than_it_says_is_found_out(room):
+    """What did not arrive is any old memory, and a model of it answers nonsense."""
+    vllm = room("vllm_engine")
+    model = ParallelModel(0, 2, last=Sly)
+    worker = vllm.TepWeightTransferEngine(None, None, "cpu", model)
+    info = vllm.TepTrainerInitInfo(rank=0, timeout_s=30.0)
+    trainer = vllm.TepTrainerWeightTransferEngine.trainer_init(
+        info, client=Client(worker), source=Source(checkpoint())
+    )
+    try:
+        with pytest.raises(tep.UsageError, match=r"\['mlp.down_proj.weight'\] read more"):
+            trainer.send_weights()
+        with pytest.raises(tep.UsageError, match="loading version 1 failed"):
+            model.hooks[0]()
     finally:
         trainer.shutdown()
         worker.shutdown()
