@@ -148,6 +148,7 @@ INTEGRATIONS = (
         ("--rounds", "5"),
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
+    Integration("weights: what vLLM's ranks ask for, and what they read", "vllm_shards.py", VLLM),
     Integration("weights: torch's boxes, fp8 and files", "torch_weights.py", VERL),
     Integration("weights: verl's checkpoint engine manager", "verl_weights.py", VERL),
     Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),

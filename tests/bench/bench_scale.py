@@ -107,7 +107,7 @@ def rl(trains: int, infers: int) -> str:
         infer=study.infer_layout(infers),
     )
     found = deployment.predict()
-    return f"{found.total_ms:,.0f} ms, {found.rows:,} writes"
+    return f"{found.total_ms:,.0f} ms, {len(deployment.schedule().rows):,} writes"
 
 
 def moe_step(ep: int, turns: int = 1) -> str:

@@ -24,7 +24,6 @@ from tep.apps.rl.metadata import (
     SCALINGS,
     Box,
     DType,
-    Gather,
     Out,
     Rows,
     Scaling,
@@ -103,16 +102,14 @@ def unshard(task: Task, staging: Bytes) -> list[Array]:
     """Return each gathered tensor, whole: a view of staging, where its pieces are put together if
     they do not lie in order.
     """
-    return [_whole(gather, staging) for gather in task.gathers]
-
-
-def _whole(gather: Gather, staging: Bytes) -> Array:
-    whole = _view(staging, gather.offset, gather.dtype, box_shape(gather.box))
-    if not gather.in_place:
-        for piece in gather.pieces:
+    found = []
+    for gather in task.gathers:
+        whole = _view(staging, gather.offset, gather.dtype, box_shape(gather.box))
+        for piece in () if gather.in_place else gather.pieces:
             packed = _view(staging, piece.offset, gather.dtype, box_shape(piece.box))
             whole[_slices(piece.box, gather.box)] = packed
-    return whole
+        found.append(whole)
+    return found
 
 
 def _view(staging: Bytes, offset: int, dtype: DType, shape: tuple[int, ...]) -> Array:

@@ -168,24 +168,13 @@ class Controller(Generic[Train, Rollout]):
 
     # ------------------------------------------------------------------ updates
 
-    async def update(self, version: int, *, tries: int = 1) -> UpdateReport:
+    async def update(self, version: int) -> UpdateReport:
         """Bring all rollout workers to a version of the weights that the training ranks hold now.
 
-        Never raises for a peer's fault: the report says how it ended for each.
-
-        Args:
-            version: number of the weights.
-            tries: how often to try while it fails; a rank learns of a peer's dead NIC by a row that
-                does not arrive, and goes round it the next time.
+        Never raises for a peer's fault: the report says how it ended for each. One that failed may
+        be tried again at once: a rank learns of a peer's dead NIC by a row that does not arrive,
+        and goes round it the next time.
         """
-        report = await self._update(version)
-        for _ in range(1, tries):
-            if report.ok:
-                break
-            report = await self._update(version)
-        return report
-
-    async def _update(self, version: int) -> UpdateReport:
         if self._busy:
             raise UsageError("an update runs already")
         self._busy = True

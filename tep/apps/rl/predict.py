@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
@@ -78,9 +77,7 @@ class Prediction:
         stages: milliseconds of each stage on the mean training rank.
         wait_ms: the rest: waiting for the network and for other ranks.
         links: training NICs out, rollout NICs in; the busiest first.
-        rows: writes.
         peak_bytes: most staging held by a rank.
-        cpu_s: of this process.
         spans: the stages of each sub-mesh, if asked for; see stage_span().
     """
 
@@ -88,9 +85,7 @@ class Prediction:
     stages: dict[str, float]
     wait_ms: float
     links: tuple[Busy, ...]
-    rows: int
     peak_bytes: int
-    cpu_s: float
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
@@ -139,7 +134,6 @@ def predict(
         network: as of sim.Cluster.
         rollout_profile: of the rollout workers' machines, where those are others.
     """
-    began_s = time.process_time()
     ranks, workers = schedule.ranks, len(schedule.receivers)
     machines = [_machine(profile), _machine(rollout_profile or profile)]
     with tep.sim.Cluster(
@@ -162,9 +156,7 @@ def predict(
         stages=stages,
         wait_ms=total_ms - sum(stages.values()),
         links=_links(machines, sent, schedule.received_bytes().tolist(), slow, total_ms),
-        rows=len(schedule.rows),
         peak_bytes=run.peak_bytes,
-        cpu_s=time.process_time() - began_s,
         spans=tuple(run.spans),
     )
 
@@ -483,10 +475,9 @@ class StageTimes:
         for name in ("load", "unshard", "fuse", "quantise"):
             seconds = OPERATIONS[name].total_ms / 1e3 * ranks
             nbytes = own if name == "load" else gathered
-            by_bytes = {"bytes": seconds, "calls": 0.0}.get(attribution)
-            if by_bytes is None:
-                rate = LINE_BYTES_PER_S.get(name)
-                by_bytes = min(seconds, nbytes / rate) if rate else 0.0
+            at_line = nbytes / LINE_BYTES_PER_S[name] if name in LINE_BYTES_PER_S else 0.0
+            shares = {"bytes": seconds, "calls": 0.0, "roofline": min(seconds, at_line)}
+            by_bytes = shares[attribution]
             per_byte[name] = by_bytes / nbytes
             per_tensor[name] = seconds - by_bytes
         per_tensor = {name: seconds / tensors for name, seconds in per_tensor.items()}

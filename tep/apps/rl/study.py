@@ -40,7 +40,7 @@ from tep.base.units import GiB
 from tep.sim import load_profile
 
 __all__ = [
-    "BUNDLE_BYTES", "Deployment", "change_names", "comparison", "infer_layout",
+    "BUNDLE_BYTES", "Deployment", "changes", "comparison", "infer_layout",
     "published_deployment", "published_times", "train_layout", "what_ifs",
 ]  # fmt: skip
 
@@ -202,7 +202,7 @@ def published_deployment() -> Deployment:
     return replace(wide, watermark_bytes=2 * largest)
 
 
-def _changes(base: Deployment) -> dict[str, dict[str, Any]]:
+def changes(base: Deployment) -> dict[str, dict[str, Any]]:
     """The changes that can be asked: name -> fields of the deployment and their other values."""
     halved = tuple(0.5 if rank == 0 else 1.0 for rank in range(base.train.world))
     # Every row is shared by all NICs of a device: one slow NIC of two makes the device as slow.
@@ -220,11 +220,6 @@ def _changes(base: Deployment) -> dict[str, dict[str, Any]]:
     }
 
 
-def change_names(base: Deployment) -> tuple[str, ...]:
-    """Names of the changes that `what_ifs` knows."""
-    return tuple(_changes(base))
-
-
 def what_ifs(
     base: Deployment, names: Sequence[str] | None = None, *, seed: int = 0
 ) -> Iterator[tuple[str, Prediction]]:
@@ -238,12 +233,12 @@ def what_ifs(
     Raises:
         UsageError: an unknown change.
     """
-    changes = _changes(base)
-    unknown = set(names or ()) - set(changes)
+    known = changes(base)
+    unknown = set(names or ()) - set(known)
     if unknown:
-        raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(changes)}")
-    for name in names or changes:
-        yield name, replace(base, **changes[name]).predict(seed=seed)
+        raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(known)}")
+    for name in names or known:
+        yield name, replace(base, **known[name]).predict(seed=seed)
 
 
 def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, object]]:

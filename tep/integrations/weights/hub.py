@@ -88,7 +88,7 @@ class Hub(Controller[SenderPort, ReceiverPort]):
             if name in self.rollouts:
                 self.remove(name)
 
-    async def update(self, version: int, *, tries: int = 1) -> UpdateReport:
+    async def update(self, version: int) -> UpdateReport:
         """Bring a version, which every training rank sends, to every rollout rank.
 
         Raises:
@@ -97,7 +97,7 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         try:
             await self._describe(version)
             expected = tuple(self.rollouts)
-            report = await super().update(version, tries=tries)
+            report = await super().update(version)
             if not report.ok or any(report.outcome(name) != "updated" for name in expected):
                 lines = " | ".join(report.table().splitlines())
                 raise TepError(f"{report.error or 'not all rollout ranks have it'}: {lines}")

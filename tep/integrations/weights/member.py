@@ -181,10 +181,7 @@ class Member:
         return self._engine
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        async def start() -> None:
-            self._tasks.append(asyncio.get_running_loop().create_task(work))
-
-        self._call(start())
+        self._tasks.append(self._do(self._loop.loop.create_task, work))
 
     async def _greet(self, hub: Hub) -> None:
         """Take in rollout ranks as they come."""
@@ -278,18 +275,11 @@ class Member:
     def read(self, version: int) -> Iterator[list[Weight]]:
         """Give out a version; see WeightReceiver.read."""
         reading = self._here().read(version)
-
-        async def enter() -> list[Weight]:
-            return reading.__enter__()
-
-        async def leave() -> None:
-            reading.__exit__(None, None, None)
-
-        weights = self._call(enter())
+        weights = self._do(reading.__enter__)
         try:
             yield weights
         finally:
-            self._call(leave())
+            self._do(reading.__exit__, None, None, None)
 
     def _here(self) -> WeightReceiver:
         if self.receiver is None:
@@ -300,6 +290,14 @@ class Member:
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         return self._loop.call(work, timeout_s or self._fabric.timeout_s + _END_S)
+
+    def _do(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the loop's thread."""
+
+        async def work() -> T:
+            return function(*args)
+
+        return self._call(work())
 
     def _end_meeting(self) -> None:
         """Stop listening, as anybody but rank 0."""

@@ -81,7 +81,11 @@ class World:
 
     async def update(self, version, tries=1):
         self.train_to(version)
-        return await self.controller.update(version, tries=tries)
+        for _ in range(tries):
+            report = await self.controller.update(version)
+            if report.ok:
+                break
+        return report
 
     def check(self, names=None):
         """Every byte of these workers is the reference's."""
