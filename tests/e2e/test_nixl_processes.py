@@ -97,6 +97,17 @@ def test_a_program_of_nixls_runs_unmodified(pair):
     assert (memory == whole).all()
 
 
+def test_a_program_ends_without_a_crash(pair, capfd):
+    """NIXL 1.5.1 ends with a segmentation fault: a good run has a bad exit status."""
+    agent, node, memory = pair
+    node.do("add", agent.get_agent_metadata().hex())
+    node.do("write", memory.ctypes.data)
+    print("end", file=node.process.stdin, flush=True)
+
+    assert 0 == node.process.wait(60)
+    assert "" == capfd.readouterr().err
+
+
 def test_a_program_that_is_killed_is_an_error_and_not_a_hang(pair):
     """The reader of a dead prefiller must recompute."""
     agent, node, memory = pair

@@ -205,11 +205,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         report = self._report = self._worker.poll()
         return KVConnectorTransferResults(report.sent, report.received, report.failed)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the same for versions of vLLM whose result has no field for failed requests."""
-        found = self.get_transfer_results(finished_req_ids)
-        return found.finished_sending or None, found.finished_recving or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the incomplete blocks of the loads that were just reported."""
         several = len(self._kv_cache_config.kv_cache_groups) > 1
