@@ -144,11 +144,11 @@ def _peers(data: Any) -> list[Row]:
 
 def _beside(data: Any) -> list[Row]:
     """Return the rows of vllm_pace: tep, NIXL, and the ratio of the two in the same round."""
-    return [
-        {"what": f"{one['what']}, {one['unit']}"}
-        | {name: _spread(one[name]) for name in ("tep", "nixl", "ratio")}
-        for one in data["rows"]
-    ]
+    rows: list[Row] = []
+    for one in data["rows"]:
+        spreads = {name: _spread(one[name]) for name in ("tep", "nixl", "ratio")}
+        rows.append({"what": f"{one['what']}, {one['unit']}", **spreads})
+    return rows
 
 
 def _spread(values: Sequence[float]) -> str:
