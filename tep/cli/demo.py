@@ -6,12 +6,11 @@ its count of immediates shows the receiver that the file is there; the SHA-256 i
 
 from __future__ import annotations
 
-import mmap
-import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,13 +21,15 @@ import typer
 from tep import TransferEngine
 from tep.base.errors import UsageError
 from tep.bench.reproduce.tables import paged_gbps
-from tep.cli.demo_pair import PAIRS, Here, LeftOut, Moved, move, move_between
-from tep.cli.show import Json, OutFile, Seed, emit_json, print_table, progress
+from tep.cli.demo_pair import PAIRS, File, LeftOut, Moved, move, move_between, receive
+from tep.cli.show import Json, Seed, emit_json, print_table, progress
 from tep.sim import Cluster
 
 __all__ = ["demo", "largest_library_file", "read_file"]
 
 U8 = npt.NDArray[np.uint8]
+
+_PROFILES: Final = ("efa_2x200", "efa_4x100", "cx7_400")
 
 
 def largest_library_file() -> Path:
@@ -49,86 +50,64 @@ def read_file(path: Path) -> U8:
         UsageError: it cannot be read, or is empty.
     """
     try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as error:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:  # the latter: it is empty
         raise UsageError(
-            f"tep demo: --file {path}: {error.strerror}; give a file that can be read"
+            f"tep demo: --file {path}: {error}; give a file that can be read, and is not empty"
         ) from error
-    try:
-        size = os.fstat(fd).st_size
-        if size == 0:
-            raise UsageError(f"tep demo: --file {path} is empty; there is nothing to move")
-        return np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), np.uint8)
-    finally:
-        os.close(fd)
 
 
-def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
+def _loopback(data: U8, file: File) -> Moved:
     with ExitStack() as stack:
         sender, receiver = [
             stack.enter_context(TransferEngine.open("loopback", nics=nics, name=f"demo-{nics}"))
             for nics in (2, 4)
         ]
-        return move("loopback", sender, Here(receiver), data, page_bytes, seed=seed)
+        return move("loopback", sender, receive(receiver, file), data, file)
 
 
-def _simulated(name: str, data: U8, page_bytes: int, seed: int, trace: Path | None) -> Moved:
+def _simulated(name: str, data: U8, file: File) -> Moved:
     """Move the file over the chaos fabric, or the machines of a profile."""
     chaos = name == "chaos"
     machine = None if chaos else name
-    with Cluster(2, (2, 4) if chaos else None, machine, seed=seed) as cluster:
-        seen = None if trace is None else cluster.trace()
+    with Cluster(2, (2, 4) if chaos else None, machine, seed=file.seed) as cluster:
         sender, receiver = cluster.engines
-        moved = move(
-            f"chaos, seed {seed}" if chaos else f"timing, {name}",
-            *(sender, Here(receiver), data, page_bytes),
-            seed=seed,
-            simulated=True,
-            published_gbps=None if chaos else paged_gbps(name, page_bytes),
+        return move(
+            f"chaos, seed {file.seed}" if chaos else f"timing, {name}",
+            *(sender, receive(receiver, file), data, file),
+            published_gbps=None if chaos else paged_gbps(name, file.page_bytes),
         )
-        if seen is not None and trace is not None:
-            seen.stop().write(trace)
-        return moved
-
-
-_LEFT: Final = ("fabric", "pages", "NICs", "MB a NIC", "imms expected", "imms counted", "overtakes")
-_RIGHT: Final = "SHA-256"
 
 
 def _row(run: Moved) -> dict[str, object]:
-    timed = run.gbps is not None and not run.fabric.startswith("chaos")
+    measured = not run.fabric.startswith("chaos")  # whose times mean nothing
     return {
         "fabric": run.fabric,
+        "processes": run.processes,
         "pages": run.pages,
         "NICs": run.nics,
         "MB a NIC": " + ".join(f"{n / 1e6:.1f}" for n in run.nic_bytes),
         "imms expected": run.imms_expected,
         "imms counted": run.imms_counted,
-        "overtakes": run.overtakes,
-        "ms": f"{run.real_us / 1e3:,.1f}" if run.real_us is not None else None,
-        "GB/s": f"{run.gbytes_per_s:.2f}" if run.gbytes_per_s is not None else None,
-        "sim. us": f"{run.sim_us:,.1f}" if run.sim_us is not None else None,
-        "Gb/s": f"{run.gbps:.0f}" if timed else None,
+        "ms": f"{run.us / 1e3:,.2f}" if measured else None,
+        "Gb/s": f"{run.gbps:.1f}" if measured else None,
         "published": f"{run.published_gbps:.0f}" if run.published_gbps is not None else None,
-        _RIGHT: f"{run.sha256[:12]} {'agrees' if run.agrees else 'DIFFERS'}",
+        "SHA-256": f"{run.sha256[:12]} {'agrees' if run.agrees else 'DIFFERS'}",
     }
 
 
 def _print(title: str, runs: Sequence[Moved], left_out: Sequence[LeftOut]) -> None:
-    pairs = [_row(run) for run in runs if run.processes == 2]
-    if pairs:
-        print_table(f"{title}: two processes", (*_LEFT, "ms", "GB/s", _RIGHT), pairs)
     for one in left_out:
         typer.echo(f"Left out: {one.fabric}: {one.why}")
         for what, why in one.tried:
             typer.echo(f"  tried {what}: {why}")
         typer.echo(f"  To get it: {one.cure}")
-    rehearsals = [_row(run) for run in runs if run.processes == 1]
-    columns = (*_LEFT, "sim. us", "Gb/s", "published", _RIGHT)
-    print_table(f"{title}: one process", columns, rehearsals)
+    rows = [_row(run) for run in runs]
+    print_table(title, list(rows[0]), rows)
 
 
 _NOTES: Final = """The receiver learned of completion by its immediate counter alone.
+Times of one process are simulated, but loopback's.
 Published: arXiv 2510.27656, Table 2: a long run of pages; this file is a short one.
 """
 
@@ -141,10 +120,6 @@ def demo(
         int, typer.Option("--page-bytes", min=1, help="Length of a page.")
     ] = 65536,
     seed: Seed = 7,
-    trace: Annotated[
-        Path | None,
-        OutFile("--trace", help="Write Perfetto traces: PATH.chaos.json, PATH.<profile>.json."),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Move a real file from one process to another over the real libfabric, then over the loopback,
@@ -152,27 +127,19 @@ def demo(
     """
     path = largest_library_file() if file is None else file
     data = read_file(path)
-    profiles = ("efa_2x200", "efa_4x100", "cx7_400")
-    traces = {
-        name: trace.with_name(f"{trace.name}.{name}.json")
-        for name in ("chaos", *profiles)
-        if trace is not None
-    }
-    runs, left_out = list[Moved](), list[LeftOut]()
-    with progress("moving the file", len(PAIRS) + 2 + len(profiles), quiet=json) as bar:
-
-        def keep(found: Moved | LeftOut) -> None:
+    whole = File(len(data), page_bytes, seed)
+    ways: list[Callable[[], Moved | LeftOut]] = [
+        partial(move_between, pair, data, page_bytes, seed=seed) for pair in PAIRS
+    ]
+    ways += [partial(_loopback, data, whole)]
+    ways += [partial(_simulated, name, data, whole) for name in ("chaos", *_PROFILES)]
+    found: list[Moved | LeftOut] = []
+    with progress("moving the file", len(ways), quiet=json) as bar:
+        for way in ways:
+            found.append(way())
             bar.advance(bar.task_ids[0])
-            if isinstance(found, LeftOut):
-                left_out.append(found)
-            else:
-                runs.append(found)
-
-        for pair in PAIRS:
-            keep(move_between(pair, data, page_bytes, seed=seed))
-        keep(_loopback(data, page_bytes, seed))
-        for name in ("chaos", *profiles):
-            keep(_simulated(name, data, page_bytes, seed, traces.get(name)))
+    runs = [one for one in found if isinstance(one, Moved)]
+    left_out = [one for one in found if isinstance(one, LeftOut)]
     if json:
         emit_json(
             {
@@ -181,13 +148,10 @@ def demo(
                 "seed": seed,
                 "runs": [asdict(run) for run in runs],
                 "left_out": [asdict(one) for one in left_out],
-                "traces": [str(traces[name]) for name in traces],
             }
         )
     else:
         _print(f"{path.name}, {len(data):,} bytes in pages of {page_bytes:,}", runs, left_out)
         typer.echo(_NOTES, nl=False)
-        if traces:
-            typer.echo("Traces for ui.perfetto.dev: " + ", ".join(map(str, traces.values())))
     if not all(run.agrees and run.imms_counted == run.imms_expected for run in runs):
         raise typer.Exit(1)

@@ -1,20 +1,19 @@
 """Moving one file from an engine to another: both here, or the receiver in a process of its own.
 
-PAIRS is the table of runs between two processes. The sender asks the receiver, one question after
-the other, by a method's name; the file itself goes by one-sided writes alone.
+The receiver is a generator of what its sender waits for; from another process a pipe brings that.
+The file itself goes by one-sided writes alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import queue
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +23,13 @@ from tep.backends import BACKENDS
 from tep.base.errors import BackendUnavailable, FabricError, TepError, WaitTimeout
 from tep.base.waiting import system_s
 
-__all__ = ["PAIRS", "LeftOut", "Moved", "Pair", "Remote", "count_overtakes", "move", "move_between"]
+__all__ = ["PAIRS", "File", "LeftOut", "Moved", "Pair", "move", "move_between", "receive", "remote"]
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
 _IMM: Final = 42
 _WARM_IMM: Final = 43
-_FENCE_IMM: Final = 44
-_FIRST_OF_MANY: Final = 1 << 16
 _WAIT_S: Final = 60.0
 
 
@@ -47,13 +44,10 @@ class Moved:
         nics: NICs of the sender -> of the receiver.
         nic_bytes: bytes that each NIC of the sender carried.
         imms_expected, imms_counted: numbers of immediates at the receiver.
-        overtakes: immediates that arrived before one of an earlier page.
-        sim_us: simulated time from submit to the receiver's count, if time is simulated.
+        us: from the submit to the receiver's count, by the clock of the engines: this machine's or
+            a simulated one; between two processes the median of the rounds.
         gbps: rate over that time.
         published_gbps: the paper's figure for this NIC and page size, if it has one.
-        real_us: time on this machine's clock from submit to the receiver's count, if two
-            processes ran; the median of the rounds.
-        gbytes_per_s: rate over that time.
         sha256: digest of the received bytes.
         agrees: True if it is the file's digest.
     """
@@ -65,12 +59,9 @@ class Moved:
     nic_bytes: tuple[int, ...]
     imms_expected: int
     imms_counted: int
-    overtakes: int
-    sim_us: float | None = None
-    gbps: float | None = None
+    us: float
+    gbps: float
     published_gbps: float | None = None
-    real_us: float | None = None
-    gbytes_per_s: float | None = None
     sha256: str
     agrees: bool
 
@@ -85,15 +76,8 @@ class LeftOut:
     cure: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One run between two processes.
-
-    Attributes:
-        fabric: its name in the table.
-        backend: the backend of both ends.
-        sender, receiver: the other arguments of TransferEngine.open.
-    """
+class Pair(NamedTuple):
+    """One run between two processes: its name, the backend, and the options of both ends."""
 
     fabric: str
     backend: str
@@ -101,9 +85,7 @@ class Pair:
     receiver: Mapping[str, Any]
 
 
-_TWO_TCP: Final[Mapping[str, Any]] = MappingProxyType(
-    {"provider": "tcp", "nics": ("127.0.0.1", "127.0.0.2")}
-)
+_TWO_TCP: Final = {"provider": "tcp", "nics": ("127.0.0.1", "127.0.0.2")}
 
 PAIRS: Final = (
     Pair("libfabric tcp", "libfabric", _TWO_TCP, _TWO_TCP),
@@ -112,12 +94,39 @@ PAIRS: Final = (
 """The runs, in order; one whose backend is missing is left out, and the reason is shown."""
 
 
+class File(NamedTuple):
+    """The file as both ends see it.
+
+    Attributes:
+        nbytes: its length, 1 or more; the last page is filled up with zeros.
+        page_bytes: length of a page.
+        seed: of the order in which pages are sent, and of their places.
+        rounds: how often it is moved.
+    """
+
+    nbytes: int
+    page_bytes: int
+    seed: int
+    rounds: int = 1
+
+    @property
+    def npages(self) -> int:
+        """Number of pages."""
+        return -(-self.nbytes // self.page_bytes)
+
+    def places(self) -> tuple[I64, I64]:
+        """Return the order in which pages are sent, and the slot of each page at the receiver."""
+        rng = np.random.default_rng(self.seed)
+        slots = rng.permutation(self.npages)
+        return rng.permutation(self.npages), slots
+
+
 def move_between(pair: Pair, data: U8, page_bytes: int, *, seed: int) -> Moved | LeftOut:
     """Move `data` from this process to another one as pages in random order, three times.
 
     Args:
         pair: the backend and its options.
-        data: same as for `move`.
+        data: uint8[n], n >= 1.
         page_bytes: length of a page.
         seed: seed of the page order on both sides.
 
@@ -127,13 +136,13 @@ def move_between(pair: Pair, data: U8, page_bytes: int, *, seed: int) -> Moved |
     Raises:
         FabricError: it began, and failed.
     """
+    file = File(len(data), page_bytes, seed, rounds=3)
     try:
         with (
             tep.TransferEngine.open(pair.backend, name="demo-sender", **pair.sender) as sender,
-            Remote(pair) as receiver,
+            remote(pair, file) as answers,
         ):
-            receiver.ask("open", pair.backend, dict(pair.receiver))
-            return move(pair.fabric, sender, receiver, data, page_bytes, seed=seed)
+            return move(pair.fabric, sender, answers, data, file, processes=2)
     except BackendUnavailable as error:
         why = str(error).splitlines()[0]
         return LeftOut(pair.fabric, why, tuple(error.tried), BACKENDS[pair.backend].cure)
@@ -142,247 +151,122 @@ def move_between(pair: Pair, data: U8, page_bytes: int, *, seed: int) -> Moved |
 def move(
     fabric: str,
     sender: tep.TransferEngine,
-    receiver: Remote | Here,
+    answers: Iterator[Any],
     data: U8,
-    page_bytes: int,
+    file: File,
     *,
-    seed: int,
-    simulated: bool = False,
+    processes: int = 1,
     published_gbps: float | None = None,
 ) -> Moved:
     """Move `data` from an engine to the receiver's as pages in random order, and check the result.
 
-    Between two processes it is moved several times, after a handshake that is not timed.
-
     Args:
         fabric: name of the run.
         sender: the sending engine.
-        receiver: its engine is open.
-        data: uint8[n], n >= 1; the last page is filled up with zeros.
-        page_bytes: length of a page.
-        seed: seed of the page order on both sides.
-        simulated: True if the engines' clock is a simulated one.
+        answers: the receiver's, as `receive` yields them.
+        data: uint8[n].
+        file: the same for the receiver.
+        processes: 2: a handshake comes first, which is not timed.
         published_gbps: the published number to show beside the result.
     """
-    npages = -(-len(data) // page_bytes)
-    source = np.zeros(npages * page_bytes, np.uint8)
+    source = np.zeros(file.npages * file.page_bytes, np.uint8)
     source[: len(data)] = data
-    order, slots = _page_places(npages, seed)
+    order, slots = file.places()
     mr, _ = sender.reg_mr(source, access=tep.Access.SOURCE)
-    desc = tep.MrDesc.from_bytes(receiver.ask("reg", len(data), npages, page_bytes, seed))
+    desc = tep.MrDesc.from_bytes(next(answers))
     src, dst = (mr, tep.Pages(order)), (desc, tep.Pages(slots[order]))
-    digest = hashlib.sha256(data.tobytes()).hexdigest()
-    remote = isinstance(receiver, Remote)
-    if remote:  # the first row to a peer waits for a handshake, which is no part of the transfer
+    if processes == 2:
         sender.submit_barrier([desc], _WARM_IMM).wait(_WAIT_S)
-    rounds = [_round(sender, receiver, page_bytes, src, dst) for _ in range(3 if remote else 1)]
-    wrong = [one for one in rounds if one[1:3] != (npages, digest)]
-    _, counted, sha256, nic_bytes = wrong[0] if wrong else rounds[-1]
-    us = statistics.median(took_s for took_s, *_ in rounds) * 1e6
-    moved = Moved(
+    digest = hashlib.sha256(data.tobytes()).hexdigest()
+    rounds = []
+    for _ in range(file.rounds):
+        next(answers)
+        start_s = sender.driver.now_s()  # two processes of a machine have one clock
+        sent = sender.submit_paged_writes(file.page_bytes, src, dst, imm=_IMM)
+        arrived_s, *found = next(answers)
+        sent.wait(_WAIT_S)
+        rounds.append((arrived_s - start_s, found))
+    wrong = [found for _, found in rounds if found != [file.npages, digest]]
+    counted, sha256 = (wrong or [found])[0]
+    us = statistics.median(took_s for took_s, _ in rounds) * 1e6
+    sender.deregister(mr)
+    return Moved(
         fabric=fabric,
-        processes=1 + remote,
-        pages=npages,
+        processes=processes,
+        pages=file.npages,
         nics=f"{len(sender.main_address.domains)} -> {len(desc.addr.domains)}",
-        nic_bytes=nic_bytes,
-        imms_expected=npages,
+        nic_bytes=tuple(nic.nbytes for nic in sent.stats().nics),
+        imms_expected=file.npages,
         imms_counted=counted,
-        overtakes=_overtakes(sender, receiver, page_bytes, src, dst),
-        sim_us=us if simulated else None,
-        gbps=len(source) * 8 / us / 1e3 if simulated else None,
+        us=us,
+        gbps=len(source) * 8 / us / 1e3,
         published_gbps=published_gbps,
-        real_us=us if remote else None,
-        gbytes_per_s=len(source) / us / 1e3 if remote else None,
         sha256=sha256,
         agrees=sha256 == digest,
     )
-    sender.deregister(mr)
-    return moved
 
 
-def _round(
-    sender: tep.TransferEngine,
-    receiver: Remote | Here,
-    page_bytes: int,
-    src: tuple[tep.MrHandle, tep.Pages],
-    dst: tuple[tep.MrDesc, tep.Pages],
-) -> tuple[float, int, str, tuple[int, ...]]:
-    """Send all pages with one immediate; return seconds, the count, the digest, bytes by NIC."""
-    receiver.ask("expect", _IMM)
-    receiver.say("arrived")
-    start_s = sender.driver.now_s()  # two processes of a machine have one clock
-    sent = sender.submit_paged_writes(page_bytes, src, dst, imm=_IMM)
-    took_s = receiver.hear("arrived") - start_s
-    sent.wait(_WAIT_S)
-    return took_s, *receiver.ask("check"), tuple(nic.nbytes for nic in sent.stats().nics)
+def receive(engine: tep.TransferEngine, file: File) -> Iterator[Any]:
+    """Yield a descriptor; then for each round None, once it counts, and the result.
+
+    A result is the time at which the count was reached, the number of immediates, and the digest of
+    the memory.
+    """
+    target = np.zeros(file.npages * file.page_bytes, np.uint8)
+    _, slots = file.places()
+    yield engine.reg_mr(target)[1].to_bytes()
+    for _ in range(file.rounds):
+        target[:] = 0
+        expected = engine.expect_imm_count(_IMM, file.npages)
+        yield None
+        expected.wait(_WAIT_S)
+        arrived_s = engine.driver.now_s()
+        beyond = dict(engine.stats().imms_unexpected).get(_IMM, 0)
+        landed = target.reshape(file.npages, -1)[slots].reshape(-1)[: file.nbytes]
+        yield arrived_s, file.npages + beyond, hashlib.sha256(landed.tobytes()).hexdigest()
 
 
-def _page_places(npages: int, seed: int) -> tuple[I64, I64]:
-    """Return the order in which pages are sent, and the slot of each page at the receiver."""
-    rng = np.random.default_rng(seed)
-    slots = rng.permutation(npages)
-    return rng.permutation(npages), slots
+@contextmanager
+def remote(pair: Pair, file: File) -> Iterator[Iterator[Any]]:
+    """Start a process that receives; give its answers, and end it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(theirs, pair, file), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _answers(ours, f"the receiver of {pair.fabric}")
+    finally:
+        ours.close()
+        process.join(10)
+        process.kill()
+        process.join()
 
 
-def _overtakes(
-    sender: tep.TransferEngine,
-    receiver: Remote | Here,
-    page_bytes: int,
-    src: tuple[tep.MrHandle, tep.Pages],
-    dst: tuple[tep.MrDesc, tep.Pages],
-) -> int:
-    """Send the same pages again, each with its own number as immediate; check their order."""
-    receiver.ask("number")
-    imms = np.arange(_FIRST_OF_MANY, _FIRST_OF_MANY + len(src[1]))
-    sender.submit_paged_writes(page_bytes, src, dst, imm=imms).wait(_WAIT_S)
+def _answers(pipe: Connection, what: str) -> Iterator[Any]:
+    """Yield what comes by a pipe; raise an error of the receiver here."""
     while True:
-        # The pages are there now, but the receiver may not have polled; a fence makes it poll.
-        receiver.say("numbers")
-        sender.submit_barrier([dst[0]], _FENCE_IMM).wait(_WAIT_S)
-        numbers = receiver.hear("numbers")
-        if len(numbers) >= len(imms):
-            return count_overtakes(numbers)
-
-
-def count_overtakes(numbers: Sequence[int]) -> int:
-    """Count the numbers that stand before a smaller one."""
-    arrived = np.array(numbers)
-    later = np.minimum.accumulate(arrived[::-1])[::-1]
-    return int(np.count_nonzero(arrived[:-1] > later[1:]))
-
-
-class Here:
-    """A receiver in this process: it answers when it is heard."""
-
-    def __init__(self, engine: tep.TransferEngine) -> None:
-        self._receiving = _Receiving()
-        self._receiving.engine = engine
-        self._said: tuple[Any, ...] = ()
-
-    def ask(self, do: str, *arguments: object) -> Any:
-        """Call a method of the receiver."""
-        return getattr(self._receiving, do)(*arguments)
-
-    def say(self, *said: object) -> None:
-        """Say which method `hear` calls."""
-        self._said = said
-
-    def hear(self, _do: str) -> Any:
-        """Call it."""
-        return self.ask(*self._said)
-
-
-class Remote:
-    """A receiver in another process, which it starts, and ends."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._what = f"the receiver of {pair.fabric}"
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_receive, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, do: str, *arguments: object) -> Any:
-        """Send a question and return the answer; raise an error of the receiver here."""
-        self.say(do, *arguments)
-        return self.hear(do)
-
-    def say(self, *said: object) -> None:
-        """Send a question."""
         try:
-            self._pipe.send(said)
-        except OSError as error:
-            raise FabricError(f"{self._what} has ended", code="UNREACHABLE") from error
-
-    def hear(self, do: str) -> Any:
-        """Wait for the answer."""
-        try:
-            if not self._pipe.poll(system_s(2 * _WAIT_S)):
-                raise WaitTimeout(f"{self._what} did not answer {do!r} within {2 * _WAIT_S:g} s")
-            answer = self._pipe.recv()
+            if not pipe.poll(system_s(2 * _WAIT_S)):
+                raise WaitTimeout(f"{what} did not answer within {2 * _WAIT_S:g} s")
+            answer = pipe.recv()
         except (EOFError, OSError) as error:
-            raise FabricError(f"{self._what} ended before {do!r}", code="UNREACHABLE") from error
+            raise FabricError(f"{what} has ended", code="UNREACHABLE") from error
         if isinstance(answer, BackendUnavailable):
             raise answer
         if isinstance(answer, TepError):
-            raise FabricError(f"{self._what}: {type(answer).__name__}: {answer}") from answer
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self.process.join(10)
-        self.process.kill()
-        self.process.join()
+            raise FabricError(f"{what}: {type(answer).__name__}: {answer}") from answer
+        yield answer
 
 
-class _Receiving:
-    """The receiver's side; each method answers a question of its name."""
-
-    engine: tep.TransferEngine
-
-    def open(self, backend: str, options: dict[str, Any]) -> None:
-        """Open the engine."""
-        self.engine = tep.TransferEngine.open(backend, name="demo-receiver", **options)
-
-    def reg(self, nbytes: int, npages: int, page_bytes: int, seed: int) -> bytes:
-        """Register memory for the file; return its descriptor."""
-        self.nbytes, self.shape = nbytes, (npages, page_bytes)
-        _, self.slots = _page_places(npages, seed)
-        self.target = np.zeros(npages * page_bytes, np.uint8)
-        return self.engine.reg_mr(self.target)[1].to_bytes()
-
-    def expect(self, imm: int) -> None:
-        """Wipe the memory, and begin to count."""
-        self.target[:] = 0
-        self.expected = self.engine.expect_imm_count(imm, self.shape[0])
-
-    def arrived(self) -> float:
-        """Wait for the count; return the time at which it was reached."""
-        self.expected.wait(_WAIT_S)
-        return self.engine.driver.now_s()
-
-    def check(self) -> tuple[int, str]:
-        """Return the number of immediates, and the digest of the memory."""
-        landed = self.target.reshape(self.shape)[self.slots].reshape(-1)[: self.nbytes]
-        beyond = dict(self.engine.stats().imms_unexpected).get(_IMM, 0)
-        return self.expected.count + beyond, hashlib.sha256(landed.tobytes()).hexdigest()
-
-    def number(self) -> None:
-        """Record from now on the order in which the pages' own numbers come."""
-        self.came: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.numbered: list[int] = []
-        pages = range(_FIRST_OF_MANY, _FIRST_OF_MANY + self.shape[0])
-
-        def keep(imm: int, count: int) -> None:
-            for _ in range(count):
-                self.came.put(imm)
-
-        self.engine.on_imm(pages, keep)
-
-    def numbers(self) -> list[int]:
-        """Wait for a fence; return the numbers that have come."""
-        self.engine.expect_imm_count(_FENCE_IMM, 1).wait(_WAIT_S)
-        while not self.came.empty():
-            self.numbered.append(self.came.get())
-        return self.numbered
-
-
-def _receive(pipe: Connection) -> None:
-    """Answer questions until there are no more."""
-    receiving = _Receiving()
+def _receive(pipe: Connection, pair: Pair, file: File) -> None:
+    """Receive in a process of its own, until the sender closes its end of the pipe."""
     try:
-        while True:
-            do, *arguments = pipe.recv()
-            try:
-                answer = getattr(receiving, do)(*arguments)
-            except TepError as error:
-                answer = error
-            pipe.send(answer)
+        with tep.TransferEngine.open(pair.backend, name="demo-receiver", **pair.receiver) as engine:
+            for answer in receive(engine, file):
+                pipe.send(answer)
+            pipe.recv()
+    except TepError as error:
+        pipe.send(error)
     except (EOFError, OSError):
         pass  # the sender has closed its end
-    if hasattr(receiving, "engine"):
-        receiving.engine.close()

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_items
+from tep.cli.show import InPath, Json, OutFile, emit_json, print_items, progress
 from tep.host.doctor import Finding, Level
 from tep.host.doctor.report import bundle, examine, passed
 from tep.host.hostfiles import Recorder, open_files
@@ -35,7 +35,7 @@ def doctor(
 ) -> None:
     """Say what works for transfers, what does not, and what mends it; status 1: some is bad."""
     recorder = Recorder(open_files(machine))
-    with busy("looking, and trying each backend", quiet=json):
+    with progress("looking, and trying each backend", None, quiet=json):
         found = list(examine(recorder, try_backends=try_backends and machine is None))
     if bundle_file is not None:
         text = jsonlib.dumps(bundle(recorder, found), indent=1)

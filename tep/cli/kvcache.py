@@ -16,7 +16,6 @@ from tep.cli.show import (
     Json,
     Ray,
     Seed,
-    busy,
     progress,
     refuse_unused,
     run_on_ray,
@@ -137,7 +136,7 @@ def kvcache(
         longest = max([one.ntokens + one.max_tokens for one in arrivals], default=tokens)
         _check_length(longest, plant, "--trace" if trace else "--tokens")
         load = Load(arrivals=arrivals, rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
-        with busy("simulating requests", quiet=json):
+        with progress("simulating requests", None, quiet=json):
             report = simulate(plant, load)
         if not report.completions:
             raise UsageError(
@@ -305,7 +304,7 @@ def _real(
         async with started as cluster:
             return list(await cluster.generate(prompts, 12))
 
-    with busy("processes are answering", quiet=json):
+    with progress("processes are answering", None, quiet=json):
         found = asyncio.run(run())
     model = TinyTransformer(TinyConfig(seed=seed))
     rows, wrong = list[dict[str, object]](), []

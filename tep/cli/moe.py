@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import Json, Seed, busy, emit_json, print_table, progress, refuse_unused
+from tep.cli.show import Json, Seed, emit_json, print_table, progress, refuse_unused
 
 if TYPE_CHECKING:
     from tep.apps.moe.predict import Prediction, Workload
@@ -94,7 +94,7 @@ def moe(
     if compare:
         _compare(workload, json=json)
     else:
-        with busy("simulating the layer", quiet=json):
+        with progress("simulating the layer", None, quiet=json):
             found = predict(workload)
         _show(found, json=json)
 

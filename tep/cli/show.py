@@ -10,20 +10,20 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from tep.observe.progress import progress
+
 __all__ = [
-    "InPath", "Json", "OutFile", "Ray", "Seed", "busy", "emit_json", "make_table",
+    "InPath", "Json", "OutFile", "Ray", "Seed", "emit_json", "make_table",
     "print_items", "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
 ]  # fmt: skip
 
@@ -92,7 +92,7 @@ def run_on_ray(words: Sequence[str], size: int, address: str, *, quiet: bool) ->
     """Start the ranks of a tep command by Ray, and print rank 0's output."""
     from tep.integrations.ray.cluster import run_ranks
 
-    with busy("the job", quiet=quiet):
+    with progress("the job", None, quiet=quiet):
         status, out = run_ranks("tep.cli:main", words, size, address)
     typer.echo(out.rstrip())
     raise typer.Exit(status)
@@ -166,31 +166,3 @@ def show_rows(title: str, rows: Sequence[Mapping[str, object]], *, json: bool) -
         emit_json({"what": title, "rows": [dict(row) for row in rows]})
     else:
         print_table(title, list(rows[0]), rows)
-
-
-@contextmanager
-def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Progress]:
-    """Show a bar on stderr while something runs that may take more than two seconds.
-
-    The bar has one task, number 0; `advance(0)` moves it. Only on a terminal.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        bar.add_task(what, total=total)
-        yield bar
-
-
-@contextmanager
-def busy(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show on stderr that something of unknown length runs, and its time so far."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        bar.add_task(what, total=None)
-        yield

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tep.base.errors import UsageError
-from tep.cli.show import Json, OutFile, Ray, busy, emit_json, print_table, progress, refuse_unused
+from tep.cli.show import Json, OutFile, Ray, emit_json, print_table, progress, refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -224,7 +224,7 @@ def whatif(
         spine_us=spine_us,
         optical_us=times,
     )
-    with busy("the machine before and after", quiet=json):
+    with progress("the machine before and after", None, quiet=json):
         found = list(effects(base, changed, system or ()))
     rows = [
         {

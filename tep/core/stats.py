@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from tep.observe.shown import Shown
+
 __all__ = ["EngineStats", "Failover", "Journal", "NicBytes", "TransferStats"]
 
 _EACH_MAX: Final = 8
@@ -78,7 +80,7 @@ class NicBytes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats:
+class TransferStats(Shown):
     """One transfer.
 
     Attributes:
@@ -114,7 +116,7 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(Shown):
     """One engine, since it was opened. Names say the unit: rows, `nbytes`, counts of handles.
 
     Attributes:

@@ -6,9 +6,8 @@ the histograms are filled as transfers settle, outside the engine's step.
 
 from __future__ import annotations
 
-import bisect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
 from tep.base.distribution import need
@@ -194,28 +193,6 @@ class _Exporter:
         raise NotImplementedError
 
 
-class _Histogram:
-    """Counts of values by bucket."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, number of values up to it) of each bucket, for Prometheus."""
-        found, so_far = [], 0
-        bounds: Iterable[str] = (*map(repr, self._bounds), "+Inf")
-        for bound, count in zip(bounds, tuple(self._counts), strict=True):
-            so_far += count
-            found.append((bound, float(so_far)))
-        return found
-
-
 class Prometheus(_Exporter):
     """Exports engines to a Prometheus registry: `exporter = Prometheus(); exporter.add(engine)`.
 
@@ -228,10 +205,15 @@ class Prometheus(_Exporter):
 
     def __init__(self, registry: Any = None) -> None:
         super().__init__()
+        client = need("prometheus_client", "metrics", "the Prometheus exporter")
         self._core = need("prometheus_client.core", "metrics", "the Prometheus exporter")
-        self._registry = self._core.REGISTRY if registry is None else registry
-        self._histograms: dict[Metric, dict[tuple[str, ...], _Histogram]] = {
-            _DURATION: {}, _LENGTH: {},
+        self._registry = client.REGISTRY if registry is None else registry
+        self._histograms = {
+            one: client.Histogram(
+                one.prometheus_name, one.text, ("engine", *one.labels),
+                registry=self._registry, buckets=one.bounds,
+            )
+            for one in (_DURATION, _LENGTH)
         }  # fmt: skip
         self._registry.register(self)
 
@@ -239,35 +221,27 @@ class Prometheus(_Exporter):
         """Stop exporting all engines, and leave the registry."""
         super().close()
         if self._registry is not None:
-            self._registry.unregister(self)
+            for one in (self, *self._histograms.values()):
+                self._registry.unregister(one)
             self._registry = None
 
     def _record(self, labels: tuple[str, str, str], seconds: float, nbytes: int) -> None:
         for metric, value in ((_DURATION, seconds), (_LENGTH, nbytes)):
-            known = self._histograms[metric]
-            found = known.get(labels)
-            if found is None:
-                found = known[labels] = _Histogram(metric.bounds)
-            found.add(value)
+            self._histograms[metric].labels(*labels).observe(value)
 
     def collect(self) -> Iterator[Any]:
-        """Yield every metric of every engine, for the registry."""
+        """Yield every counter and gauge of every engine; the registry has the histograms itself."""
         families = self._core
         stats = self._stats()
         for metric in METRICS:
-            name, labels = metric.prometheus_name, ("engine", *metric.labels)
-            if metric.kind == "histogram":
-                family = families.HistogramMetricFamily(name, metric.text, labels=labels)
-                for values, found in tuple(self._histograms[metric].items()):
-                    family.add_metric(values, found.buckets(), found.total)
-            else:
-                counts = metric.kind == "counter"
-                made = families.CounterMetricFamily if counts else families.GaugeMetricFamily
-                family = made(name, metric.text, labels=labels)
-                assert metric.read is not None
-                for engine, one in stats:
-                    for values, number in metric.read(one):
-                        family.add_metric((engine, *values), number)
+            if metric.read is None:
+                continue
+            counts = metric.kind == "counter"
+            made = families.CounterMetricFamily if counts else families.GaugeMetricFamily
+            family = made(metric.prometheus_name, metric.text, labels=("engine", *metric.labels))
+            for engine, one in stats:
+                for values, number in metric.read(one):
+                    family.add_metric((engine, *values), number)
             yield family
 
 

@@ -6,17 +6,17 @@ tracing.py records engines, and `tep.sim.row_log` the rows of a simulated fabric
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from tep.base.distribution import need
 from tep.base.errors import UsageError
+from tep.observe.shown import Shown
 
 __all__ = ["Mark", "Span", "Trace", "lanes_of"]
 
@@ -67,7 +67,7 @@ class Mark(NamedTuple):
     args: dict[str, Any]
 
 
-class Trace:
+class Trace(Shown):
     """A recording. `engine.trace()` and `cluster.trace()` make one; it records until stop().
 
     Use it as a context manager, and read it afterwards.
@@ -209,7 +209,7 @@ class Trace:
     # ------------------------------------------------------------------ the summary
 
     def summary(self) -> str:
-        """Summarise in text: the busiest NIC, the longest gap, reordering, faults."""
+        """Summarise in text: the busiest NIC, the longest gap, faults."""
         lines = [self._head()]
         busy: dict[tuple[str, str], float] = {}
         for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
@@ -255,9 +255,6 @@ class Trace:
             gap_s, at_s = _longest_gap(batches)
             lost = f"{_time(gap_s)}, at {_time(at_s - self.start_s)}" if gap_s else "none"
             yield f"  {engine}: longest gap without rows in flight: {lost}"
-            late = overtaken(batches)
-            bars = ", ".join(f"{label}: {n}" for label, n in _histogram(late).items())
-            yield f"  {engine}: batches by how many earlier ones to the peer ended later: {bars}"
         steps = self.of("step", engine)
         if steps:
             cpu = sum(span.args.get("cpu_us", 0.0) for span in steps) / _US
@@ -266,7 +263,23 @@ class Trace:
 
     # ------------------------------------------------------------------ the picture
 
-    def draw(self, axes: Any = None) -> Any:
+    def table(self) -> list[dict[str, Any]]:
+        """Return the spans by their starts, each with what its NIC carried."""
+        spans = sorted(self.spans, key=lambda span: span.start_s)
+        return [
+            {
+                "engine": span.engine,
+                "where": span.track,
+                "what": span.name,
+                "start, us": (span.start_s - self.start_s) * _US,
+                "time, us": (span.stop_s - span.start_s) * _US,
+                "rows": span.args.get("rows", ""),
+                "bytes": span.args.get("bytes", ""),
+            }
+            for span in spans
+        ]
+
+    def plot(self, axes: Any = None) -> Any:  # type: ignore[override]  # it has its own axes
         """Draw a timeline with matplotlib (extra `plot`): a row a lane, faults as lines.
 
         Args:
@@ -317,27 +330,6 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
         lane = heapq.heappop(idle) if idle else len(free)
         heapq.heappush(free, (span.stop_s, lane))
         found.append(lane)
-    return found
-
-
-def overtaken(batches: Iterable[Span]) -> list[int]:
-    """Count for each batch, by start, those posted before it to its peer that ended after it."""
-    ends: defaultdict[str, list[float]] = defaultdict(list)
-    found = []
-    for span in sorted(batches, key=lambda span: span.start_s):
-        mine = ends[span.args["to"]]
-        found.append(len(mine) - bisect.bisect_right(mine, span.stop_s))
-        bisect.insort(mine, span.stop_s)
-    return found
-
-
-def _histogram(values: Iterable[int]) -> dict[str, int]:
-    """Count the values that are 0, 1, 2 to 3, 4 to 7, and so on."""
-    counts = Counter(value.bit_length() for value in values)
-    found = {}
-    for bits in sorted(counts):
-        least, most = 1 << bits >> 1, (1 << bits) - 1
-        found[f"{most}" if least >= most else f"{least} to {most}"] = counts[bits]
     return found
 
 

@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
     from tep.sim.programs import Incarnation
+    from tep.sim.questions import compare, fault_cost, transfer_time
     from tep.sim.row_log import RowLog
-    from tep.sim.sweeps import sweep
+    from tep.sim.sweeps import Table, sweep
     from tep.sim.timing import TimingFabric
 
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
     "FlowFabric", "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart",
-    "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "TimingFabric",
-    "current_env", "load_profile", "profiles", "run", "sweep",
+    "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "Table", "TimingFabric",
+    "compare", "current_env", "fault_cost", "load_profile", "profiles", "run", "sweep",
+    "transfer_time",
 ]  # fmt: skip
 
 _ROOMS = {
@@ -61,8 +63,9 @@ _ROOMS = {
     "machines": ("Network",),
     "profile": ("Profile", "load_profile", "profiles"),
     "programs": ("Incarnation",),
+    "questions": ("compare", "fault_cost", "transfer_time"),
     "row_log": ("RowLog",),
-    "sweeps": ("sweep",),
+    "sweeps": ("Table", "sweep"),
     "timing": ("TimingFabric",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

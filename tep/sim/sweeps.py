@@ -7,7 +7,6 @@ alone; how many processes there are, and what an earlier sweep left behind, chan
 from __future__ import annotations
 
 import csv
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -23,6 +22,8 @@ from typing import Any, NamedTuple
 
 from tep.base.checks import check_int
 from tep.base.errors import UsageError
+from tep.observe.progress import progress
+from tep.observe.shown import Shown
 from tep.sim.profile import FIELDS, Profile, load_profile
 
 __all__ = ["Table", "doubts", "sweep"]
@@ -44,16 +45,27 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """The results of a sweep.
+class Table(Shown):
+    """The results of a sweep, or of a question of `tep.sim`.
 
     Attributes:
-        rows: one a point: its values by name; then for each figure its median over the seeds, and
-            under "NAME low" and "NAME high" the least and the most of all its runs; and `runs`,
-            how many these were.
+        rows: one a point: its values by name, and its figures. Of a sweep a figure is the median
+            over the seeds; where there are several runs, "NAME low" and "NAME high" are the least
+            and the most of them, and `runs` is their number.
+        missing: runs that an interrupt left out, with their points.
     """
 
     rows: tuple[dict[str, Any], ...]
+    missing: int = 0
+
+    def __repr__(self) -> str:
+        left = f"; {self.missing} runs are missing: interrupted" if self.missing else ""
+        names = "; ".join(self.rows[0]) if self.rows else "nothing"
+        return f"Table of {len(self.rows)} rows: {names}{left}"
+
+    def table(self) -> Sequence[Mapping[str, Any]]:
+        """Return the rows."""
+        return self.rows
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write a .csv or a .json.
@@ -72,10 +84,6 @@ class Table:
                 table.writeheader()
                 table.writerows(self.rows)
 
-    def frame(self) -> Any:
-        """Return a pandas DataFrame, where pandas is installed."""
-        return importlib.import_module("pandas").DataFrame(self.rows)
-
 
 def sweep(
     function: Callable[..., float | Values],
@@ -85,9 +93,11 @@ def sweep(
     guessed: float = 1.0,
     processes: int | None = None,
     path: str | PathLike[str] | None = None,
-    done: Callable[[int, int], object] = lambda _done, _all: None,
+    done: Callable[[int, int], object] | None = None,
 ) -> Table:
     """Call a function at every point of a grid, for every seed.
+
+    Ctrl-C, or a notebook's stop, ends it with the points that are complete, if there are any.
 
     Args:
         function: takes the names of the grid and `seed` by name; returns one figure, or several by
@@ -98,7 +108,7 @@ def sweep(
             profile calls guessed so many times as large, and as small, which widens its interval.
         processes: how many work; None: one a core; 1: this one.
         path: a file that gets each run as it ends; runs that it has are not made again.
-        done: called with the number of runs that have ended, and of all.
+        done: called with the number of runs that have ended, and of all; None: a progress bar.
 
     Raises:
         UsageError: an empty grid, or numbers that cannot be.
@@ -115,14 +125,22 @@ def sweep(
     missing = [run for run in runs if run.key not in found]
     with ExitStack() as stack:
         log = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
-        done(len(runs) - len(missing), len(runs))
-        for count, (run, values) in enumerate(_called(function, missing, processes), 1):
-            found[run.key] = values
-            if log is not None:
-                log.write(json.dumps({"run": run.key, "values": values}) + "\n")
-                log.flush()
-            done(len(runs) - len(missing) + count, len(runs))
-    return Table(tuple(_row(plan, found) for plan in plans))
+        bar = stack.enter_context(progress("runs", len(runs), quiet=done is not None))
+        tell = done or (lambda count, _: bar.update(bar.task_ids[0], completed=count))
+        tell(len(runs) - len(missing), len(runs))
+        try:
+            for count, (run, values) in enumerate(_called(function, missing, processes), 1):
+                found[run.key] = values
+                if log is not None:
+                    log.write(json.dumps({"run": run.key, "values": values}) + "\n")
+                    log.flush()
+                tell(len(runs) - len(missing) + count, len(runs))
+        except KeyboardInterrupt:
+            plans = [plan for plan in plans if all(run.key in found for run in plan)]
+            if not plans:
+                raise
+    left = sum(run.key not in found for run in runs)
+    return Table(tuple(_row(plan, found) for plan in plans), left)
 
 
 def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
@@ -172,8 +190,11 @@ def _called(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=context) as pool:
         begun = {pool.submit(_values, function, run): run for run in runs}
-        for ended in as_completed(begun):
-            yield begun[ended], ended.result()
+        try:
+            for ended in as_completed(begun):
+                yield begun[ended], ended.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _values(function: Callable[..., float | Values], run: _Run) -> dict[str, float]:
@@ -187,6 +208,8 @@ def _row(plan: Sequence[_Run], found: Mapping[str, Values]) -> dict[str, Any]:
     row: dict[str, Any] = dict(plan[0].point)
     for name in all_values[0]:
         row[name] = median(values[name] for values in seeded)
+        if len(plan) == 1:
+            continue
         row[f"{name} low"] = min(values[name] for values in all_values)
         row[f"{name} high"] = max(values[name] for values in all_values)
-    return row | {"runs": len(plan)}
+    return row | ({"runs": len(plan)} if len(plan) > 1 else {})

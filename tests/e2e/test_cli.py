@@ -89,10 +89,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("demo")
     file = folder / "some.bin"
     file.write_bytes(bytes(range(256)) * 1025 + b"odd end")
-    found = document(
-        *("demo", "--file", str(file), "--page-bytes", "4096", "--seed", "3"),
-        *("--trace", str(folder / "t")),
-    )
+    found = document("demo", "--file", str(file), "--page-bytes", "4096", "--seed", "3")
     return file, found
 
 
@@ -110,8 +107,6 @@ def test_demo_moves_the_file_over_every_fabric(moved: tuple[Path, dict[str, Any]
         assert run["agrees"]
         assert run["pages"] == run["imms_expected"] == run["imms_counted"]
         assert run["pages"] * 4096 == sum(run["nic_bytes"])
-    for path in found["traces"]:
-        assert json.loads(Path(path).read_text())["traceEvents"]
 
 
 def test_demo_begins_with_two_processes_over_libfabric(moved: tuple[Path, dict[str, Any]]) -> None:
@@ -123,9 +118,8 @@ def test_demo_begins_with_two_processes_over_libfabric(moved: tuple[Path, dict[s
 
     assert ("libfabric tcp", 2, "2 -> 2") == (first["fabric"], first["processes"], first["nics"])
     assert [32 * 4096, 33 * 4096] == sorted(first["nic_bytes"])
-    assert first["gbytes_per_s"] > 0
-    assert first["real_us"] > 0
-    assert 0 <= first["overtakes"] < first["pages"]
+    assert first["us"] > 0
+    assert first["gbps"] > 0
     assert {"loopback"} < {run["fabric"] for run in found["runs"]}
 
 
@@ -133,8 +127,12 @@ def test_demo_without_libfabric_says_so_and_goes_on(tmp_path: Path) -> None:
     """A run that is missing without a word looks like one that was never meant to be there."""
     file = tmp_path / "some.bin"
     file.write_bytes(b"a little")
-    command = ("demo", "--file", str(file), "--trace", str(tmp_path / "t"))
-    done = tep(*command, env=os.environ | {"TEP_LIBFABRIC": str(tmp_path / "nothing.so")})
+    done = tep(
+        "demo",
+        "--file",
+        str(file),
+        env=os.environ | {"TEP_LIBFABRIC": str(tmp_path / "nothing.so")},
+    )
 
     assert 0 == done.returncode
     assert "Left out: libfabric tcp: no usable libfabric on this machine" in done.stdout
@@ -148,7 +146,7 @@ def test_demo_refuses_what_is_no_file(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
 
-    for path, why in ((tmp_path / "none", "No such file"), (empty, "is empty")):
+    for path, why in ((tmp_path / "none", "No such file"), (empty, "empty file")):
         done = tep("demo", "--file", str(path), check=False)
         assert 1 == done.returncode
         assert str(path) in done.stderr

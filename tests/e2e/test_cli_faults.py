@@ -40,7 +40,6 @@ MISTAKES = {
     "moe --nic abc": ("'abc'", "cx7_400"),
     "moe --slow-nic 0.5": ("--slow-nic",),
     "demo --file /nofile": ("--file /nofile", "No such file"),
-    "demo --trace /no/where/x": ("--trace", "there is no folder /no/where"),
     "doctor --machine /nofile": ("--machine", "'/nofile' does not exist"),
     "doctor --bundle /no/where/x": ("--bundle", "there is no folder /no/where"),
     "info --machine /nofile": ("--machine", "'/nofile' does not exist"),

@@ -14,7 +14,6 @@ LINE_MAX, FUNCTION_MAX, FILE_MAX = 100, 60, 900
 LONGER: dict[str, str] = {
     # "path" or "path::function": the reason why it may be longer
     "tests/property/test_numbers.py::verbs": "a table: one entry for each argument of each verb",
-    "tep/cli/demo.py::demo": "a command: most of its lines are its options and their checks",
     "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",
     "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
     "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",

@@ -33,6 +33,7 @@ from tep.apps.kvcache.transformer import TinyTransformer
 from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED, Overhead, TtftModel
 from tep.apps.kvcache.world import World
 from tep.base.units import PS_PER_S
+from tep.observe.shown import Shown, draw
 from tep.sim import Chaos, ChaosFabric, FabricEnv, FlowFabric, Network, Profile, TimingFabric
 
 __all__ = [
@@ -120,7 +121,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Shown):
     """The outcome of a run. Times in seconds.
 
     Attributes:
@@ -154,6 +155,19 @@ class Report:
     def failed(self) -> list[Completion]:
         """Those that failed."""
         return [done for done in self.completions if not done.ok]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return one row: requests, and times to the first token."""
+        times = {f"TTFT p{100 * share:.0f}, s": self.ttft_s(share) for share in (0.5, 0.9, 0.99)}
+        requests = {"requests": len(self.completions), "failed": len(self.failed)}
+        return [requests | times | {"beyond compute p50, s": self.added_s()}]
+
+    def plot(self, axes: Any = None) -> Any:  # type: ignore[override]  # it has its own axes
+        """Draw the share of requests that have their first token within a time; return the axes."""
+        times = sorted(done.ttft_s for done in self.completions if done.ok)
+        shares = [100 * (k + 1) / len(times) for k in range(len(times))]
+        rows = [{"TTFT, s": time, "requests, %": share} for time, share in zip(times, shares)]
+        return draw(rows, axes, x="TTFT, s", y="requests, %")
 
     def ttft_s(self, share: float = 0.5) -> float:
         """The time to the first token that a share of the completed requests does not exceed."""

@@ -27,6 +27,7 @@ from tep.apps.moe.config import Ints, MoeConfig, sort_copies
 from tep.apps.moe.group import Move, Nvlink, NvlinkPort, NvlinkTimes, local_groups
 from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.base.units import PS_PER_S
+from tep.observe.shown import Shown
 from tep.sim import Profile, load_profile
 
 __all__ = [
@@ -98,7 +99,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Shown):
     """Medians over ranks and turns, microseconds from a half's launch.
 
     Attributes:
@@ -118,6 +119,14 @@ class Prediction:
     combine_parts: dict[str, float] = field(default_factory=dict)
     barrier_us: float = 0.0
     trace: Trace | None = None
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each half."""
+        halves = (("dispatch", self.dispatch_us), ("combine", self.combine_us))
+        return [
+            {"half": half, "p50, us": p50, "p99, us": p99}
+            for (half, p50), p99 in zip(halves, self.p99_us, strict=True)
+        ]
 
 
 def draw_indices(workload: Workload) -> Indices:

@@ -22,6 +22,7 @@ from tep.apps.rl.metadata import Schedule, Task
 from tep.apps.rl.models import InferLayout, TrainLayout
 from tep.apps.rl.ports import ROUTING, Kind, count_data, make_imm, stage_span
 from tep.base.units import MiB
+from tep.observe.shown import Shown
 from tep.sim import Network, Profile, load_profile
 
 __all__ = [
@@ -69,7 +70,7 @@ class Busy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Shown):
     """The result of a simulation.
 
     Attributes:
