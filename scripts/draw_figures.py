@@ -185,16 +185,16 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
 }
 
 
-NOTEBOOKS: dict[str, tuple[str, int]] = {
-    "slow_link": ("06-striping-and-a-slow-link", 2),
-    "failover": ("07-a-failover-step-by-step", 1),
-    "moe_lanes": ("08-lanes-of-a-moe-step", 1),
+NOTEBOOKS: dict[str, dict[str, int]] = {
+    "01-one-write-many-pages": {"arrivals": 2},
+    "06-four-questions": {"page_size": 1, "slow_link": 3, "broadcasts": 4},
+    "07-a-failover-step-by-step": {"failover": 1},
 }
-"""Figure -> notebook, and the index of its figure."""
+"""Notebook -> figures, each with the index of the notebook's figure."""
 
 
-def figure_of(notebook: str, number: int) -> Figure:
-    """Run a notebook's cells until it has drawn this many figures; return the last of them."""
+def figures_of(notebook: str, count: int) -> list[Figure]:
+    """Run a notebook's cells until it has drawn so many figures; return these, in order."""
     path = Path(__file__).parents[1] / "notebooks" / f"{notebook}.ipynb"
     names: dict[str, object] = {}
     before = set(plt.get_fignums())
@@ -204,9 +204,9 @@ def figure_of(notebook: str, number: int) -> Figure:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(program, names)  # noqa: S102  # ours
         made = sorted(set(plt.get_fignums()) - before)
-        if len(made) == number:
-            return plt.figure(made[-1])
-    raise ValueError(f"{path}: draws fewer than {number} figures")
+        if len(made) >= count:
+            return [plt.figure(number) for number in made]
+    raise ValueError(f"{path}: draws fewer than {count} figures")
 
 
 def draw(folder: Path) -> list[Path]:
@@ -225,9 +225,11 @@ def draw(folder: Path) -> list[Path]:
             made.append(folder / f"{name}.svg")
             figure.savefig(made[-1], metadata={"Date": None})
             plt.close(figure)
-        for name, where in NOTEBOOKS.items():
-            made.append(folder / f"{name}.svg")
-            figure_of(*where).savefig(made[-1], metadata={"Date": None})
+        for notebook, wanted in NOTEBOOKS.items():
+            found = figures_of(notebook, max(wanted.values()))
+            for name, number in wanted.items():
+                made.append(folder / f"{name}.svg")
+                found[number - 1].savefig(made[-1], metadata={"Date": None})
             plt.close("all")
     return made
 

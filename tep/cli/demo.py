@@ -6,7 +6,7 @@ its count of immediates shows the receiver that the file is there; the SHA-256 i
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -25,22 +25,11 @@ from tep.cli.demo_pair import PAIRS, File, LeftOut, Moved, move, move_between, r
 from tep.cli.show import Json, Seed, emit_json, print_table, progress
 from tep.sim import Cluster
 
-__all__ = ["demo", "largest_library_file", "read_file"]
+__all__ = ["demo", "read_file"]
 
 U8 = npt.NDArray[np.uint8]
 
 _PROFILES: Final = ("efa_2x200", "efa_4x100", "cx7_400")
-
-
-def largest_library_file() -> Path:
-    """Find the largest file of the running Python's own library, packages not counted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    sizes = (
-        (path.stat().st_size, str(path))
-        for path in root.rglob("*")
-        if path.is_file() and not path.is_symlink() and "site-packages" not in path.parts
-    )
-    return Path(max(sizes)[1])
 
 
 def read_file(path: Path) -> U8:
@@ -114,7 +103,7 @@ Published: arXiv 2510.27656, Table 2: a long run of pages; this file is a short 
 
 def demo(
     file: Annotated[
-        Path | None, typer.Option("--file", help="What to move; default: Python's largest file.")
+        Path | None, typer.Option("--file", help="What to move; default: the Python interpreter.")
     ] = None,
     page_bytes: Annotated[
         int, typer.Option("--page-bytes", min=1, help="Length of a page.")
@@ -125,7 +114,7 @@ def demo(
     """Move a real file from one process to another over the real libfabric, then over the loopback,
     the chaos fabric and the timing fabric, and check every byte.
     """
-    path = largest_library_file() if file is None else file
+    path = file or Path(sys.executable).resolve()
     data = read_file(path)
     whole = File(len(data), page_bytes, seed)
     ways: list[Callable[[], Moved | LeftOut]] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated
 
 import typer
 
@@ -22,13 +22,6 @@ from tep.host.topology import detect
 __all__ = ["backend_states", "info"]
 
 
-@runtime_checkable
-class _HasFacts(Protocol):
-    """A backend's module with further facts."""
-
-    def facts(self) -> dict[str, object]: ...
-
-
 def backend_states() -> list[dict[str, object]]:
     """Ask every backend of the registry: return its name, whether it is available, details,
     remedy, facts, and attempts.
@@ -39,7 +32,7 @@ def backend_states() -> list[dict[str, object]]:
         try:
             module = load_backend(name)
             detail = module.probe()
-            facts = module.facts() if isinstance(module, _HasFacts) else {}
+            facts: dict[str, object] = getattr(module, "facts", dict)()
             tried = facts.pop("tried", [])
             assert isinstance(tried, list)
             state |= {

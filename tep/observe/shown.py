@@ -25,6 +25,7 @@ _DECADES: Final = 16
 """Values that are so many times apart are drawn on a logarithmic axis."""
 
 _TICKS_MAX: Final = 12
+_WHOLE: Final = 1000
 
 
 class Shown:
@@ -45,6 +46,13 @@ class Shown:
         left = len(rows) - _HTML_ROWS_MAX
         more = f"<p>and {left} rows more: to_pandas() has all</p>" if left > 0 else ""
         return f"<table>{''.join(lines)}</table>{more}"
+
+    def __str__(self) -> str:
+        rows = [[_text(value) for value in row.values()] for row in self.table()]
+        rows[:0] = [list(row) for row in self.table()[:1]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame, where pandas is installed."""
@@ -134,8 +142,10 @@ def _columns(rows: Sequence[Mapping[str, Any]], x: str | None, y: str | None) ->
 
 
 def _text(value: object) -> str:
-    """Write a value for people: figures with four digits."""
-    return f"{value:,.4g}" if isinstance(value, float) else str(getattr(value, "name", value))
+    """Write a value for people: figures with four digits or more."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= _WHOLE else f"{value:.4g}"
+    return str(getattr(value, "name", value))
 
 
 def _html_row(tag: str, values: Any) -> str:

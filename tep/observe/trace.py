@@ -1,4 +1,4 @@
-"""A trace of engines as spans and marks, with its Perfetto file, its picture and its summary.
+"""A trace of engines as spans and marks, with its Perfetto file, its picture and its table.
 
 The one writer of traces, for hardware, for tcp and `local`, and for simulated runs. Values only:
 tracing.py records engines, and `tep.sim.row_log` the rows of a simulated fabric.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,6 @@ SpanKind = Literal["transfer", "wait", "batch", "step"]
 
 _US: Final = 1e6
 _COLOURS: Final = {"transfer": "#4c78a8", "wait": "#bab0ac", "batch": "#54a24b", "step": "#f58518"}
-_LISTED_MAX: Final = 10
 
 
 class Span(NamedTuple):
@@ -115,7 +114,11 @@ class Trace(Shown):
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Trace({len(self.spans)} spans, {len(self.marks)} marks, {self.missed} missed)"
+        faults = sum(mark.kind == "fault" for mark in self.marks)
+        return (
+            f"Trace of {len(self.engines)} engines in {self.clock} time: {len(self.spans)} spans, "
+            f"{len(self.marks)} marks, {faults} of them faults; {self.missed} more were not kept"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.stops:
@@ -206,78 +209,21 @@ class Trace(Shown):
                     yield {**head, "ph": "i", "s": scope, "ts": at, "args": each.args}
             tid += max(lanes, default=0) + 1
 
-    # ------------------------------------------------------------------ the summary
-
-    def summary(self) -> str:
-        """Summarise in text: the busiest NIC, the longest gap, faults."""
-        lines = [self._head()]
-        busy: dict[tuple[str, str], float] = {}
-        for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
-            mine = [s for s in self.of("batch", engine) if s.track == track]
-            busy[engine, track] = _covered_s(mine)
-            moved = sum(span.args["bytes"] for span in mine)
-            lines.append(
-                f"  {engine} {track}: busy {_time(busy[engine, track])} with {len(mine)} batches, "
-                f"{sum(span.args['rows'] for span in mine)} rows, {_size(moved)}"
-            )
-        if busy:
-            engine, track = max(busy, key=lambda key: busy[key])
-            lines.append(f"  busiest NIC: {engine} {track}, {_time(busy[engine, track])}")
-        for engine in self.engines:
-            lines += self._engine_lines(engine)
-        faults = [mark for mark in self.marks if mark.kind == "fault"]
-        lines += [
-            f"  fault at {_time(mark.at_s - self.start_s)}: {mark.engine}: {mark.name}"
-            for mark in faults[:_LISTED_MAX]
-        ]
-        if len(faults) > _LISTED_MAX:
-            lines.append(f"  ... and {len(faults) - _LISTED_MAX} more faults")
-        if self.missed:
-            lines.append(
-                f"  {self.missed} more events were not kept (events_max={self.events_max})"
-            )
-        return "\n".join(lines)
-
-    def _head(self) -> str:
-        ends = [span.stop_s for span in self.spans] + [mark.at_s for mark in self.marks]
-        length = max(ends, default=0.0) - self.start_s
-        states = Counter(span.args.get("state", "?") for span in self.of("transfer"))
-        how = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
-        imms = sum(mark.args["count"] for mark in self.marks if mark.kind == "imm")
-        return (
-            f"{len(self.engines)} engines, {_time(length)} of {self.clock} time: "
-            f"{sum(states.values())} transfers and messages ({how or 'none'}), {imms} immediates"
-        )
-
-    def _engine_lines(self, engine: str) -> Iterator[str]:
-        batches = self.of("batch", engine)
-        if batches:
-            gap_s, at_s = _longest_gap(batches)
-            lost = f"{_time(gap_s)}, at {_time(at_s - self.start_s)}" if gap_s else "none"
-            yield f"  {engine}: longest gap without rows in flight: {lost}"
-        steps = self.of("step", engine)
-        if steps:
-            cpu = sum(span.args.get("cpu_us", 0.0) for span in steps) / _US
-            taken = f", {_time(cpu)} of CPU" if self.clock == "host" else ""
-            yield f"  {engine}: {len(steps)} steps with work{taken}"
-
-    # ------------------------------------------------------------------ the picture
+    # ------------------------------------------------------------------ for people
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the spans by their starts, each with what its NIC carried."""
-        spans = sorted(self.spans, key=lambda span: span.start_s)
-        return [
-            {
-                "engine": span.engine,
-                "where": span.track,
-                "what": span.name,
-                "start, us": (span.start_s - self.start_s) * _US,
-                "time, us": (span.stop_s - span.start_s) * _US,
-                "rows": span.args.get("rows", ""),
-                "bytes": span.args.get("bytes", ""),
-            }
-            for span in spans
-        ]
+        """Return a row for each NIC: what it carried, and how long it was busy.
+
+        "gap" is the longest time between two batches. pandas.DataFrame(trace.spans) has each span.
+        """
+        found = []
+        for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
+            mine = [span for span in self.of("batch", engine) if span.track == track]
+            row: dict[str, Any] = {"engine": engine, "NIC": track, "batches": len(mine)}
+            row |= {name: sum(span.args[name] for span in mine) for name in ("rows", "bytes")}
+            busy_s, gap_s = _busy_and_gap(mine)
+            found.append(row | {"busy, us": busy_s * _US, "gap, us": gap_s * _US})
+        return found
 
     def plot(self, axes: Any = None) -> Any:  # type: ignore[override]  # it has its own axes
         """Draw a timeline with matplotlib (extra `plot`): a row a lane, faults as lines.
@@ -333,24 +279,14 @@ def lanes_of(spans: Sequence[Span]) -> list[int]:
     return found
 
 
-def _covered_s(spans: Sequence[Span]) -> float:
-    """Return the time covered by at least one span, of spans sorted by start."""
-    covered = 0.0
-    end = float("-inf")
+def _busy_and_gap(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return the time covered by a span, and the longest between two, of spans sorted by start."""
+    busy, gap, end = 0.0, 0.0, spans[0].start_s
     for span in spans:
-        covered += max(0.0, span.stop_s - max(span.start_s, end))
+        gap = max(gap, span.start_s - end)
+        busy += max(0.0, span.stop_s - max(span.start_s, end))
         end = max(end, span.stop_s)
-    return covered
-
-
-def _longest_gap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Find the longest time without a span, of spans sorted by start, and its begin."""
-    longest, began, end = 0.0, 0.0, spans[0].stop_s
-    for span in spans:
-        if span.start_s - end > longest:
-            longest, began = span.start_s - end, end
-        end = max(end, span.stop_s)
-    return longest, began
+    return busy, gap
 
 
 def _us(seconds: float) -> float:
@@ -360,17 +296,3 @@ def _us(seconds: float) -> float:
     by a nanosecond.
     """
     return round(seconds * _US, 3)
-
-
-def _time(seconds: float) -> str:
-    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
-        if seconds < limit:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def _size(nbytes: int) -> str:
-    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= limit:
-            return f"{nbytes / limit:.3g} {unit}"
-    return f"{nbytes} bytes"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -36,25 +40,99 @@ def shell_lines() -> list[tuple[str, str]]:
     found = []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         for head, body in blocks(page):
-            if head.startswith("bash"):
+            if "bash" in head:
                 parts = re.split(r"\n|;|(?<!&)&(?!&)", re.sub(r"\s+#.*", "", body))
                 found += [(page.name, part.strip()) for part in parts if part.strip()]
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(h[:6] == "python" for h, _ in blocks(p))],
-                         ids=lambda page: page.stem)  # fmt: skip
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line, with a sign for each number; `...` stands for the rest."""
+    return NUMBER.sub("#", line.partition("...")[0]).split()
+
+
+def check_output(shown: str, printed: str, *, simulated: bool) -> None:
+    """Compare what a page shows with what was printed: words, and numbers if they are simulated.
+
+    A line of `...` stands for any lines.
+    """
+    lines = iter(printed.splitlines())
+    skip = False
+    for wanted in shown.splitlines():
+        if wanted.strip() == "...":
+            skip = True
+            continue
+        words = words_of(wanted)
+        size = len(words) if "..." in wanted else None
+        found = next((one for one in lines if not skip or words_of(one)[:size] == words), "")
+        assert words == words_of(found)[:size], f"{wanted!r} is not in:\n{printed}"
+        if simulated:
+            pairs = zip(NUMBER.findall(wanted), NUMBER.findall(found), strict=True)
+            for one, other in pairs:
+                assert float(one.replace(",", "")) == pytest.approx(
+                    float(other.replace(",", "")), rel=0.25
+                ), f"{wanted!r}: {found!r}"
+        skip = False
+
+
+def run_commands(body: str) -> str:
+    """Run the commands of a block as a reader does, with this Python in place of .venv's."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    printed = ""
+    for line in body.splitlines():
+        words = shlex.split(line)
+        if words[0].startswith("scripts/fake_"):
+            words[:1] = [sys.executable, "-m", f"tests.support.{words[0].removeprefix('scripts/')}"]
+        for k, word in enumerate(words):
+            if word.startswith("scripts/"):
+                known = {"cx7_smoke": "verify_efa", "verify_efa": "verify_efa"}
+                name = word.removeprefix("scripts/")
+                words[k : k + 1] = [sys.executable, f"{ROOT}/scripts/{known.get(name, name)}.py"]
+                break
+        if words[0] in {"tep", ".venv/bin/tep"}:
+            words[:1] = [
+                sys.executable,
+                "-c",
+                "import sys; from tep.cli import main; sys.exit(main())",
+            ]
+        done = subprocess.run(
+            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert 0 == done.returncode, f"{line}:\n{done.stdout}{done.stderr}"
+        printed += done.stdout
+    return printed
+
+
+def runs(page: Path) -> bool:
+    """Whether something on a page can be run."""
+    return any(head[:6] == "python" or ".run" in head for head, _ in blocks(page))
+
+
+@pytest.mark.parametrize("page", [*filter(runs, PAGES)], ids=lambda page: page.stem)
 def test_the_programs_of_a_page_run(page: Path) -> None:
     """A reader copies them in order; what needs an instance or a file of theirs must compile."""
     names: dict = {}
+    printed, simulated = "", False
     for head, body in blocks(page):
-        if "title=" in head:
+        if head == "text" or ".measured" in head:
+            if printed:
+                check_output(body, printed, simulated=simulated and head == "text")
+            printed = ""
+        elif "title=" in head:
             program = re.sub(
                 r"  # no[q]a: .*", "", TWO_RANKS.read_text("utf-8").split('"""\n', 1)[1]
             )
             assert program.split() == body.split()
         elif head.startswith("python"):
-            exec(compile(body, str(page), "exec"), names)
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(body, str(page), "exec"), names)
+            printed, simulated = out.getvalue(), True
+        elif ".run" in head:
+            printed, simulated = run_commands(body), False
         elif ".python" in head:
             compile(body, str(page), "exec")
 
@@ -146,6 +224,27 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     found = {item["location"].partition("#")[0].rstrip("/") for item in index["items"]}
     paths = {str(p.relative_to(DOCS).with_suffix("")) for p in PAGES}
     assert paths - {"index"} | {""} == found, "the search knows each page, and no other"
+
+
+def test_the_page_of_the_command_line_is_what_the_commands_say() -> None:
+    """An option that no page has is found by nobody."""
+    script = ROOT / "scripts" / "command_reference.py"
+    page = runpy.run_path(str(script))["page"]()
+
+    assert page == (DOCS / "reference" / "cli.md").read_text("utf-8"), "scripts/docs commands"
+
+
+def test_every_variable_has_its_line() -> None:
+    """A variable that is read and named nowhere is a surprise."""
+    read = {
+        name
+        for path in (ROOT / "tep").rglob("*.py")
+        for name in re.findall(r'"((?:TEP|NCCL)_[A-Z_]+)"', path.read_text("utf-8"))
+    }
+    page = (DOCS / "reference" / "environment.md").read_text("utf-8")
+
+    assert {"TEP_TOKEN", "NCCL_IB_HCA"} <= read
+    assert [] == [name for name in sorted(read) if f"`{name}" not in page]
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:

@@ -101,10 +101,8 @@ def test_one_slow_nic_holds_up_everybody() -> None:
 
 def test_parts_add_up_to_the_latency() -> None:
     """A breakdown that leaves something out explains the wrong thing."""
-    found = predict(Workload(ep=16, turns=1), trace=True)
+    found = predict(Workload(ep=16, turns=1))
 
-    assert found.trace is not None
-    assert 16 == len({span.engine for span in found.trace.of("batch")})
     assert found.dispatch_us == pytest.approx(sum(found.dispatch_parts.values()), rel=0.02)
     assert found.combine_us == pytest.approx(sum(found.combine_parts.values()), rel=0.02)
 

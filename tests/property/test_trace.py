@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tep
 from tep.base.units import KiB
-from tep.observe.trace import Mark, Span, Trace, lanes_of, overtaken
+from tep.observe.trace import Mark, Span, Trace, lanes_of
 from tep.sim import Chaos, Cluster
 from tests.support.effort import effort
 from tests.support.here import need_stub, require
@@ -112,7 +112,9 @@ def test_a_trace_of_any_run_agrees_with_the_statistics(
 
     assert len(writes) == len(trace.of("transfer", "a"))
     check_format(trace)
-    assert trace.summary().startswith(f"{len(trace.engines)} engines")
+    assert repr(trace).startswith(f"Trace of {len(trace.engines)} engines")
+    batches = trace.of("batch")
+    assert sum(span.args["bytes"] for span in batches) == sum(r["bytes"] for r in trace.table())
     left = {span.args["state"] for span in again.of("transfer")}
     assert left <= {"pending"}, "what ended before a trace began is not in it"
 
@@ -170,7 +172,7 @@ def test_real_engines_and_simulated_ones_trace_alike(backend: str, tmp_path) -> 
     assert {"clock": "host", "missed": 0} == {
         key: document["otherData"][key] for key in ("clock", "missed")
     }
-    assert "of CPU" in here.summary()
+    assert all(span.args["cpu_us"] >= 0 for span in here.of("step"))
 
 
 def test_reads_messages_faults_and_restarts_are_in_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +196,6 @@ def test_reads_messages_faults_and_restarts_are_in_it(caplog: pytest.LogCaptureF
 
     assert "nic_down" in kinds
     assert {"single read", "message", "barrier"} <= {s.name for s in trace.of("transfer")}
-    assert "fault at" in trace.summary()
     check_format(trace)
 
 
@@ -208,7 +209,7 @@ def test_a_full_trace_counts_what_it_leaves_out() -> None:
 
     assert 5 == len(trace.spans) + len(trace.marks)
     assert trace.missed > 10
-    assert f"{trace.missed} more events were not kept" in trace.summary()
+    assert repr(trace).endswith(f"; {trace.missed} more were not kept")
     with pytest.raises(tep.BadRequest, match="events_max"):
         cluster.trace(events_max=0)
 
@@ -226,10 +227,6 @@ def test_lanes_never_overlap_and_none_is_wasted(times: list[tuple[float, float]]
         assert all(one.stop_s <= two.start_s for one, two in pairwise(mine))
     deepest = max((sum(o.start_s <= s.start_s < o.stop_s for o in spans) for s in spans), default=0)
     assert len(set(lanes)) <= max(deepest, 1)
-    late = overtaken(spans)
-    assert [
-        sum(other.stop_s > span.stop_s for other in spans[:k]) for k, span in enumerate(spans)
-    ] == late
 
 
 def test_the_picture_has_a_row_for_each_lane(tmp_path) -> None:
@@ -239,7 +236,7 @@ def test_the_picture_has_a_row_for_each_lane(tmp_path) -> None:
     for k, (start, stop) in enumerate([(0, 4), (1, 2), (5, 6)]):
         trace.add(Span("batch", "a", f"NIC {k // 2}", "w", start, stop, {"nic": 0, "to": "b"}))
     trace.mark(Mark("fault", "a", "faults", "NIC 0 is down", 3, {}))
-    axes = trace.draw()
+    axes = trace.plot()
     axes.figure.savefig(tmp_path / "a.png")
 
     assert ["a NIC 0", "", "a NIC 1"] == [label.get_text() for label in axes.get_yticklabels()]

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 import tep
-from tep import Trace, sim
+from tep import sim
 from tep.apps.moe.alltoall import AllToAll
 from tep.apps.moe.config import Ints, MoeConfig, sort_copies
 from tep.apps.moe.group import Move, Nvlink, NvlinkPort, NvlinkTimes, local_groups
@@ -108,7 +108,6 @@ class Prediction(Shown):
         p99_us: the same two, of the slowest rank in a hundred.
         dispatch_parts, combine_parts: what the median rank's latency is made of, in order.
         barrier_us: of one barrier, for the last rank to come; it is in no latency.
-        trace: what all engines did, if asked for.
     """
 
     workload: Workload
@@ -118,7 +117,6 @@ class Prediction(Shown):
     dispatch_parts: dict[str, float] = field(default_factory=dict)
     combine_parts: dict[str, float] = field(default_factory=dict)
     barrier_us: float = 0.0
-    trace: Trace | None = None
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each half."""
@@ -160,7 +158,6 @@ def predict(
     gpu: Gpu | None = None,
     machine: Profile | Sequence[Profile] | None = None,
     network: sim.Network | None = None,
-    trace: bool = False,
 ) -> Prediction:
     """Run the step on all ranks.
 
@@ -170,7 +167,6 @@ def predict(
         gpu: other kernels and proxy than those of the workload's NIC.
         machine: other NICs; those of every rank, or of each.
         network: as of sim.Cluster.
-        trace: record what all engines do, from the first turn on.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
@@ -205,12 +201,9 @@ def predict(
         barriers.append(alltoall.barrier_s)
 
     with _cluster(workload, machine, network) as cluster:
-        found = cluster.trace() if trace else None
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
-        if found is not None:
-            found.stop()
     first = machine if isinstance(machine, Profile) else machine[0]
-    return replace(_summary(workload, _first_byte_s(first), marks, barriers), trace=found)
+    return _summary(workload, _first_byte_s(first), marks, barriers)
 
 
 def _shape(workload: Workload) -> dict[str, Any]:

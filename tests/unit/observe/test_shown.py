@@ -109,4 +109,12 @@ def test_a_trace_is_a_table_and_a_timeline() -> None:
         got.wait()
 
     assert 4096 in {row["bytes"] for row in trace.table()}
-    assert all(row["start, us"] >= 0 and row["time, us"] >= 0 for row in trace.table())
+    assert all(row["busy, us"] > 0 for row in trace.table())
+
+
+def test_a_terminal_gets_columns() -> None:
+    """Not everybody works in a notebook."""
+    assert "n   time, ms\n1   0.5\n10  1,234" == str(
+        Table(({"n": 1, "time, ms": 0.5}, {"n": 10, "time, ms": 1234.0}))
+    )
+    assert "" == str(Table(()))
