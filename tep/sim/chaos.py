@@ -130,9 +130,9 @@ class ChaosFabric(Fabric):
                 self._nic(name, nic).link.trouble("deaf" if inward else "clog", for_ps)
             case Cut(name, nic, peer, peer_nic, for_ps, one_way):
                 here, there = self._nic(name, nic).link, self._nic(peer, peer_nic).link
-                there.cut(here, for_ps)
+                there.trouble(here, for_ps)
                 if not one_way:
-                    here.cut(there, for_ps)
+                    here.trouble(there, for_ps)
             case Mute(name, nic, for_ps):
                 self._nic(name, nic).link.trouble("mute", for_ps)
             case Swizzle():

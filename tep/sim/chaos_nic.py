@@ -430,7 +430,7 @@ class ChaosNic(ChaosTarget):
         assert target is not None
         mine, its = self.link, target.link
         if not mine.lets_acks_in(its):
-            stays = its.clogs and not (mine.clogs or mine.mutes or mine.deafs)
+            stays = "clog" in its.troubles and not {"clog", "mute", "deaf"} & mine.troubles.keys()
             (its if stays else mine).hold_ack(row)
             self.stuck(row)
             return
@@ -605,7 +605,8 @@ def _land(fragment: Fragment) -> None:
     if its.lets_in(mine):
         target.land(fragment)
         return
-    (its if its.clogs or its.deafs or not mine.clogs else mine).hold(fragment)
+    at_target = {"clog", "deaf"} & its.troubles.keys() or "clog" not in mine.troubles
+    (its if at_target else mine).hold(fragment)
     row.nic.stuck(row)
 
 

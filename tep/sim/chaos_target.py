@@ -13,7 +13,8 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from tep.backends.base import Access, Completions, DomainCaps, DomainKey, Kind, Status
 from tep.backends.common import check_memory
@@ -75,10 +76,8 @@ class Link:
     long is the NIC's matter.
 
     Attributes:
-        clogs: number of current faults that let nothing pass.
-        deafs: number of current faults that let nothing in.
-        mutes: number of current faults that let no acknowledgement in.
-        cuts: link -> number of current faults that let nothing in from it; never 0.
+        troubles: number of current faults of each kind, never 0: "clog" lets nothing pass, "deaf"
+            nothing in, "mute" no acknowledgement in, a link nothing in that comes from it.
         factor: everything takes so many times as long as usual.
 
     Args:
@@ -87,31 +86,13 @@ class Link:
         acknowledge: takes a row again whose acknowledgement was held.
     """
 
-    __slots__ = (
-        "_acknowledge",
-        "_acks",
-        "_env",
-        "_fragments",
-        "_healed",
-        "_land",
-        "_slows",
-        "clogs",
-        "cuts",
-        "deafs",
-        "factor",
-        "mutes",
-    )
-
     def __init__(
         self,
         env: FabricEnv,
         land: Callable[[Fragment], None],
         acknowledge: Callable[[Flight], None],
     ) -> None:
-        self.clogs = 0
-        self.deafs = 0
-        self.mutes = 0
-        self.cuts: dict[Link, int] = {}
+        self.troubles: dict[Trouble | Link, int] = {}
         self.factor = 1
         self._env = env
         self._land = land
@@ -123,11 +104,14 @@ class Link:
 
     def lets_in(self, source: Link) -> bool:
         """Whether fragments from another link come in here now."""
-        return not (self.clogs or self.deafs or source.clogs or source in self.cuts)
+        mine = self.troubles
+        if not (mine or source.troubles):
+            return True
+        return not ("clog" in mine or "deaf" in mine or "clog" in source.troubles or source in mine)
 
     def lets_acks_in(self, target: Link) -> bool:
         """Whether answers of another link to what was sent from here come in now."""
-        return not self.mutes and self.lets_in(target)
+        return "mute" not in self.troubles and self.lets_in(target)
 
     def hold(self, fragment: Fragment) -> None:
         """Keep a fragment until the clog is gone."""
@@ -137,67 +121,50 @@ class Link:
         """Keep an acknowledgement until it can pass."""
         self._acks.append(row)
 
-    def trouble(self, what: Trouble, for_ps: int | None) -> None:
-        """Begin a clog, or deafness."""
-        self._count(what, 1)
-        if for_ps is not None:
-            self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
-
-    def cut(self, source: Link, for_ps: int | None) -> None:
-        """Let nothing in that comes from another link."""
-        self.cuts[source] = self.cuts.get(source, 0) + 1
-        if for_ps is not None:
-            self._env.call_at(self._env.now + for_ps, self._joins, (source, self._healed))
+    def trouble(self, what: Trouble | Link, for_ps: int | None) -> None:
+        """Begin a clog, deafness, muteness, or a cut from another link."""
+        self.troubles[what] = self.troubles.get(what, 0) + 1
+        self._until(for_ps, self._ends, what)
 
     def slow(self, factor: int, for_ps: int | None) -> None:
         """Take `factor` times as long; of several the slowest counts."""
         self._slows.append(factor)
         self.factor = max(self._slows)
-        if for_ps is not None:
-            self._env.call_at(self._env.now + for_ps, self._hurries, (factor, self._healed))
+        self._until(for_ps, self._hurries, factor)
+
+    def _until(self, for_ps: int | None, ends: Callable[[Any], None], what: object) -> None:
+        """End a trouble after a time, unless the link was healed before; None: it stays."""
+        if for_ps is None:
+            return
+        healed = self._healed
+
+        def end(_: object) -> None:
+            if healed == self._healed:
+                ends(what)
+
+        self._env.call_at(self._env.now + for_ps, end)
 
     def heal(self) -> None:
         """End every trouble at once."""
         self._healed += 1
-        self.clogs = self.deafs = self.mutes = 0
-        self.cuts.clear()
+        self.troubles.clear()
         self._slows.clear()
         self.factor = 1
         self._let_go()
 
-    def _ends(self, which: tuple[Trouble, int]) -> None:
-        what, healed = which
-        if healed != self._healed:
-            return
-        self._count(what, -1)
-        self._let_go()
-
-    def _joins(self, which: tuple[Link, int]) -> None:
-        source, healed = which
-        if healed != self._healed:
-            return
-        self.cuts[source] -= 1
-        if not self.cuts[source]:
-            del self.cuts[source]
+    def _ends(self, what: Trouble | Link) -> None:
+        self.troubles[what] -= 1
+        if not self.troubles[what]:
+            del self.troubles[what]
+        if not isinstance(what, Link) or what not in self.troubles:
             self._let_go()
 
-    def _count(self, what: Trouble, change: int) -> None:
-        match what:
-            case "clog":
-                self.clogs += change
-            case "deaf":
-                self.deafs += change
-            case "mute":
-                self.mutes += change
-
-    def _hurries(self, which: tuple[int, int]) -> None:
-        factor, healed = which
-        if healed == self._healed:
-            self._slows.remove(factor)
-            self.factor = max(self._slows, default=1)
+    def _hurries(self, factor: int) -> None:
+        self._slows.remove(factor)
+        self.factor = max(self._slows, default=1)
 
     def _let_go(self) -> None:
-        if self.clogs:
+        if "clog" in self.troubles:
             return
         fragments, self._fragments = self._fragments, []
         for fragment in fragments:
@@ -207,6 +174,7 @@ class Link:
             self._acknowledge(row)
 
 
+@dataclass(slots=True, eq=False)
 class Peer:
     """One address that a NIC has connected to.
 
@@ -218,18 +186,16 @@ class Peer:
         rows: to that address that have not ended, messages not counted.
     """
 
-    __slots__ = ("epoch", "held", "landed_ps", "name", "nic", "rows", "target")
-
-    def __init__(self, name: str, nic: int, epoch: int) -> None:
-        self.name = name
-        self.nic = nic
-        self.epoch = epoch
-        self.target: ChaosTarget | None = None
-        self.landed_ps = 0
-        self.held: list[Fragment] | None = None
-        self.rows = 0
+    name: str
+    nic: int
+    epoch: int
+    target: ChaosTarget | None = None
+    landed_ps: int = 0
+    held: list[Fragment] | None = None
+    rows: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
     """One write, read or message, from its post to its completion.
 
@@ -256,36 +222,27 @@ class Flight:
         nbytes, imm: as posted.
     """
 
-    __slots__ = (
-        "ack_lost", "at", "bits", "ctx", "flying", "ghost", "imm", "index", "is_control", "kind",
-        "left", "nbytes", "nic", "number", "parked", "payload", "peer", "region", "remote", "rkey",
-        "stuck_ps",
-    )  # fmt: skip
-
-    def __init__(
-        self, nic: ChaosTarget, peer: Peer, number: int, bits: int, ctx: int, kind: int
-    ) -> None:
-        self.nic = nic
-        self.peer = peer
-        self.number = number
-        self.bits = bits
-        self.ctx = ctx
-        self.kind = kind
-        self.index = 0
-        self.flying = True
-        self.left = 1
-        self.parked = False
-        self.stuck_ps = -1
-        self.ack_lost = False
-        self.is_control = False
-        self.ghost: bytes | None = None
-        self.payload: bytes | None = None
-        self.region: Region | None = None
-        self.at = 0
-        self.remote = 0
-        self.rkey = 0
-        self.nbytes = 0
-        self.imm: int | None = None
+    nic: ChaosTarget
+    peer: Peer
+    number: int
+    bits: int
+    ctx: int
+    kind: int
+    index: int = 0
+    flying: bool = True
+    left: int = 1
+    parked: bool = False
+    stuck_ps: int = -1
+    ack_lost: bool = False
+    is_control: bool = False
+    ghost: bytes | None = None
+    payload: bytes | None = None
+    region: Region | None = None
+    at: int = 0
+    remote: int = 0
+    rkey: int = 0
+    nbytes: int = 0
+    imm: int | None = None
 
 
 Fragment = tuple[Flight, int, int, bytes | None]

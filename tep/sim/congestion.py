@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -316,19 +316,20 @@ class _Quantum(NamedTuple):
     holds_ps: int
 
 
+@dataclass(slots=True)
 class _Pair:
     """One queue pair: its unsent quanta, and the credit and rate that limit it."""
 
-    def __init__(self, place: int) -> None:
-        self.waiting: deque[_Quantum] = deque()
-        self.place = place
-        self.ended_ps = -1
-        self.freed_ps = 0  # when the credit came that it waited for
-        self.paced_ps = 0  # not before, by its rate
-        self.open_bytes = 0
-        self.rate = self.goal = _FULL
-        self.steps = 0
-        self.since_ps = 0
+    place: int
+    waiting: deque[_Quantum] = field(default_factory=deque)
+    ended_ps: int = -1
+    freed_ps: int = 0  # when the credit came that it waited for
+    paced_ps: int = 0  # not before, by its rate
+    open_bytes: int = 0
+    rate: int = _FULL
+    goal: int = _FULL
+    steps: int = 0
+    since_ps: int = 0
 
 
 class PacedQueue(SendQueue):

@@ -50,7 +50,6 @@ class SimNode:
         busy_until_ps: when the engine's worker has done the work that it is charged with.
         on_drift: called with the new speed of the engine's clock, in millionths of the
             simulation's, and with a jump in ps.
-        in_turn: set before a turn; `end_turn` is called after it.
     """
 
     domains: Sequence[Domain]
@@ -59,7 +58,6 @@ class SimNode:
         self.name = name
         self.epoch = epoch
         self.busy_until_ps = 0
-        self.in_turn = False
         self.on_drift: Callable[[int, int], object] = _takes_none
 
     __reduce__ = in_one_process
@@ -70,9 +68,6 @@ class SimNode:
     def step_delay_ps(self) -> int:
         """The delay from a kick to the step; 0 or more."""
         raise NotImplementedError
-
-    def end_turn(self) -> None:
-        """Learn that the turn has posted everything."""
 
 
 class SimNic:
@@ -267,10 +262,7 @@ class SimDriver:
         machine = self._machine
         if machine is None:
             return
-        node = self.node
-        node.in_turn = True
         work = machine.step()
-        node.end_turn()
         machine.deliver()
         if self._machine is None:  # closed by a callback
             return

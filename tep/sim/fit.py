@@ -8,12 +8,12 @@ one pair of idle nodes in closed form; tests hold it against whole engines.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -154,7 +154,8 @@ def fit(
     for k, name in enumerate(fields):
         number = _number(name, getattr(found, name), said)
         if k not in seen:
-            number = number._replace(source=f"not seen in {source}", confidence="guessed")
+            said = f"not seen in {source}"
+            number = msgspec.structs.replace(number, source=said, confidence="guessed")
         numbers[name] = number
     profile = dataclasses.replace(found, numbers=numbers)
     return Fit(
@@ -266,6 +267,20 @@ def _number(field: str, value: int, source: str) -> Number:
     return Number(value / factor, unit, source, "fitted")
 
 
+class _Entry(msgspec.Struct):
+    """One point of a file of measurements."""
+
+    kind: str
+    bytes: int
+    gbps: float
+
+
+class _Results(msgspec.Struct):
+    """A file of measurements with other things beside them."""
+
+    points: list[_Entry]
+
+
 def read_results(path: Path) -> list[Measured]:
     """Read measurements from JSON: {"points": [{"kind", "bytes", "gbps"}, ...]}, or that list.
 
@@ -273,20 +288,10 @@ def read_results(path: Path) -> list[Measured]:
         UsageError: the file cannot be read or is something else; names the entry.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
-    entries = document.get("points") if isinstance(document, dict) else document
-    if not isinstance(entries, list) or not entries:
-        raise UsageError(f'{path}: no "points"; each needs kind, bytes and gbps')
-    found = []
-    for k, entry in enumerate(entries):
-        values = [entry.get(key) for key in ("kind", "bytes", "gbps")] if entry else []
-        if len(values) != 3 or not isinstance(values[0], str) or not _are_numbers(values[1:]):
-            raise UsageError(f"{path}: points[{k}] = {entry!r} needs kind, bytes and gbps")
-        found.append(Measured(values[0], int(values[1]), float(values[2])))
-    return found
-
-
-def _are_numbers(values: Sequence[object]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        found = msgspec.json.decode(path.read_bytes(), type=_Results | list[_Entry])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: points of kind, bytes and gbps are asked for: {error}") from None
+    points = found.points if isinstance(found, _Results) else found
+    if not points:
+        raise UsageError(f"{path}: no points; each needs kind, bytes and gbps")
+    return [Measured(one.kind, one.bytes, one.gbps) for one in points]

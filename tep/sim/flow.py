@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
@@ -122,15 +122,9 @@ class FlowNode(SimNode):
         """Have the worker post rows. A real one serves its NICs in turn: what is posted at one
         instant is launched in rounds, and a round ends together.
         """
-        if not (self._posts or self.in_turn):
+        if not self._posts:
             self._fabric.env.call_at(self._fabric.env.now, self._launch)
         self._posts.append((nic, batch, peer, start, n))
-
-    def end_turn(self) -> None:
-        """Launch the posts of this turn."""
-        self.in_turn = False
-        if self._posts:
-            self._launch(None)
 
     def _launch(self, _: object) -> None:
         posts, self._posts = self._posts, []
@@ -164,28 +158,24 @@ class FlowNode(SimNode):
             nic.report_acks()
 
 
+@dataclass(slots=True, eq=False)
 class _Flow:
-    """Rows of one batch that were posted at one time, on their way."""
+    """Rows of one batch that were posted at one time, on their way.
 
-    __slots__ = ("arrive_ps", "batch", "holds_ps", "n", "source", "start", "target", "wire_ps")
+    Attributes:
+        source, target, batch, start, n: which rows, from where, to where.
+        wire_ps, holds_ps: the time that they take on the wire, and hold their receiver.
+        arrive_ps: when the first byte arrives.
+    """
 
-    def __init__(
-        self,
-        source: FlowNic,
-        target: FlowNic,
-        batch: WriteBatch,
-        start: int,
-        n: int,
-        wire_ps: int,
-        arrive_ps: int,
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.batch = batch
-        self.start = start
-        self.n = n
-        self.wire_ps = self.holds_ps = wire_ps  # `holds_ps`: of its receiver
-        self.arrive_ps = arrive_ps
+    source: FlowNic
+    target: FlowNic
+    batch: WriteBatch
+    start: int
+    n: int
+    wire_ps: int
+    holds_ps: int
+    arrive_ps: int
 
 
 class FlowNic(SimNic):
@@ -284,7 +274,8 @@ class FlowNic(SimNic):
         fabric.nbytes += total
         target = fabric.nics[peer]
         profile = self._profile
-        flow = _Flow(self, target, batch, start, n, wire_ps, leave_ps + profile.latency_ps)
+        arrive_ps = leave_ps + profile.latency_ps
+        flow = _Flow(self, target, batch, start, n, wire_ps, wire_ps, arrive_ps)
         if target._profile is not profile:
             flow.arrive_ps = leave_ps + latency_ps(profile, target._profile)
             flow.holds_ps = _taking_ps(target._profile, n, total)

@@ -19,7 +19,9 @@ from functools import cache
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
 
 from tep.backends.base import DomainCaps
 from tep.base.errors import UsageError
@@ -60,10 +62,9 @@ def _at(path: str, unit: str, least: int, *, optional: bool = False) -> int:
 
 _FLAGS: Final = ("ordered", "imm_eats_recv")
 _HEAD: Final = ("name", "summary", *_FLAGS)
-_KEYS: Final = ("value", "unit", "source", "confidence")
 
 
-class Number(NamedTuple):
+class Number(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One number as its file states it.
 
     Attributes:
@@ -75,7 +76,7 @@ class Number(NamedTuple):
 
     value: float
     unit: str
-    source: str
+    source: Annotated[str, msgspec.Meta(pattern=r"\S")]
     confidence: Confidence
 
 
@@ -370,25 +371,16 @@ def _check_keys(where: str, given: set[str], known: set[str]) -> None:
 
 
 def _number(where: str, table: object, unit: str) -> Number:
-    if not isinstance(table, dict):
-        raise UsageError(f"profile {where}: {table!r} is not a table of {', '.join(_KEYS)}")
-    _check_keys(where, set(table), set(_KEYS))
-    value, written, source, confidence = (table[key] for key in _KEYS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"profile {where}: value = {value!r} is not a finite number")
-    if written not in _FACTORS[unit]:
+    try:
+        number = msgspec.convert(table, Number)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"profile {where}: {error}") from None
+    if number.unit not in _FACTORS[unit] or not math.isfinite(number.value):
         raise UsageError(
-            f"profile {where}: unit {written!r} does not fit; "
-            f"use one of {', '.join(_FACTORS[unit])}"
+            f"profile {where}: {number.value:g} {number.unit} does not fit; a finite number, in "
+            f"one of {', '.join(_FACTORS[unit])}"
         )
-    if confidence not in get_args(Confidence):
-        raise UsageError(
-            f"profile {where}: confidence {confidence!r} is none of "
-            f"{', '.join(get_args(Confidence))}"
-        )
-    if not isinstance(source, str) or not source.strip():
-        raise UsageError(f"profile {where}: source is empty; say where {value} {written} is from")
-    return Number(value, written, source, cast("Confidence", confidence))
+    return number
 
 
 def _scaled(where: str, number: Number, spec: Field) -> int:

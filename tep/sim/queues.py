@@ -330,14 +330,12 @@ class SendQueue:
         units: in the order they leave.
         starts: departure of each, ps.
         at: the first that was not yet taken over by the receiving side.
-        lone: the target of all units, if there is one that all have for sure; else -1.
     """
 
     def __init__(self) -> None:
         self.units = _NOTHING
         self.starts: Ints = np.empty(0, np.int64)
         self.at = 0
-        self.lone = -1
         self._free_ps = 0
         self._ended: dict[int, int] = {}
         self._later: list[Units] = []  # behind others of their queue pairs, and not planned yet
@@ -365,7 +363,7 @@ class SendQueue:
         leaves, every other queue pair has its turns as planned.
         """
         cut = self.cut(now_ps)
-        if len(self.starts) - cut > _MANY and self.lone < 0:
+        if len(self.starts) - cut > _MANY:
             at_once = []
             for target, which in by_value(units.target):
                 last_ps = self._last_ps(target, cut)
@@ -397,9 +395,7 @@ class SendQueue:
         self._keep_ends(cut)
         waits = len(self.starts) - cut
         target = units.target.item(0) if is_alike(units.target) else -1
-        alone = target >= 0 and (self.at == len(self.starts) or self.lone == target)
-        self.lone = target if alone else -1
-        if alone or (target >= 0 and (not waits or has_all(self.units.target[cut:] == target))):
+        if target >= 0 and (not waits or has_all(self.units.target[cut:] == target)):
             # One queue pair: waiting units keep their places, the new ones stand behind them.
             busy_ps = self._free_ps
             if waits:

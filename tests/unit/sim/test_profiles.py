@@ -92,23 +92,23 @@ def test_unknown_profile_lists_the_known() -> None:
     ("old", "new", "message"),
     [
         ("[nic.wire]", "[nic.wires]", r"unknown: nic\.wires; missing: nic\.wire$"),
-        ("[nic.wire]\n", "[nic.wire]\nvlaue = 1\n", r"\[nic\.wire\]: unknown: vlaue$"),
+        ("[nic.wire]\n", "[nic.wire]\nvlaue = 1\n", r"\[nic\.wire\]: .*unknown field `vlaue`"),
         ("ordered = true\n", "", "missing: ordered$"),
         ("ordered = true", "ordered = 1", "ordered = 1 is not a bool"),
         ("ordered = true", "ordered = true\ncolour = 3", "unknown key 'colour'"),
-        ("value = 377.4", 'value = "fast"', "value = 'fast' is not a finite number"),
-        ("value = 377.4", "value = true", "value = True is not a finite number"),
-        ("value = 377.4", "value = nan", "value = nan is not a finite number"),
+        ("value = 377.4", 'value = "fast"', r"\[nic\.wire\]: Expected `float`, got `str`"),
+        ("value = 377.4", "value = true", r"\[nic\.wire\]: Expected `float`, got `bool`"),
+        ("value = 377.4", "value = nan", "nan Gb/s does not fit; a finite number"),
         ("value = 377.4", "value = -1", r"-1\.0 Gb/s|-1 Gb/s"),
         (
             'value = 400\nunit = "Gb/s"',
             'value = 400\nunit = "GB/s"',
-            "unit 'GB/s' does not fit; use one of b/s, Gb/s",
+            "400 GB/s does not fit; a finite number, in one of b/s, Gb/s",
         ),
         (
             'confidence = "fitted"',
             'confidence = "sure"',
-            "confidence 'sure' is none of measured, quoted",
+            "Invalid enum value 'sure' - at `\\$.confidence`",
         ),
         (
             'value = 74.2\nunit = "ns"',
@@ -151,7 +151,7 @@ def test_empty_source_is_refused(tmp_path) -> None:
         'source = ""' if line.startswith("source") else line
         for line in text_of("cx7_400").splitlines()
     ]
-    with pytest.raises(UsageError, match="source is empty"):
+    with pytest.raises(UsageError, match=r"at `\$\.source`"):
         read(tmp_path, "\n".join(lines))
 
 
