@@ -124,7 +124,6 @@ class VerbsDomain:
         )
         self.address = own.encode()
         self.caps = device.caps(depths.rows, depths.reads, ("cpu", "cuda") if cuda else ("cpu",))
-        self._write_bytes_max = self.caps.max_write_bytes
         self._credits, self._read_credits = depths.rows, depths.reads
         queues = Queues(self._cq, imms.srq, self._messages.srq, depths)
         self.peers = Peers(
@@ -220,7 +219,7 @@ class VerbsDomain:
             isinstance(nbytes, int)
             and isinstance(rkey, int)
             and (conn := self._up[peer]) is not None
-            and nbytes <= self._write_bytes_max
+            and nbytes <= self._writer.write_bytes_max
             and rkey <= RKEY_MAX
         ):
             taken = self._writer.post_up(conn, batch, start, stop)
@@ -234,10 +233,10 @@ class VerbsDomain:
         self._check_open()
         if self._state is not _State.OPEN:
             return self._fail(batch, start, stop, Status.NIC_DOWN)
-        limits, writer, peer = self._writer.limits, self._writer, batch.peer
-        stop = limits.possible_until(batch, start, stop)
+        writer, peer = self._writer, batch.peer
+        stop = writer.possible_until(batch, start, stop)
         if stop == start:
-            return self._fail(batch, start, start + 1, limits.why_impossible(batch, start))
+            return self._fail(batch, start, start + 1, writer.why_impossible(batch, start))
         if isinstance(peer, int):
             conn = self._up[peer]
             if conn is not None:
@@ -266,11 +265,11 @@ class VerbsDomain:
         self._read_credits -= end - start
         if self._state is not _State.OPEN:
             return self._fail(batch, start, end, Status.NIC_DOWN)
-        limits, at = self._writer.limits, start
+        writer, at = self._writer, start
         while at < end:
-            possible = limits.possible_until(batch, at, end)
+            possible = writer.possible_until(batch, at, end)
             if possible == at:
-                at += self._fail(batch, at, at + 1, limits.why_impossible(batch, at))
+                at += self._fail(batch, at, at + 1, writer.why_impossible(batch, at))
             while at < possible:
                 at = self._read_from_one(batch, at, possible)
         return end - start

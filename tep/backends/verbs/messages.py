@@ -245,6 +245,9 @@ class Datagrams(_Requests):
         device: where.
         cq: completion queue.
         qkey: that others must know to reach it.
+
+    Attributes:
+        routes: to peers.
     """
 
     def __init__(self, device: Device, cq: int, qkey: int) -> None:
@@ -252,7 +255,7 @@ class Datagrams(_Requests):
         self._slots = _Region(device, (DATAGRAMS_IN + DATAGRAMS_OUT) * _SLOT)
         self._qp = create_ud(device, cq, qkey, max(DATAGRAMS_IN, DATAGRAMS_OUT))
         self.number = qp_number(self._qp)
-        self._routes = Routes(device)
+        self.routes = Routes(device)
         self._free: deque[int] = deque(range(DATAGRAMS_IN, DATAGRAMS_IN + DATAGRAMS_OUT))
         for slot in range(DATAGRAMS_IN):
             rc = self.give_back(slot)
@@ -263,7 +266,7 @@ class Datagrams(_Requests):
         """Send one datagram, or lose it where the queue is full: who waits repeats it."""
         if not self._free:
             return
-        route = self._routes.find(to)
+        route = self.routes.find(to)
         if not route:  # e.g. no such neighbour: as good as lost
             return
         slot = self._free.popleft()
@@ -298,14 +301,10 @@ class Datagrams(_Requests):
         self._recv_wr["wr_id"] = tag(Tag.DATAGRAM_IN, slot)
         return self._device.data.post_recv(self._qp, self._recv_ptr, self._bad_ptr)
 
-    def forget(self, to: Address) -> None:
-        """Drop the route to a peer that is gone."""
-        self._routes.forget(to)
-
     def close(self) -> None:
         """Give everything back."""
         self._device.free("ibv_destroy_qp", self._qp)
-        self._routes.close()
+        self.routes.close()
         self._device.dereg_mr(self._slots.mr)
 
 

@@ -159,7 +159,7 @@ class Peers:
             self._end(peer, status)
             self._unsettled.pop(peer, None)
             self._asking.pop(peer, None)
-            self.datagrams.forget(peer.where)
+            self.datagrams.routes.forget(peer.where)
 
     def _end(self, peer: Peer, status: Status) -> None:
         peer.gone = peer.gone or status

@@ -2,8 +2,8 @@
 
 A run is a chain of rows to one queue pair, filled by columns. Loose rows are posted one by one: a
 few to one peer, or a fan, each to a peer of its own. Scatters go to the same peers again and again,
-so a fan is kept until some peer loses its connection. Reads are runs always, on the first queue
-pair of their peer.
+so from the second on they have a fan of their own, until some peer loses its connection. Reads are
+runs always, on the first queue pair of their peer.
 
 Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
 more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
@@ -21,7 +21,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import starmap
+from itertools import repeat, starmap
 from operator import length_hint
 from socket import htonl
 from typing import Final
@@ -35,7 +35,7 @@ from tep.backends.ffi.ibverbs import ENUMS, SEND_WR, SGE, Ref, ref
 from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, RowQueue, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 
-__all__ = ["RKEY_MAX", "Limits", "Writer"]
+__all__ = ["RKEY_MAX", "Writer"]
 
 RKEY_MAX: Final = 2**32 - 1
 
@@ -67,6 +67,7 @@ _WRITE, _READ = int(Kind.WRITE), int(Kind.READ)
 _NIC_DOWN, _FLUSHED = int(Status.NIC_DOWN), int(Status.FLUSHED)
 _OK: Final = int(Status.OK)
 _PROVIDER: Final = int(Status.PROVIDER)
+_ONE: Final[npt.NDArray[np.uint64]] = np.array(1, np.uint64)
 _LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
@@ -101,7 +102,7 @@ class Writer:
 
     Attributes:
         up: by PeerId, the connection that rows can be posted on, or None.
-        limits: what rows must keep to.
+        write_bytes_max: the longest row.
         tails: queue pairs whose last run was taken in part, and waits for its tail.
         refusal: what the last refused post was told.
     """
@@ -115,9 +116,10 @@ class Writer:
         keep: Callable[[int, Batch, int, int], object],
     ) -> None:
         self.up: list[Conn | None] = []
-        self.limits = Limits(int(device.port.max_msg_sz))
+        self.write_bytes_max = int(device.port.max_msg_sz)
         self._keep = keep
         self._one_qp = device.settings.qps_per_peer == 1
+        self._met: set[bytes] = set()  # who scatters went to
         self._fans: dict[bytes, _Fan] = {}
         self._inline_max = device.inline_max
         self._not_inline = not_inline
@@ -132,6 +134,7 @@ class Writer:
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
         self._bad_ref = ref(self._bad_ptr)
+        self._first_fan = _Fan(_FAN_MAX, self.write_bytes_max, self._bad_ref)
         self._sets: dict[int, _Loose] = {}
         self._number = 0
 
@@ -166,25 +169,32 @@ class Writer:
         """
         peers = batch.peer
         assert not isinstance(peers, int)
-        for first in range(start, stop, _FAN_MAX):
-            last = min(first + _FAN_MAX, stop)
-            some = peers if last - first == batch.n else peers[first:last]
-            fan = self._fans.get(some.tobytes()) or self._make_fan(some)
-            if fan is None or not self._post_fan(fan, batch, first):
-                return first - start
-        return stop - start
+        n = stop - start
+        if n > _FAN_MAX:
+            taken = self.scatter(batch, start, start + _FAN_MAX)
+            return taken and taken + self.scatter(batch, start + _FAN_MAX, stop)
+        some = peers if n == batch.n else peers[start:stop]
+        key = some.tobytes()
+        fan = self._fans.get(key) or self._fan_for(key, some.tolist())
+        return n if fan is not None and self._post_fan(fan, batch, start) else 0
 
-    def _make_fan(self, peers: npt.NDArray[np.integer]) -> _Fan | None:
-        conns = [conn for peer in peers.tolist() if (conn := self.up[peer]) is not None]
+    def _fan_for(self, key: bytes, peers: Sequence[int]) -> _Fan | None:
+        """Aim the fan of first scatters, or a new one for the second; None = not all are up."""
+        conns = [conn for peer in peers if (conn := self.up[peer]) is not None]
         if len(conns) < len(peers):
             return None
-        if len(self._fans) >= _FANS_MAX:
+        fan = self._first_fan
+        if key in self._met:
+            fan = self._fans[key] = _Fan(len(conns), self.write_bytes_max, self._bad_ref)
+        elif len(self._met) >= _FANS_MAX:
             self.forget_fans()
-        fan = self._fans[peers.tobytes()] = _Fan(conns, self.limits, self._bad_ref)
+        self._met.add(key)
+        fan.aim(conns)
         return fan
 
     def forget_fans(self) -> None:
         """Forget who scatters went to: some peer has lost its connection."""
+        self._met.clear()
         self._fans.clear()
 
     def post_reads(self, conn: Conn, batch: ReadBatch, start: int, stop: int) -> int:
@@ -262,7 +272,7 @@ class Writer:
         if not fan.fill(batch, start, number):
             return False
         self._number = number
-        n = fan.n
+        n = len(fan.conns)
         self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
         calls = iter(fan.calls)
         codes = starmap(self._post_refs, calls)
@@ -297,6 +307,23 @@ class Writer:
         """Post a request without bytes that asks for a completion; False = there is no room."""
         self._one.write(_NOTHING, wr_id, _SIGNALED)
         return self._post_send(qp, self._one.ptr, self._bad_ptr) == 0
+
+    def possible_until(self, batch: Batch, start: int, stop: int) -> int:
+        """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
+        if self._fit(batch, start, stop):
+            return stop
+        return next(row for row in range(start, stop) if not self._fit(batch, row, row + 1))
+
+    def why_impossible(self, batch: Batch, row: int) -> Status:
+        """Say why a row that cannot be posted cannot."""
+        too_long = at(batch.nbytes, row) > self.write_bytes_max
+        return Status.LENGTH if too_long else Status.REMOTE_KEY
+
+    def _fit(self, batch: Batch, start: int, stop: int) -> bool:
+        return (
+            most(part(batch.nbytes, start, stop)) <= self.write_bytes_max
+            and most(part(batch.rkey, start, stop)) <= RKEY_MAX
+        )
 
     # --- completing
 
@@ -532,33 +559,39 @@ class _Fan(_Ring):
     All that stays the same is made once.
 
     Args:
-        conns: where row k goes.
-        limits: what a row must keep to; asked where keys or lengths are other than last time.
+        n: rows at the most.
+        write_bytes_max: the longest row.
         bad: takes the request that a provider refuses.
 
     Attributes:
+        conns: where row k goes.
         calls: the arguments of each post.
     """
 
-    def __init__(self, conns: Sequence[Conn], limits: Limits, bad: Ref) -> None:
-        super().__init__(len(conns))
-        self.conns = conns
-        self.calls = [
-            (conn.pick().ref, ref(self.ptr + k * _WR_BYTES), bad) for k, conn in enumerate(conns)
-        ]
+    def __init__(self, n: int, write_bytes_max: int, bad: Ref) -> None:
+        super().__init__(n)
+        self._refs = [ref(self.ptr + k * _WR_BYTES) for k in range(n)]
+        self._bad = bad
         self._flags[:] = _SIGNALED
         self._wr_id[:] = self._iota + np.uint64(tag(Tag.LOOSE))
         # The object that each id names, of up to 32 bits.
         raw = self._wr.view(np.uint8)
         self._number = np.ndarray(self.n, np.uint32, raw, NUMBER_SHIFT // 8, (_WR_BYTES,))
-        self._limits = limits
+        self._write_bytes_max = write_bytes_max
+        self._usual = False  # whether every request has its scatter entry
+
+    def aim(self, conns: Sequence[Conn]) -> None:
+        """Let row k go to conns[k] from now on."""
+        self.conns = conns
+        queues = [conn.pick().ref for conn in conns]
+        self.calls = list(zip(queues, self._refs, repeat(self._bad), strict=False))
         self._keys: tuple[object, ...] = ()
         self._lengths: int | bytes = b""
-        self._usual = False  # whether every request has its scatter entry
 
     def fill(self, batch: WriteBatch, start: int, number: int) -> bool:
         """Write rows start.. of a batch, as set `number`; False = one of them is impossible."""
-        n, stop = self.n, start + self.n
+        n = len(self.conns)
+        stop = start + n
         keys, lengths = _frozen_keys(batch, start, n), _frozen(batch.nbytes, start, n)
         if lengths != self._lengths:
             if not self._fill_new_lengths(part(batch.nbytes, start, stop)):
@@ -574,16 +607,20 @@ class _Fan(_Ring):
         return True
 
     def _fill_new_lengths(self, nbytes: Column) -> bool:
-        if isinstance(nbytes, int) or not self._limits.are_usual(nbytes):
+        # No row is empty and none too long, in one look: one less than 0 is very long.
+        if (
+            isinstance(nbytes, int)
+            or int(np.maximum.reduce(nbytes - _ONE)) >= self._write_bytes_max
+        ):
             self._usual = False
-            if most(nbytes) > self._limits.write_bytes_max:
+            if most(nbytes) > self._write_bytes_max:
                 return False
-            self._fill_lengths(nbytes, 0, self.n)
+            self._fill_lengths(nbytes, 0, len(self.conns))
             return True
         if not self._usual:
             self._num_sge[:] = 1
             self._usual = True
-        self._length[:] = nbytes
+        self._length[: len(nbytes)] = nbytes
         return True
 
 
@@ -611,36 +648,3 @@ def _plain(batch: Batch) -> tuple[int | None, ...] | None:
     if isinstance(rkey, int) and isinstance(nbytes, int) and (imm is None or isinstance(imm, int)):
         return batch.lkey, rkey, nbytes, imm
     return None
-
-
-class Limits:
-    """The limits of a row of one NIC.
-
-    Attributes:
-        write_bytes_max: the longest row.
-    """
-
-    def __init__(self, write_bytes_max: int) -> None:
-        self.write_bytes_max = write_bytes_max
-        self._one: npt.NDArray[np.uint64] = np.array(1, np.uint64)
-
-    def possible_until(self, batch: Batch, start: int, stop: int) -> int:
-        """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
-        if self._fit(batch, start, stop):
-            return stop
-        return next(row for row in range(start, stop) if not self._fit(batch, row, row + 1))
-
-    def are_usual(self, nbytes: npt.NDArray[np.unsignedinteger]) -> bool:
-        """Whether no row is empty and none too long, in one look: one less than 0 is very long."""
-        return int(np.maximum.reduce(nbytes - self._one)) < self.write_bytes_max
-
-    def why_impossible(self, batch: Batch, row: int) -> Status:
-        """Say why a row that cannot be posted cannot."""
-        too_long = at(batch.nbytes, row) > self.write_bytes_max
-        return Status.LENGTH if too_long else Status.REMOTE_KEY
-
-    def _fit(self, batch: Batch, start: int, stop: int) -> bool:
-        return (
-            most(part(batch.nbytes, start, stop)) <= self.write_bytes_max
-            and most(part(batch.rkey, start, stop)) <= RKEY_MAX
-        )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from tep.base.errors import UsageError
 from tep.host.environment import HCA, Environ, NameList, Number, read_list, read_number, said
@@ -18,6 +18,11 @@ __all__ = ["NO_HINTS", "Hints", "Settings"]
 _TIMEOUT_UNIT_S: Final = 4.096e-6
 """Unit of the local ACK timeout: 4.096 us times 2 to the power of the setting. Source: InfiniBand
 specification 1.4, section 9.7.6.1.3; quoted."""
+
+
+def _ranged(default: Any, low: float, high: float) -> Any:
+    """The default of an option, with the smallest and the largest value."""
+    return field(default=default, metadata={"range": (low, high)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +74,28 @@ class Settings:
             environment, or else 0.
     """
 
-    port: int = 1
-    pkey: int | None = None
-    gid_index: int | None = None
-    sq_depth: int | None = None
-    reads: int | None = None
-    imm_recvs: int | None = None
-    msg_recvs_max: int | None = None
-    qps_per_peer: int = 1
-    timeout: int = 14
-    retry_cnt: int = 6
-    rnr_retry: int = 7
-    handshake_s: float = 3.0
-    resend_s: float = 0.02
-    drain_s: float = 1.0
-    traffic_class: int | None = None
-    service_level: int | None = None
+    port: int = _ranged(1, 1, 255)
+    pkey: int | None = _ranged(None, 1, 0xFFFF)
+    gid_index: int | None = _ranged(None, 0, 0xFFFF)
+    sq_depth: int | None = _ranged(None, 1, 32752)
+    reads: int | None = _ranged(None, 0, 4096)
+    imm_recvs: int | None = _ranged(None, 1, 32767)
+    msg_recvs_max: int | None = _ranged(None, 1, 32767)
+    qps_per_peer: int = _ranged(1, 1, 16)
+    timeout: int = _ranged(14, 1, 31)
+    retry_cnt: int = _ranged(6, 0, 7)
+    rnr_retry: int = _ranged(7, 0, 7)
+    handshake_s: float = _ranged(3.0, 0.01, 3600.0)
+    resend_s: float = _ranged(0.02, 0.001, 60.0)
+    drain_s: float = _ranged(1.0, 0.01, 60.0)
+    traffic_class: int | None = _ranged(None, 0, 255)
+    service_level: int | None = _ranged(None, 0, 15)
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
+        for each in fields(self):
+            value, (low, high) = getattr(self, each.name), each.metadata["range"]
             if value is not None and not low <= value <= high:
-                raise UsageError(f"verbs: {name}={value}; {low} to {high} is possible")
+                raise UsageError(f"verbs: {each.name}={value}; {low} to {high} is possible")
 
     @property
     def ack_timeout_s(self) -> float:
@@ -105,25 +110,6 @@ class Settings:
     def peer_timeout_s(self) -> float:
         """Within this a dead peer ends in an error: it may die just after it has answered."""
         return self.handshake_s + self.ack_timeout_s + self.drain_s
-
-
-_RANGES: Final = {
-    "port": (1, 255),
-    "pkey": (1, 0xFFFF),
-    "sq_depth": (1, 32752),
-    "reads": (0, 4096),
-    "imm_recvs": (1, 32767),
-    "msg_recvs_max": (1, 32767),
-    "qps_per_peer": (1, 16),
-    "timeout": (1, 31),
-    "retry_cnt": (0, 7),
-    "rnr_retry": (0, 7),
-    "handshake_s": (0.01, 3600.0),
-    "resend_s": (0.001, 60.0),
-    "drain_s": (0.01, 60.0),
-    "traffic_class": (0, 255),
-    "service_level": (0, 15),
-}
 
 
 _UNSET: Final = Number("", "", None)
