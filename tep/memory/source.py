@@ -142,13 +142,7 @@ def adapt(buffer: Buffer) -> Memory:
         raise BadRequest(f"reg_mr: {type(buffer).__name__}: {error}") from error
     if "O" in _FIELD_NAME.sub("", view.format):
         raise _no_bytes(buffer)
-    if not view.c_contiguous:
-        raise BadRequest(
-            f"reg_mr: shape {view.shape} with strides {view.strides} is not contiguous; "
-            "register the whole array and select with offsets and strides of Pages"
-        )
-    if view.nbytes == 0:
-        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    _check_whole("buffer", view.shape, view.strides, view.nbytes, dense=view.c_contiguous)
     owner, nbytes = (buffer, view), view.nbytes
     if view.readonly:
         ptr = int(np.frombuffer(view, np.uint8).ctypes.data)
@@ -187,15 +181,22 @@ def _no_bytes(buffer: object) -> BadRequest:
     )
 
 
+def _check_whole(what: str, shape: object, strides: object, nbytes: int, *, dense: bool) -> None:
+    """Refuse what is no run of bytes, or an empty one; strides are in its own unit."""
+    if not dense:
+        raise BadRequest(
+            f"reg_mr: the {what} of shape {shape} with strides {strides} is not contiguous; "
+            "register the whole array and select with offsets and strides of Pages"
+        )
+    if nbytes == 0:
+        raise BadRequest(f"reg_mr: the {what} has 0 bytes")
+
+
 def _from_array(array: npt.NDArray[Any]) -> Memory:
     if array.dtype.hasobject:
         raise _no_bytes(array)
-    if not array.flags.c_contiguous:
-        raise BadRequest(
-            f"reg_mr: shape {array.shape} with strides {array.strides} is not contiguous"
-        )
-    if array.nbytes == 0:
-        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    dense = array.flags.c_contiguous
+    _check_whole("buffer", array.shape, array.strides, array.nbytes, dense=dense)
     ptr = int(array.ctypes.data)
     return Memory(ptr, array.nbytes, "cpu", not array.flags.writeable, array)
 
@@ -243,13 +244,8 @@ def _from_dlpack(exporter: Exporter) -> Memory:
     kind, index = tensor.device
     if kind not in (*KDL_CPU, *KDL_CUDA):
         raise BadRequest(f"reg_mr: DLPack device type {kind} of the {name} is neither CPU nor CUDA")
-    if not tensor.contiguous:
-        raise BadRequest(
-            f"reg_mr: {name} of shape {tensor.shape} with strides {tensor.strides} (in elements) "
-            "is not contiguous"
-        )
-    if tensor.nbytes == 0:
-        raise BadRequest(f"reg_mr: the {name} has 0 bytes")
+    strides = f"{tensor.strides} (in elements)"
+    _check_whole(name, tensor.shape, strides, tensor.nbytes, dense=tensor.contiguous)
     device = "cpu" if kind in KDL_CPU else f"cuda:{index}"
     owner = (exporter, tensor.capsule)
     return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner)
@@ -266,13 +262,9 @@ def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
             f"reg_mr: the __cuda_array_interface__ of a {type(buffer).__name__} cannot be read: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if strides is not None and not is_dense(shape, tuple(strides), itemsize):
-        raise BadRequest(
-            f"reg_mr: CUDA array of shape {shape} with strides {strides} is not contiguous"
-        )
     nbytes = math.prod(shape) * itemsize
-    if nbytes == 0:
-        raise BadRequest("reg_mr: the CUDA array has 0 bytes")
+    dense = strides is None or is_dense(shape, tuple(strides), itemsize)
+    _check_whole("CUDA array", shape, strides, nbytes, dense=dense)
     device = getattr(buffer, "device", None)
     index = getattr(device, "index", getattr(device, "id", 0))
     return Memory(ptr, nbytes, f"cuda:{index or 0}", bool(readonly), buffer)
