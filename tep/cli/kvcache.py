@@ -68,7 +68,7 @@ def kvcache(
         typer.Option(
             "--fabric",
             help="chaos: drawn scenarios, every answer compared. flow, timing: capacity, no bytes. "
-            "tcp, local: real processes and a real small transformer.",
+            "tcp, local: real processes, and a toy model that looks at every byte of its cache.",
         ),
     ] = Fabric.chaos,
     prefillers: Prefillers = 2,
@@ -274,14 +274,14 @@ def _real(
     import numpy as np
 
     from tep.apps.kvcache.cluster import Cluster, RankedCluster, work_as_rank
-    from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+    from tep.apps.kvcache.toy import ToyModel
     from tep.rendezvous.launch import own_address, place_here
 
     prefillers, decoders, tp = sizes
-    heads = TinyConfig().kv_heads
-    if heads % tp:
+    model = ToyModel(seed=seed)
+    if model.heads % tp:
         raise typer.BadParameter(
-            f"the small transformer has {heads} heads, which {tp} ranks cannot share evenly; "
+            f"the toy model has {model.heads} heads, which {tp} ranks cannot share evenly; "
             "1, 2 and 4 can",
             param_hint="--tp",
         )
@@ -306,7 +306,6 @@ def _real(
 
     with progress("processes are answering", None, quiet=json):
         found = asyncio.run(run())
-    model = TinyTransformer(TinyConfig(seed=seed))
     rows, wrong = list[dict[str, object]](), []
     for ids, done in zip(prompts, found, strict=True):
         same = done.ok and list(done.tokens) == model.alone(ids, 12)

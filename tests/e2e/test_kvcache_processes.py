@@ -1,4 +1,4 @@
-"""Prefillers and decoders as real processes: a real transformer's tokens, and a process killed."""
+"""Prefillers and decoders as real processes: a toy model's tokens, and a process killed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 import tep
 from tep.apps.kvcache.cluster import Cluster, RankedCluster, Shape, work_as_rank
 from tep.apps.kvcache.model import Completion
-from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
+from tep.apps.kvcache.scheduler import PrefillerCard
+from tep.apps.kvcache.toy import ToyModel
 from tep.base.errors import UsageError
+from tep.base.wire import NetAddr
 from tep.rendezvous import Place
 from tep.rendezvous.calls import Caller, Hello, connect
 from tep.rendezvous.launch import launch
@@ -39,7 +41,7 @@ def prompts(lengths: list[int]) -> list[np.ndarray]:
 
 
 def check(asked: list[np.ndarray], done: list[Completion]) -> None:
-    model = TinyTransformer(TinyConfig())
+    model = ToyModel()
     for ids, one in zip(asked, done, strict=True):
         assert one.ok, one.reason
         assert model.alone(ids, 10) == list(one.tokens or ())
@@ -88,15 +90,15 @@ def test_a_killed_prefiller_costs_no_request() -> None:
     async def main() -> list[Completion]:
         shape = Shape(options=options("libfabric"), npages=512, silent_s=2.0)
         async with Mortal(shape) as cluster:
-            busy, lease = asyncio.Event(), cluster.scheduler.lease
+            busy, pick = asyncio.Event(), cluster.scheduler._pick
 
             async def note(*args: Any) -> Any:
-                found = await lease(*args)
-                if found.card.name == "p0":
+                found = await pick(*args)
+                if found.name == "p0":
                     busy.set()
                 return found
 
-            cluster.scheduler.lease = note  # type: ignore[method-assign]  # to see when p0 has work
+            cluster.scheduler._pick = note  # type: ignore[method-assign]  # to see p0 get work
             work = asyncio.create_task(cluster.generate(asked, 10))
             await busy.wait()
             await cluster.kill("p0")
@@ -149,11 +151,11 @@ class Witness:
 class Member:
     """A member that starts at once."""
 
-    def __init__(self, addr: bytes) -> None:
+    def __init__(self, addr: NetAddr) -> None:
         self.addr = addr
 
-    async def start(self) -> tuple[bytes, ...]:
-        return (self.addr,)
+    async def start(self) -> PrefillerCard:
+        return PrefillerCard("p0", (self.addr,))
 
 
 @pytest.mark.parametrize("proven", [True, False], ids=["hung up", "timed out"])
@@ -162,7 +164,7 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> Non
     that is fenced while it still writes would be given to others.
     """
 
-    async def main(addr: bytes, epoch: int) -> None:
+    async def main(addr: NetAddr) -> None:
         listens: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         class Watched(RankedCluster):
@@ -202,7 +204,7 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> Non
                 child.caller._peer._reader.set_exception(TimeoutError("no answer"))
             assert ("has ended" if proven else "was lost: no answer") in await child.over
             assert [] == cluster.scheduler.prefillers
-            assert [("p0", epoch)] * proven == witness.fences
+            assert [("p0", addr.epoch)] * proven == witness.fences
             await cluster.close()
             await member.close()
             for reader, _ in silent:
@@ -211,21 +213,30 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(proven: bool) -> Non
             writer.transport.abort()
 
     with tep.TransferEngine.open("loopback") as engine:
-        asyncio.run(main(engine.main_address.to_bytes(), engine.main_address.epoch))
+        asyncio.run(main(engine.main_address))
 
 
-def test_what_is_generated_depends_on_the_whole_cache() -> None:
-    """If a wrong page changed no token, equal tokens would prove nothing."""
-    model = TinyTransformer(TinyConfig())
+def test_what_is_generated_depends_on_every_byte_of_the_cache() -> None:
+    """If a wrong byte changed no token, equal tokens would prove nothing."""
+    model, dice = ToyModel(), np.random.default_rng(3)
     (ids,) = prompts([64])
     right = model.alone(ids, 16)
-    changed = 0
-    for page in range(8):
-        cache = PlainCache(model.config, 80)
-        logits = np.zeros(0, np.float32)
-        for start in range(0, 64, 16):
-            logits = model.forward(ids[start : start + 16], start, cache)
-        cache._kv[:, :, 8 * page : 8 * page + 8] = cache._kv[:, :, ::-1][:, :, :8]
-        changed += model.generate(logits, 64, 16, cache) != right
+    for _ in range(200):
+        cache = model.plain_cache(80)
+        *_, state = model.compute(ids, 0, cache)
+        view = cache._views[0][1][..., :64, :]  # of the prompt
+        at = tuple(dice.integers(view.shape))
+        view[at] ^= 1 << dice.integers(32)
+        assert model.generate(state, 64, 16, cache) != right, at
 
-    assert changed >= 6
+
+def test_what_is_generated_depends_on_the_order_of_the_pages() -> None:
+    """Pages in each other's places are the mistake that a wrong list of blocks makes."""
+    model = ToyModel()
+    (ids,) = prompts([64])
+    cache = model.plain_cache(80)
+    *_, state = model.compute(ids, 0, cache)
+    view = cache._views[0][1]
+    view[..., :16, :] = np.roll(view[..., :16, :], 8, axis=-2)
+
+    assert model.alone(ids, 16) != model.generate(state, 64, 16, cache)

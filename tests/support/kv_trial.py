@@ -147,7 +147,6 @@ class Verdict:
         completions: of every request that its client did not give up.
         cancelled: requests that were given up before they ended.
         checked: pages whose bytes were compared.
-        unclean: attempts that ended early.
         struck: (event, instance) pairs, without those that hit nobody.
         now_us: simulated time at the end.
     """
@@ -156,7 +155,6 @@ class Verdict:
     completions: list[Completion] = field(default_factory=list)
     cancelled: int = 0
     checked: int = 0
-    unclean: int = 0
     struck: list[tuple[str, str]] = field(default_factory=list)
     now_us: float = 0.0
 
@@ -192,7 +190,6 @@ def run_trial(trial: Trial, change: Callable[[PaintedWorld], object] | None = No
         decoder_options={
             "imms": range(1, 1 + trial.imms),
             "prefix_pages": trial.prefix_pages,
-            "attempts_max": 4,
         },
         scheduler=Scheduler(wait_s=20 * unit_s, cool_s=unit_s),
         options=EngineOptions(probe_first_s=50 * _US, probe_max_s=400 * _US),
@@ -349,9 +346,6 @@ def _judge(trial: Trial, world: PaintedWorld, model: CheckedModel, verdict: Verd
             f"{verdict.cancelled} cancelled"
         )
     for member in world.everybody:
-        side = member.side
-        if isinstance(side, Decoder):
-            verdict.unclean += side.stats.unclean
         found += member_flaws(world, member)
 
 

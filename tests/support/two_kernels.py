@@ -98,7 +98,7 @@ def _rounds(engine, ranks) -> None:
 
 def _kvcache(place) -> int:
     from tep.apps.kvcache.cluster import RankedCluster, Shape, work_as_rank
-    from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+    from tep.apps.kvcache.toy import ToyModel
 
     options = {"provider": "tcp", "nics": [own_address(place)], **SLOW}
     shape = Shape(prefillers=1, decoders=1, options=options, silent_s=60.0, start_s=500.0)
@@ -111,7 +111,7 @@ def _kvcache(place) -> int:
         async with RankedCluster(shape, place) as cluster:
             return list(await cluster.generate(prompts, 8))
 
-    model = TinyTransformer(TinyConfig(seed=shape.seed))
+    model = ToyModel(seed=shape.seed)
     for prompt, done in zip(prompts, asyncio.run(run()), strict=True):
         assert done.ok, done
         assert list(done.tokens) == model.alone(prompt, 8)

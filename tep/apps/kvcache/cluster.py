@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal, Self
 
@@ -25,14 +24,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tep import FabricError, NetAddr, TepError, TransferEngine, UsageError
+from tep import FabricError, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Completion, Request
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.scheduler import Lease, PrefillerCard, Router, Scheduler
-from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+from tep.apps.kvcache.scheduler import PrefillerCard, Scheduler
+from tep.apps.kvcache.toy import ToyModel
 from tep.rendezvous import Place
 from tep.rendezvous.calls import Caller, Hello, Listener, connect
 from tep.rendezvous.launch import RankProcesses, run_rank
@@ -112,7 +111,7 @@ async def _work(shape: Shape, place: Place) -> None:
     except TepError as error:
         raise FabricError(f"{what} is not there: {error}") from error
     caller.keep_alive()
-    member.router = _RemoteRouter(caller)
+    member.launcher = caller
     stopped = asyncio.ensure_future(member.stopped.wait())
     try:
         with member.engines:
@@ -132,17 +131,17 @@ class _Member:
         self.role, self.name = role, name
         self.engines = contextlib.ExitStack()
         self.stopped = asyncio.Event()
-        self.router: Router | None = None
+        self.launcher: Caller | None = None
         self._shape = shape
         self._prefiller: Prefiller | None = None
         self._decoder: Decoder | None = None
 
-    async def start(self) -> tuple[bytes, ...]:
+    async def start(self) -> PrefillerCard:
         """Open the engines, and return their addresses."""
-        shape, config = self._shape, TinyConfig(seed=self._shape.seed)
+        shape, model = self._shape, ToyModel(seed=self._shape.seed)
         side = SideOptions(
             npages=shape.npages,
-            tail_bytes=config.tail_bytes,
+            tail_bytes=model.tail_bytes,
             patience=Patience(beat_s=shape.silent_s / 10, silent_s=shape.silent_s),
         )
         prefills = self.role == "prefiller"
@@ -150,20 +149,24 @@ class _Member:
         for rank in range(shape.prefill_tp if prefills else shape.decode_tp):
             opened = TransferEngine.open(shape.backend, name=f"{self.name}.{rank}", **shape.options)
             engines.append(self.engines.enter_context(opened))
-        given = (self.name, engines, config.layout, TinyTransformer(config), side)
+        given = (self.name, engines, model.layout, model, side)
         if prefills:
-            self._prefiller = Prefiller(*given, chunk_tokens=config.chunk_tokens)
+            self._prefiller = Prefiller(*given, chunk_tokens=model.chunk_tokens)
         else:
             self._decoder = Decoder(*given)
-        return tuple(one.main_address.to_bytes() for one in engines)
+        return PrefillerCard(self.name, tuple(one.main_address for one in engines))
 
-    async def generate(self, name: str, input_ids: tuple[int, ...], max_tokens: int) -> Completion:
+    async def generate(
+        self, name: str, input_ids: tuple[int, ...], max_tokens: int, prefiller: PrefillerCard
+    ) -> Completion:
         """See a prompt through."""
-        if self._decoder is None or self.router is None:
+        launcher = self.launcher
+        if self._decoder is None or launcher is None:
             raise UsageError(f"{self.role} {self.name} decodes nothing")
         ids = np.array(input_ids, np.int32)
         request = Request(name, len(ids), ids, max_tokens)
-        return await self._decoder.generate(request, self.router)
+        cached = partial(launcher.tell, "cached", name)
+        return await self._decoder.generate(request, prefiller, cached)
 
     async def fenced(self, prefiller: str, epoch: int) -> None:
         """The process of this incarnation has ended."""
@@ -181,56 +184,11 @@ class _Member:
             self._decoder.close()
 
 
-class _RemoteRouter:
-    """Asks the launcher's scheduler."""
-
-    def __init__(self, launcher: Caller) -> None:
-        self._launcher = launcher
-
-    async def lease(self, request: Request, exclude: Collection[str]) -> Lease:
-        number, name, addrs = await self._launcher.call(
-            tuple[int, str, tuple[bytes, ...]],
-            "lease",
-            request.name,
-            request.ntokens,
-            tuple(exclude),
-        )
-        card = PrefillerCard(name, tuple(map(NetAddr.from_bytes, addrs)))
-        return Lease(card, partial(self._launcher.tell, "end_lease", number))
-
-
 # ---------------------------------------------------------------------- the launcher
 
 
-class _Desk:
-    """The leases of one decoder, which it calls for."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._numbers = itertools.count(1)
-        self._leases: dict[int, Lease] = {}
-
-    async def lease(
-        self, request: str, ntokens: int, exclude: tuple[str, ...]
-    ) -> tuple[int, str, tuple[bytes, ...]]:
-        lease = await self._scheduler.lease(Request(request, ntokens), exclude)
-        number = next(self._numbers)
-        self._leases[number] = lease
-        return number, lease.card.name, tuple(addr.to_bytes() for addr in lease.card.addrs)
-
-    async def end_lease(self, number: int, failure: str) -> None:
-        lease = self._leases.pop(number, None)
-        if lease is not None:
-            lease.end(failure)
-
-    def close(self) -> None:
-        for lease in self._leases.values():
-            lease.end("")
-        self._leases.clear()
-
-
 class _Child:
-    """One member, as the launcher and its scheduler see it.
+    """One member, as the launcher, its scheduler and the member itself see it.
 
     Attributes:
         card: of a prefiller that is ready.
@@ -242,19 +200,26 @@ class _Child:
         self.caller = caller
         self.card: PrefillerCard | None = None
         self.over: asyncio.Task[str]
+        self._cached: dict[str, Callable[[], object]] = {}
+        caller.worker = self
 
     async def generate(
-        self,
-        request: Request,
-        router: Router,  # noqa: ARG002  # the launcher's own is asked
+        self, request: Request, prefiller: PrefillerCard, cached: Callable[[], object]
     ) -> Completion:
         assert request.input_ids is not None, "processes compute for real"
-        asked = (request.name, request.input_ids.tolist(), request.max_tokens)
+        asked = (request.name, request.input_ids.tolist(), request.max_tokens, prefiller)
+        self._cached[request.name] = cached
         try:
             return await self.caller.call(Completion, "generate", *asked)
         except FabricError as error:
             gone = error.code == "PEER_GONE"
             return Completion(request.name, None, await self.over if gone else str(error))
+        finally:
+            del self._cached[request.name]
+
+    async def cached(self, request: str) -> None:
+        """The member has the cache of a request, and decodes now."""
+        self._cached.get(request, int)()
 
     def fenced(self, prefiller: str, epoch: int) -> None:
         self.caller.tell("fenced", prefiller, epoch)
@@ -342,21 +307,19 @@ class RankedCluster:
         except TimeoutError:
             raise FabricError(f"{name} has not come within {start_s:g} s", peer=name) from None
         caller.keep_alive()
-        caller.worker = desk = _Desk(self.scheduler)
         child = self._children[name] = _Child(caller)
-        child.over = asyncio.create_task(self._settle(child, desk), name=f"end of {name}")
+        child.over = asyncio.create_task(self._settle(child), name=f"end of {name}")
         try:
-            starting = caller.call(tuple[bytes, ...], "start")
-            addrs = await asyncio.wait_for(starting, start_s)
+            card = await asyncio.wait_for(caller.call(PrefillerCard, "start"), start_s)
         except TimeoutError:
             raise FabricError(f"{role} {name} did not start within {start_s} s") from None
         if role == "prefiller":
-            child.card = PrefillerCard(name, tuple(map(NetAddr.from_bytes, addrs)))
-            self.scheduler.join_prefiller(child.card)
+            child.card = card
+            self.scheduler.join_prefiller(card)
         else:
             self.scheduler.join_decoder(child)
 
-    async def _settle(self, child: _Child, desk: _Desk) -> str:
+    async def _settle(self, child: _Child) -> str:
         """Wait for the end of a member, and settle what it leaves behind; say how it ended."""
         name = child.name
         await asyncio.wait({child.caller.ended})
@@ -365,7 +328,6 @@ class RankedCluster:
             self.scheduler.fenced(name, child.card.epoch)
         self.scheduler.leave_prefiller(name)  # if lost, nobody knows whether it writes on
         self.scheduler.leave_decoder(name)
-        desk.close()
         lost = child.caller.lost
         how = f"has ended, exit {status}" if lost is None else f"was lost: {lost}"
         return f"{child.role} {name} {how}"
@@ -383,7 +345,7 @@ class Cluster(RankedCluster):
         super().__init__(shape, Place(rank=0, size=size, token=secrets.token_hex(16)))
         self._ranks = {name: rank for rank, (_, name) in enumerate(shape.members, 1)}
         self._folder = tempfile.TemporaryDirectory(prefix="tep-kvcache-")
-        self._processes = RankProcesses(self._place, self._folder.name)
+        self._processes: RankProcesses
 
     async def _start(self) -> None:
         place = dataclasses.replace(self._place, port=self.port)

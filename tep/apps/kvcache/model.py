@@ -1,13 +1,13 @@
 """The model that a user writes for this cache, and its arguments: callbacks of an inference engine.
 
-Types only; `check` and `transformer` hold models.
+Types only; `toy` holds a model.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +57,7 @@ class Completion:
         request: its name.
         tokens: what was generated; None if it failed.
         reason: why it failed; "" if it did not.
-        attempts: prefillers tried.
+        attempts: how often it was tried.
         prefiller: whose pages were used, "" if none.
         ttft_s: from submission to the cache being complete; NaN if it never was.
         pages_sent: pages that travelled, without those reused.
@@ -167,14 +167,12 @@ class DecodeWork:
         memory: of this instance.
         pages: one for each page of the prompt, then spare ones for what is generated.
         tail_slot: where the tail lies.
-        first_page: pages before it were here already.
     """
 
     request: Request
     memory: KvMemory
     pages: PageIndices
     tail_slot: int
-    first_page: int = field(default=0)
 
 
 class Model(Protocol):

@@ -17,41 +17,17 @@ import numpy as np
 
 from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
+from tep.apps.kvcache.instance import Instance
 from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import KvMemory, PagePool, SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Mail, Message, Order, Pulse
+from tep.apps.kvcache.memory import SideOptions
+from tep.apps.kvcache.messages import Answer, Beat, Message, Order
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.scheduler import PrefillerCard
 
-__all__ = ["Prefiller", "PrefillerStats"]
+__all__ = ["Prefiller"]
 
 _KEY_LOST: Final = "LOCAL_KEY"  # the seam's name for it, as errors say it
 _ANSWERS_MAX: Final = 4096
-
-
-@dataclass(slots=True)
-class PrefillerStats:
-    """Counts of a prefiller.
-
-    Attributes:
-        dispatched: orders taken on.
-        finished: those of them whose every write was done.
-        failed: those that ended early: cancelled by their decoder, or by an error here or there.
-        orphaned: those of the failed whose decoder was silent.
-        refused: orders turned down.
-        renewed: times that the memory was registered anew, because a NIC had lost it.
-        writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
-    """
-
-    dispatched: int = 0
-    finished: int = 0
-    failed: int = 0
-    orphaned: int = 0
-    refused: int = 0
-    renewed: int = 0
-    writes: int = 0
-    rows: int = 0
-    nbytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +39,6 @@ class _Job:
     task: asyncio.Task[None] | None = None
     computing: bool = False  # whether the task may be cancelled
     sends: list[KvSend] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
 
     @property
@@ -71,21 +46,15 @@ class _Job:
         return all(send.finished for send in self.sends)
 
 
-class Prefiller:
-    """One prefill instance; made inside a running event loop.
+class Prefiller(Instance):
+    """One prefill instance; see Instance.
 
     Args:
-        name: of the instance; unique.
-        engines: one a rank.
-        layout: of the model.
-        model: computes.
-        side: sizes, times and memory.
         chunk_tokens: tokens of one step of a chunked prefill.
         turns: prompts computed at a time.
 
     Attributes:
-        name, memory, pool, stats: of this instance.
-        tails: the tail slots.
+        senders: one a rank.
     """
 
     def __init__(
@@ -100,25 +69,15 @@ class Prefiller:
         turns: int = 1,
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
-        self.name = name
-        self.memory = KvMemory(engines, layout, side)
-        self.pool = PagePool(side.npages)
-        self.tails = PagePool(side.tail_slots)
-        self.stats = PrefillerStats()
-        self._senders = [KvSender(one, patience=side.patience) for one in self.memory.blocks]
-        self._model, self._layout, self._chunk_tokens = model, layout, chunk_tokens
-        self._patience = side.patience
-        self._turn = asyncio.Semaphore(turns)
+        super().__init__(name, engines, layout, model, side)
+        self.senders = [KvSender(one, patience=side.patience) for one in self.memory.blocks]
+        self._chunk_tokens = chunk_tokens
+        self._turns = asyncio.Semaphore(turns)
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
         self._jobs: set[_Job] = set()
-        self._leaving = self._closed = False
+        self._leaving = False
         self._healthy = asyncio.Event()
         self._healthy.set()
-        self._quiet = asyncio.Event()
-        self._mail = Mail(self.memory.blocks[0], self._on_message)
-        self._pulse = Pulse(
-            side.patience, beat=lambda _: None, on_silent=self._on_silent, turn=self._poll
-        )
 
     @property
     def card(self) -> PrefillerCard:
@@ -133,58 +92,47 @@ class Prefiller:
     async def leave(self) -> None:
         """Take nothing more on, and return when everything under way has ended."""
         self._leaving = True
-        while self._jobs:
-            self._quiet.clear()
-            await self._quiet.wait()
-        with contextlib.suppress(TimeoutError):
+        await self._until(lambda: not self._jobs)
+        with contextlib.suppress(TimeoutError):  # decoders may not have heard of an end
             async with asyncio.timeout(self._patience.linger_s):
-                while self._poll():  # decoders that have not heard of an end
-                    self._quiet.clear()
-                    await self._quiet.wait()
+                await self._until(lambda: not self._poll())
         self.close()
 
     def close(self) -> None:
         """Stop at once, as if it died: nothing that is under way is waited for. Idempotent."""
-        self._closed = True
-        self._pulse.close()
-        if not self._mail.loop.is_closed():
+        super().close()
+        if not self._loop.is_closed():
             for job in self._jobs:
                 if job.task is not None:
                     job.task.cancel()
 
     # ------------------------------------------------------------------ messages
 
-    def _on_message(self, peer: NetAddr, message: Message) -> None:
-        if self._closed:
-            return
-        self._pulse.heard(peer)
+    def _take(self, peer: NetAddr, message: Message) -> None:
         match message:
             case Order():
-                answer = self._answers.get((peer, message.serial)) or self._take(peer, message)
-                self._mail.send(peer, answer)
+                known = self._answers.get((peer, message.serial))
+                self._send(peer, known or self._begin(peer, message))
             case Beat():
-                self._mail.send(peer, Beat(), 0)
+                self._send(peer, Beat(), 0)
                 for serial in message.serials:
                     known = self._answers.get((peer, serial))
-                    if known is not None and known.state == "refused":
-                        self._mail.send(peer, known)
+                    if known is not None and known.refusal:
+                        self._send(peer, known)
             case _:
                 pass  # an answer, which no prefiller is meant to get
 
-    def _take(self, peer: NetAddr, order: Order) -> Answer:
+    def _begin(self, peer: NetAddr, order: Order) -> Answer:
         try:
             self._check(order)
         except TepError as error:
-            self.stats.refused += 1
-            return self._remember(peer, Answer(order.serial, "refused", str(error)))
-        self.stats.dispatched += 1
+            return self._remember(peer, Answer(order.serial, str(error)))
         job = _Job(peer, order)
         self._jobs.add(job)
-        self._pulse.watch(peer)
-        job.task = self._mail.loop.create_task(
-            self._run(job), name=f"{self.name}: {order.request} #{order.serial}"
-        )
-        return self._remember(peer, Answer(order.serial, "taken"))
+        self._watch(peer)
+        name = f"{self.name}: {order.request} #{order.serial}"
+        job.task = self._loop.create_task(self._run(job), name=name)
+        return self._remember(peer, Answer(order.serial))
 
     def _check(self, order: Order) -> None:
         """Get to know the caches of the decoder's ranks; an error: the order is refused."""
@@ -192,7 +140,7 @@ class Prefiller:
             raise UsageError(f"prefiller {self.name} is leaving")
         mine, theirs = f"prefiller {self.name}", f"decoder {order.name}"
         self._layout.check_same(order.layout, mine, theirs)
-        for sender in self._senders:
+        for sender in self.senders:
             for card in order.cards:
                 sender.connect(card)
 
@@ -204,14 +152,16 @@ class Prefiller:
 
     def _on_silent(self, peer: NetAddr) -> None:
         for job in [one for one in self._jobs if one.peer == peer and not one.why]:
-            self.stats.orphaned += 1
             self._stop(job, f"{peer.name} was silent for {self._patience.silent_s} s")
 
     def _poll(self) -> bool:
-        for sender in self._senders:
+        for sender in self.senders:
             sender.poll()
-        self._quiet.set()
-        return not all(sender.idle for sender in self._senders)
+        self._changed.set()
+        return not all(sender.idle for sender in self.senders)
+
+    def _beat(self, peer: NetAddr) -> None:
+        """Nothing: each beat of a decoder is answered by one."""
 
     # ------------------------------------------------------------------ one order
 
@@ -220,7 +170,7 @@ class Prefiller:
         held = []
         job.computing = True
         try:
-            async with self._turn:
+            async with self._turns:
                 await self._healthy.wait()
                 for pool, n in (
                     (self.pool, self._layout.npages(job.order.ntokens)),
@@ -236,9 +186,7 @@ class Prefiller:
             self._stop(job, f"{type(error).__name__}: {error}")
         finally:
             job.computing = False
-        while not job.still:
-            job.changed.clear()
-            await job.changed.wait()
+        await self._until(lambda: job.still)
         for pool, pages in held:
             pool.free(pages)
         self._settle(job)
@@ -248,13 +196,13 @@ class Prefiller:
         ids = np.frombuffer(order.input_ids, "<i4").astype(np.int32) if order.input_ids else None
         request = Request(order.request, order.ntokens, ids)
         chunks = cut_chunks(order.ntokens, self._chunk_tokens, self._layout.page_tokens)
-        for sender in self._senders:
+        for sender in self.senders:
             send = sender.begin(
                 order.request, [pages, [slot]], order.tickets, ntokens=order.ntokens
             )
             job.sends.append(send)
-            send.on_change(lambda: self._mail.call(self._look, job))
-        self._pulse.start()
+            send.on_change(lambda: self._call(self._look, job))
+        self._turn_later()
 
         def advance(done: int) -> None:
             chunk, layer = divmod(done - 1, layers)
@@ -282,7 +230,7 @@ class Prefiller:
         bad = next((one for one in job.sends if one.state in {"failed", "free"}), None)
         if bad is not None and not job.why:
             self._stop(job, bad.reason)
-        job.changed.set()
+        self._changed.set()
 
     def _stop(self, job: _Job, why: str) -> None:
         """Send nothing more. The first reason stays."""
@@ -290,8 +238,7 @@ class Prefiller:
             return
         job.why = why
         if not job.sends:
-            answer = self._remember(job.peer, Answer(job.order.serial, "refused", why))
-            self._mail.send(job.peer, answer)
+            self._send(job.peer, self._remember(job.peer, Answer(job.order.serial, why)))
         for send in job.sends:
             send.cancel(why)
         if job.computing and job.task is not None:
@@ -299,22 +246,15 @@ class Prefiller:
 
     def _settle(self, job: _Job) -> None:
         self._jobs.remove(job)
-        stats, senders = self.stats, self._senders
-        stats.writes = sum(one.writes for one in senders)
-        stats.rows = sum(one.rows for one in senders)
-        stats.nbytes = sum(one.nbytes for one in senders)
-        stats.finished += not job.why
-        stats.failed += bool(job.why)
         if _KEY_LOST in job.why:
             self._healthy.clear()
         if not (self._healthy.is_set() or any(other.sends for other in self._jobs)):
             self._renew()
         if not any(other.peer == job.peer for other in self._jobs):
-            self._pulse.leave(job.peer)
-        self._quiet.set()
+            self._heard.pop(job.peer, None)
+        self._changed.set()
 
     def _renew(self) -> None:
         """A NIC here has lost its registrations: register anew, now that nothing is under way."""
         if self.memory.renew(self.name):
             self._healthy.set()
-            self.stats.renewed += 1

@@ -1,20 +1,23 @@
-"""The scheduler: picks a decoder and prefillers for each request. No membership, no world.
+"""The scheduler: picks prefiller and decoder for each try at a request. No membership, no world.
 
-Whoever joins is picked from the next request on, who leaves is not picked any more; nobody else has
-to be told. It holds no pages and moves no bytes.
+Whoever joins is picked from the next try on, who leaves is not picked any more; nobody else has to
+be told. It holds no pages and moves no bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from tep import NetAddr, UsageError, WaitTimeout
 from tep.apps.kvcache.model import Completion, Request
 
-__all__ = ["DecodeSide", "Lease", "PrefillerCard", "Router", "Scheduler"]
+__all__ = ["DecodeSide", "PrefillerCard", "Scheduler"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +43,6 @@ class PrefillerCard:
         return self.addr.epoch
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The use of one prefiller for one attempt.
-
-    Attributes:
-        card: which prefiller.
-        end: called once the attempt is over, with the reason why it did not work, else "".
-    """
-
-    card: PrefillerCard
-    end: Callable[[str], object]
-
-
-class Router(Protocol):
-    """Picks prefillers: a scheduler."""
-
-    async def lease(self, request: Request, exclude: Collection[str]) -> Lease:
-        """Pick one; of those in `exclude` only if there is no other.
-
-        Raises:
-            TepError: there is none.
-        """
-
-
 class DecodeSide(Protocol):
     """A decoder, or a stand-in for one in another process."""
 
@@ -71,7 +50,9 @@ class DecodeSide(Protocol):
     def name(self) -> str:
         """Unique among the decoders."""
 
-    async def generate(self, request: Request, router: Router) -> Completion:
+    async def generate(
+        self, request: Request, prefiller: PrefillerCard, cached: Callable[[], object]
+    ) -> Completion:
         """See Decoder.generate."""
 
     def fenced(self, prefiller: str, epoch: int) -> None:
@@ -79,41 +60,51 @@ class DecodeSide(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
-    """A prefiller that has joined."""
+class _Place(Generic[T]):
+    """A prefiller or decoder that has joined.
 
-    card: PrefillerCard
-    load: int = 0  # tokens leased
+    Attributes:
+        name, what: of it.
+        load: a prefiller's tokens to compute, or a decoder's requests.
+        blamed_s: when a try with it failed last.
+    """
+
+    name: str
+    what: T
+    load: int = 0
     blamed_s: float = float("-inf")
+
+    def add(self, load: int) -> None:
+        self.load += load
 
 
 class Scheduler:
     """Requests in, completions out.
 
-    Prefillers are picked by the tokens they have to compute, decoders by the requests they have;
-    one that an attempt has failed at comes last for `cool_s`.
+    Prefillers are picked by the tokens they have to compute, decoders by the requests they have.
+    Those that this request has failed with come last, and before them, for `cool_s`, the prefillers
+    that any request has failed with.
 
     Args:
         wait_s: how long a request waits for somebody to join.
         cool_s: how long a failure counts.
-        attempts_max: decoders tried for one request.
+        attempts_max: tries at one request.
     """
 
     def __init__(
-        self, *, wait_s: float = 30.0, cool_s: float = 10.0, attempts_max: int = 3
+        self, *, wait_s: float = 30.0, cool_s: float = 10.0, attempts_max: int = 6
     ) -> None:
         self._wait_s = wait_s
         self._cool_s = cool_s
         self._attempts_max = attempts_max
-        self._places: dict[str, _Place] = {}
-        self._decoders: dict[str, DecodeSide] = {}
-        self._loads: dict[str, int] = {}
+        self._prefillers: dict[str, _Place[PrefillerCard]] = {}
+        self._decoders: dict[str, _Place[DecodeSide]] = {}
         self._joined = asyncio.Event()
 
     @property
     def prefillers(self) -> list[str]:
         """Names of those that have joined."""
-        return list(self._places)
+        return list(self._prefillers)
 
     @property
     def decoders(self) -> list[str]:
@@ -122,24 +113,23 @@ class Scheduler:
 
     def join_prefiller(self, card: PrefillerCard) -> None:
         """Send work to a prefiller from now on; a later incarnation takes the place of a former."""
-        known = self._places.get(card.name)
-        if known is not None and known.card.epoch > card.epoch:
+        known = self._prefillers.get(card.name)
+        if known is not None and known.what.epoch > card.epoch:
             raise UsageError(
-                f"prefiller {card.name!r} has joined in epoch {known.card.epoch} already, this is "
+                f"prefiller {card.name!r} has joined in epoch {known.what.epoch} already, this is "
                 f"epoch {card.epoch}"
             )
-        self._places[card.name] = _Place(card)
-        self._wake()
+        self._prefillers[card.name] = _Place(card.name, card)
+        self._joined.set()
 
     def leave_prefiller(self, name: str) -> None:
         """Send it no more work; what it has goes on. Idempotent."""
-        self._places.pop(name, None)
+        self._prefillers.pop(name, None)
 
     def join_decoder(self, decoder: DecodeSide) -> None:
         """Give requests to a decoder from now on."""
-        self._decoders[decoder.name] = decoder
-        self._loads[decoder.name] = 0
-        self._wake()
+        self._decoders[decoder.name] = _Place(decoder.name, decoder)
+        self._joined.set()
 
     def leave_decoder(self, name: str) -> None:
         """Give it no more requests; what it has goes on. Idempotent."""
@@ -147,71 +137,58 @@ class Scheduler:
 
     def fenced(self, name: str, epoch: int) -> None:
         """A prefiller's incarnation is certain to be dead: every decoder may clean up after it."""
-        known = self._places.get(name)
-        if known is not None and known.card.epoch <= epoch:
-            del self._places[name]
-        for decoder in tuple(self._decoders.values()):
-            decoder.fenced(name, epoch)
+        known = self._prefillers.get(name)
+        if known is not None and known.what.epoch <= epoch:
+            del self._prefillers[name]
+        for place in tuple(self._decoders.values()):
+            place.what.fenced(name, epoch)
 
     async def submit(self, request: Request) -> Completion:
-        """See a request through, on another decoder if the first cannot; failures are no errors.
+        """See a request through, elsewhere if the first try fails; failures are no errors.
 
         Returns:
-            How it ended; a failure has the reasons of all decoders.
+            How it ended; a failure has the reasons of all tries.
         """
-        tried: list[DecodeSide] = []
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        tried: set[str] = set()
         reasons: list[str] = []
-        while len(tried) < self._attempts_max:
+        while len(reasons) < self._attempts_max:
             try:
-                decoder = await self._pick_decoder(tried)
+                decoder = await self._pick("decoder", self._decoders, tried)
+                prefiller = await self._pick("prefiller", self._prefillers, tried)
             except WaitTimeout as error:
                 reasons.append(str(error))
                 break
-            tried.append(decoder)
-            self._loads[decoder.name] += 1
-            try:
-                done = await decoder.generate(request, self)
-            finally:
-                self._loads[decoder.name] -= 1
+            waited_s = loop.time() - start_s
+            with contextlib.ExitStack() as leased, contextlib.ExitStack() as busy:
+                for stack, place, load in (
+                    (leased, prefiller, request.ntokens),
+                    (busy, decoder, 1),
+                ):
+                    place.add(load)
+                    stack.callback(place.add, -load)
+                done = await decoder.what.generate(request, prefiller.what, leased.close)
             if done.ok:
-                return done
-            reasons.append(f"on {decoder.name}: {done.reason}")
-        return Completion(request.name, None, "; ".join(reasons), attempts=len(tried))
+                attempts = 1 + len(reasons)
+                return replace(done, attempts=attempts, ttft_s=waited_s + done.ttft_s)
+            prefiller.blamed_s = loop.time()
+            tried |= {decoder.name, prefiller.name}
+            reasons.append(f"{prefiller.name} for {decoder.name}: {done.reason}")
+        return Completion(request.name, None, "; ".join(reasons), attempts=len(reasons))
 
-    async def lease(self, request: Request, exclude: Collection[str]) -> Lease:
-        """Pick the prefiller with the least to do; see Router."""
-        await self._somebody(self._places)
-        now_s = asyncio.get_running_loop().time()
-        place = min(
-            self._places.values(),
-            key=lambda p: (p.card.name in exclude, now_s - p.blamed_s < self._cool_s, p.load),
-        )
-        place.load += request.ntokens
-
-        def end(failure: str) -> None:
-            place.load -= request.ntokens
-            if failure:
-                place.blamed_s = asyncio.get_running_loop().time()
-
-        return Lease(place.card, end)
-
-    async def _pick_decoder(self, tried: Collection[DecodeSide]) -> DecodeSide:
-        await self._somebody(self._decoders)
-        left = [one for one in self._decoders.values() if one not in tried]
-        if not left:
-            raise WaitTimeout(f"no other decoder than {', '.join(one.name for one in tried)}")
-        return min(left, key=lambda one: self._loads[one.name])
-
-    async def _somebody(self, where: Collection[str]) -> None:
-        deadline_s = asyncio.get_running_loop().time() + self._wait_s
-        while not where:
+    async def _pick(
+        self, what: str, places: dict[str, _Place[T]], tried: Collection[str]
+    ) -> _Place[T]:
+        """Pick who has the least to do; wait for somebody to join if there is nobody."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._wait_s
+        while not places:
             self._joined.clear()
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await self._joined.wait()
             except TimeoutError:
-                what = "decoder" if where is self._decoders else "prefiller"
                 raise WaitTimeout(f"no {what} has joined within {self._wait_s} s") from None
-
-    def _wake(self) -> None:
-        self._joined.set()
+        cooled_s = loop.time() - self._cool_s
+        return min(places.values(), key=lambda p: (p.name in tried, p.blamed_s > cooled_s, p.load))

@@ -1,7 +1,7 @@
 """Whole clusters under load: requests at a rate, layer-wise transfer, and what it costs.
 
 Capacity runs keep time and move no bytes: on the flow fabric (large clusters), or on the timing
-fabric (exact, and some twenty times dearer). On the chaos fabric the small transformer computes for
+fabric (exact, and some twenty times dearer). On the chaos fabric a toy model computes for
 real, and the tokens of each answer are compared with those of one place. There a seed draws a
 `Scenario`: members come, go, crash and lose NICs under load, and no request may be lost.
 """
@@ -22,14 +22,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tep import EngineOptions, UsageError
-from tep.apps.kvcache.blocks import Patience
+from tep.apps.kvcache.blocks import KvSender, Patience
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.memory import KvMemory, SideOptions, host_memory, no_memory
 from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.toy import ToyModel
 from tep.apps.kvcache.traces import BLOCK_TOKENS, Arrival
-from tep.apps.kvcache.transformer import TinyTransformer
 from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED, Overhead, TtftModel
 from tep.apps.kvcache.world import World
 from tep.base.units import PS_PER_S
@@ -65,7 +65,7 @@ class Plant:
         token_s: between two generated tokens; the decoder's time.
         layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
-        attempts_max: decoders tried for a request, and prefillers by each.
+        attempts_max: tries at a request.
         ack_gather_s: see FlowFabric.
         patience: times of both sides.
     """
@@ -87,7 +87,7 @@ class Plant:
     token_s: float = 0.02
     layer_s: float = 5e-6
     npages: int = 4096
-    attempts_max: int = 3
+    attempts_max: int = 6
     ack_gather_s: float = 0.02
     patience: Patience = field(
         default_factory=lambda: Patience(beat_s=0.5, silent_s=5.0, cancel_s=1.0, request_s=600.0)
@@ -262,27 +262,26 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     started_s = time.process_time()
     env = FabricEnv()
     timed = TimedModel(plant, {f"r{k}": one.blocks for k, one in enumerate(load.arrivals)})
-    world, tiny = _world(plant, load, env, timed)
-    arrivals = _arrivals(load, ids=tiny is not None)
+    world, toy = _world(plant, load, env, timed)
+    arrivals = _arrivals(load, ids=toy is not None)
     completions: list[Completion] = []
     with world:
         world.run(_play(plant, world, arrivals, events, completions))
-        moved = [_moved(member.side) for member in world.everybody]
+        senders = [sender for one in world.everybody for sender in _senders(one.side)]
     asked = {request.name: request for _, request in arrivals}
-    writes, rows, nbytes = (sum(column) for column in zip(*moved, strict=True))
     lengths = {request.ntokens for request in asked.values()}
-    alone_s = {n: _compute_s(plant, n, tiny) for n in lengths}
+    alone_s = {n: _compute_s(plant, n, toy) for n in lengths}
     return Report(
         completions,
         [
             timed.compute_s.get(done.request, alone_s[asked[done.request].ntokens])
             for done in completions
         ],
-        [done for done in completions if tiny and not _is_right(tiny, asked[done.request], done)],
+        [done for done in completions if toy and not _is_right(toy, asked[done.request], done)],
         plant.engines,
-        writes,
-        rows,
-        nbytes,
+        sum(one.writes for one in senders),
+        sum(one.rows for one in senders),
+        sum(one.nbytes for one in senders),
         simulated_s=env.now / PS_PER_S,
         cpu_s=time.process_time() - started_s,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -293,7 +292,7 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
 
 def _world(
     plant: Plant, load: Load, env: FabricEnv, timed: TimedModel
-) -> tuple[World, TinyTransformer | None]:
+) -> tuple[World, ToyModel | None]:
     """The cluster; and the model that computes for real, on chaos."""
     machines = [plant.profile, plant.decode_profile or plant.profile]
     fabric: FlowFabric | TimingFabric | ChaosFabric
@@ -306,28 +305,27 @@ def _world(
         fabric = ChaosFabric(env, plant.chaos or Chaos.draw(load.seed))
     else:
         raise UsageError(f"Plant.fabric={plant.fabric!r} is not 'flow', 'timing' or 'chaos'")
-    tiny = TinyTransformer(layer_s=plant.layer_s) if plant.fabric == "chaos" else None
+    toy = ToyModel(layer_s=plant.layer_s) if plant.fabric == "chaos" else None
     side = SideOptions(
         npages=plant.npages,
         tail_slots=plant.npages,
-        tail_bytes=1024 if tiny is None else tiny.config.tail_bytes,
+        tail_bytes=1024 if toy is None else toy.tail_bytes,
         patience=plant.patience,
-        allocate=no_memory if tiny is None else host_memory,
+        allocate=no_memory if toy is None else host_memory,
     )
     world = World(
         fabric,
-        plant.model.layout if tiny is None else tiny.config.layout,
-        tiny or timed,
+        plant.model.layout if toy is None else toy.layout,
+        toy or timed,
         prefiller=side,
         decoder=side,
-        chunk_tokens=plant.model.chunk_tokens if tiny is None else tiny.config.chunk_tokens,
+        chunk_tokens=plant.model.chunk_tokens if toy is None else toy.chunk_tokens,
         fence_s=2 * plant.patience.silent_s,
-        decoder_options={"attempts_max": plant.attempts_max},
         scheduler=Scheduler(wait_s=plant.patience.request_s, attempts_max=plant.attempts_max),
-        decode_profile=None if tiny else plant.decode_profile,
-        options=EngineOptions() if tiny is None else _probing(plant.patience),
+        decode_profile=None if toy else plant.decode_profile,
+        options=EngineOptions() if toy is None else _probing(plant.patience),
     )
-    return world, tiny
+    return world, toy
 
 
 def _probing(patience: Patience) -> EngineOptions:
@@ -335,25 +333,21 @@ def _probing(patience: Patience) -> EngineOptions:
     return EngineOptions(probe_first_s=patience.beat_s, probe_max_s=patience.silent_s)
 
 
-def _compute_s(plant: Plant, ntokens: int, tiny: TinyTransformer | None) -> float:
-    if tiny is None:
+def _compute_s(plant: Plant, ntokens: int, toy: ToyModel | None) -> float:
+    if toy is None:
         return plant.model.compute_s(ntokens)
-    config = tiny.config
-    chunks = cut_chunks(ntokens, config.chunk_tokens, config.page_tokens)
-    return len(chunks) * config.layers * plant.layer_s
+    chunks = cut_chunks(ntokens, toy.chunk_tokens, toy.page_tokens)
+    return len(chunks) * toy.layers * toy.layer_s
 
 
-def _is_right(tiny: TinyTransformer, request: Request, done: Completion) -> bool:
+def _is_right(toy: ToyModel, request: Request, done: Completion) -> bool:
     assert request.input_ids is not None
-    alone = tiny.alone(request.input_ids, request.max_tokens)
+    alone = toy.alone(request.input_ids, request.max_tokens)
     return done.tokens is None or list(done.tokens) == alone
 
 
-def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
-    if isinstance(side, Decoder):
-        return 0, 0, 0
-    stats = side.stats
-    return stats.writes, stats.rows, stats.nbytes
+def _senders(side: Prefiller | Decoder) -> list[KvSender]:
+    return side.senders if isinstance(side, Prefiller) else []
 
 
 def _arrivals(load: Load, *, ids: bool) -> list[tuple[float, Request]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tep.apps.kvcache.memory import SideOptions, no_memory
 from tep.apps.kvcache.messages import Beat
 from tep.apps.kvcache.model import Completion, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.scheduler import PrefillerCard, Scheduler
+from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.world import World
 from tests.support.kv_check import CheckedModel, PaintedWorld
 
@@ -27,20 +27,6 @@ LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 3, 2, 8, planes=2),))
 PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, cancel_s=1e-3, request_s=0.1, linger_s=0.01)
 SIDE = SideOptions(npages=16, tail_slots=4, tail_bytes=32, patience=PATIENCE)
 IDS = np.arange(10, dtype=np.int32)
-
-
-@dataclass
-class Fixed:
-    """A router that knows one prefiller."""
-
-    card: PrefillerCard
-    failures: list[str]
-
-    async def lease(self, request: Request, exclude: Collection[str]) -> Fixed:
-        return self
-
-    def end(self, failure: str) -> None:
-        self.failures.append(failure)
 
 
 class Held(CheckedModel):
@@ -97,7 +83,7 @@ def couple(one: World) -> tuple[Prefiller, Decoder]:
 
 def ask(decoder: Decoder, prefiller: Prefiller, name: str = "r") -> Coroutine[Any, Any, Completion]:
     """Have a request of three pages computed by this prefiller."""
-    return decoder.generate(Request(name, 10, IDS), Fixed(prefiller.card, []))
+    return decoder.generate(Request(name, 10, IDS), prefiller.card)
 
 
 async def caught(one: World, model: Held) -> tuple[Prefiller, Decoder, asyncio.Task[Completion]]:
@@ -118,7 +104,7 @@ def test_the_count_is_pages_times_layers_and_one() -> None:
         assert done.ok
         assert (3,) == done.tokens  # three pages had the right bytes
         await prefiller.leave()
-        return prefiller.stats.rows
+        return prefiller.senders[0].rows
 
     assert 3 * 3 * 2 + 1 == run(CheckedModel(lambda _: 1e-6), main)
 
@@ -168,10 +154,10 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
         prefiller = one.add_prefiller("p", 1)
         one.layout = KvLayout("m", 8, LAYOUT.buffers)
         decoder = one.add_decoder("d", 1)
-        done = await ask(decoder, prefiller)
+        done = await one.scheduler.submit(Request("r", 10, IDS))
         assert not done.ok
-        assert 3 == done.attempts
-        assert 0 == prefiller.stats.dispatched
+        assert 6 == done.attempts
+        assert 0 == prefiller.njobs
         assert 16 == decoder.pool.nfree
         return done.reason
 
@@ -194,9 +180,9 @@ def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> N
         assert 13 == decoder.pool.nfree
         await decoder.settled()
         assert 16 == decoder.pool.nfree
-        assert (1, 0) == (decoder.stats.unclean, len(decoder.receivers[0].imms.live))
+        assert 0 == len(decoder.receivers[0].imms.live)
         await prefiller.leave()
-        assert (1, 16) == (prefiller.stats.failed, prefiller.pool.nfree)
+        assert 16 == prefiller.pool.nfree
 
     run(CheckedModel(), main)
 
@@ -209,23 +195,13 @@ def test_a_silent_prefiller_costs_its_request_an_attempt_and_its_pages_come_back
         one.model = model
         prefiller, decoder = couple(one)
         one.model = CheckedModel(lambda _: 1e-6)
-        other = one.add_prefiller("q", 1)
-        cards = iter([prefiller.card, other.card])
-
-        class Next(Fixed):
-            async def lease(self, request: Request, exclude: Collection[str]) -> Fixed:
-                self.card = next(cards)
-                return self
-
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Next(prefiller.card, []))
-        )
+        one.add_prefiller("q", 1)
+        task = asyncio.create_task(one.scheduler.submit(Request("r", 10, IDS)))
         await model.reached.wait()
         prefiller._closed = True  # deaf from here on
         done = await task
         assert done.ok
         assert ("q", 2) == (done.prefiller, done.attempts)
-        assert 1 == decoder.stats.silent
         await decoder.settled()
         assert 16 == decoder.pool.nfree
         assert 1 == len(decoder.receivers[0].imms.burnt)
@@ -257,11 +233,11 @@ def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
 
     async def main(one: World) -> str:
         prefiller, decoder = couple(one)
-        router = Fixed(prefiller.card, [])
-        assert (await decoder.generate(Request("r", 10, IDS), router)).ok
+        card = prefiller.card
+        assert (await decoder.generate(Request("r", 10, IDS), card)).ok
         one.crash("p")
         decoder.fenced("p", prefiller.card.epoch)
-        done = await decoder.generate(Request("s", 10, IDS), router)
+        done = await decoder.generate(Request("s", 10, IDS), card)
         await decoder.settled()
         assert 16 == decoder.pool.nfree
         return done.reason
@@ -281,7 +257,6 @@ def test_a_dead_decoder_frees_the_prefillers_pages() -> None:
         assert "was closed" in done.reason
         await asyncio.sleep(20e-3)
         assert (16, 0) == (prefiller.pool.nfree, prefiller.njobs)
-        assert 1 == prefiller.stats.orphaned + prefiller.stats.failed
 
     run(CheckedModel(), main)
 
@@ -312,12 +287,12 @@ def test_a_leaving_prefiller_finishes_what_it_has_and_takes_no_more() -> None:
         model = CheckedModel(lambda _: 50e-6)
         one.model = model
         prefiller, decoder = couple(one)
-        router = Fixed(prefiller.card, [])
-        first = asyncio.create_task(decoder.generate(Request("r", 10, IDS), router))
+        card = prefiller.card
+        first = asyncio.create_task(decoder.generate(Request("r", 10, IDS), card))
         await asyncio.sleep(100e-6)
         leaving = asyncio.create_task(prefiller.leave())
         await asyncio.sleep(0)
-        second = await decoder.generate(Request("s", 10, IDS), router)
+        second = await decoder.generate(Request("s", 10, IDS), card)
         assert "prefiller p is leaving" in second.reason
         assert (await first).ok
         await leaving
@@ -338,9 +313,9 @@ def test_a_model_that_raises_fails_its_request_and_nothing_else() -> None:
 
     async def main(one: World) -> None:
         prefiller, decoder = couple(one)
-        router = Fixed(prefiller.card, [])
-        bad = await decoder.generate(Request("bad", 10, IDS), router)
-        good = await decoder.generate(Request("good", 10, IDS), router)
+        card = prefiller.card
+        bad = await decoder.generate(Request("bad", 10, IDS), card)
+        good = await decoder.generate(Request("good", 10, IDS), card)
         await decoder.settled()
         await prefiller.leave()
         assert "ValueError: no such token" in bad.reason
@@ -383,7 +358,7 @@ def test_beats_do_not_pile_up_in_front_of_a_dead_peer() -> None:
         silence = lambda *args, **more: waiting.append(args)  # noqa: E731  # takes any arguments
         engine.submit_send = silence  # type: ignore[method-assign]  # nobody answers
         for _ in range(9):
-            decoder._mail.send(decoder.addr, Beat(), 0)
+            decoder._send(decoder.addr, Beat(), 0)
         return len(waiting)
 
     assert 3 == run(CheckedModel(), main)
@@ -394,10 +369,10 @@ def test_a_known_prefix_does_not_travel() -> None:
 
     async def main(one: World) -> list[int]:
         prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 2)
-        router = Fixed(prefiller.card, [])
+        card = prefiller.card
         found = []
         for name, ids in (("a", IDS), ("b", IDS), ("c", np.r_[IDS[:4], IDS[:6]])):
-            done = await decoder.generate(Request(name, 10, ids.astype(np.int32)), router)
+            done = await decoder.generate(Request(name, 10, ids.astype(np.int32)), card)
             assert (3,) == done.tokens
             found.append(done.pages_sent)
         return found
@@ -411,7 +386,7 @@ def test_a_scheduler_without_members_says_so() -> None:
     async def main() -> str:
         scheduler = Scheduler(wait_s=2.0)
         with pytest.raises(tep.WaitTimeout, match="no prefiller has joined within 2.0 s"):
-            await scheduler.lease(Request("r", 1), ())
+            await scheduler._pick("prefiller", scheduler._prefillers, ())
         return (await scheduler.submit(Request("r", 1))).reason
 
     assert "no decoder has joined within 2.0 s" in tep.sim.run(main())
