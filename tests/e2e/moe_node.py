@@ -1,6 +1,6 @@
 """One rank of a small MoE layer in its own process. Not a test: test_moe_processes.py starts it.
 
-    moe_node.py BACKEND RANK WORLD PORT LISTENER_FD NODE_SIZE TURNS
+    moe_node.py BACKEND RANK WORLD PORT LISTENER_FD TURNS
 
 The experts are two matrix products over small integers, which f32 holds exactly: so a row's result
 does not depend on which rows stand beside it, and outputs can be compared byte by byte.
@@ -17,7 +17,6 @@ import numpy as np
 import tep
 from tep import rendezvous
 from tep.apps import moe
-from tep.apps.moe.group import SharedMemory
 from tep.apps.moe.payload import from_f32
 from tep.apps.moe.trial import dense_layer
 
@@ -60,18 +59,12 @@ def tokens(rank, turn, experts):
     return x, scales, indices, rng.random((n, TOPK), np.float32)
 
 
-async def run(backend, rank, world, place, listener, node_size, turns):
+async def run(backend, rank, world, place, listener, turns):
     experts = LOCAL * world
     layer = Layer(experts)
     meeting = await rendezvous.join_async(place, listener=listener)
     with open_engine(backend, rank) as engine:
-        group = moe.Group(
-            rank=rank,
-            world=world,
-            exchange=meeting.all_gather,
-            node_size=node_size,
-            link=SharedMemory() if node_size > 1 else None,
-        )
+        group = moe.Group(rank=rank, world=world, exchange=meeting.all_gather)
         shape = {"num_experts": experts, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
         alltoall = moe.AllToAll(engine, group, private_tokens=5, expert_padding=4, **shape)
         async with alltoall:
@@ -94,17 +87,16 @@ async def run(backend, rank, world, place, listener, node_size, turns):
                 )
                 assert expected.tobytes() == out.tobytes(), f"rank {rank} turn {turn}"
         await meeting.barrier()
-        rows = sum(nic.rows for nic in engine.stats().nics)
     await meeting.close()
-    sys.stdout.write(f"ok rank={rank} rows={rows}\n")
+    sys.stdout.write(f"ok rank={rank}\n")
 
 
 def main(argv):
-    backend, rank, world, port, fd, node_size, turns = argv
+    backend, rank, world, port, fd, turns = argv
     listener = socket.socket(fileno=int(fd)) if int(fd) >= 0 else None
     job = f"moe-{port}"
     place = rendezvous.Place(rank=int(rank), size=int(world), port=int(port), token=job)
-    asyncio.run(run(backend, int(rank), int(world), place, listener, int(node_size), int(turns)))
+    asyncio.run(run(backend, int(rank), int(world), place, listener, int(turns)))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.simulate import Load, Plant, draw_day, simulate
+from tep.apps.kvcache.simulate import EVENTS, Load, Plant, Scenario, simulate
 from tep.apps.kvcache.world import World
+
+DAY_S = 86_400.0
+LAYER_S = 20.0  # of a day: changes shall meet requests under way
+
+
+def draw_day(seed: int, requests: int, changes: int) -> Scenario:
+    """Draw a day on which members come and go; a request takes minutes."""
+    dice = random.Random(f"kvcache day {seed}")
+    patience = Patience(
+        beat_s=LAYER_S,
+        silent_s=4.5 * LAYER_S,
+        cancel_s=LAYER_S,
+        request_s=90 * LAYER_S,
+    )
+    plant = Plant(
+        prefillers=4,
+        decoders=4,
+        prefill_tp=2,
+        decode_tp=1,
+        fabric="chaos",
+        layer_s=LAYER_S,
+        npages=64,
+        attempts_max=12,  # a request may meet many that die, on a day when everybody does
+        patience=patience,
+    )
+    load = Load(
+        rate=requests / DAY_S, duration_s=DAY_S, ntokens=range(1, 25), max_tokens=4, seed=seed
+    )
+    kinds = ("join", "join", *EVENTS[2:])
+    events = sorted((dice.uniform(0, DAY_S), dice.choice(kinds)) for _ in range(changes))
+    return Scenario(plant=plant, load=load, events=tuple(events))
 
 
 @pytest.mark.slow

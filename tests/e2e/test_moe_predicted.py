@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tep.apps.moe import trial
-from tep.apps.moe.kernels import load_gpu, numbers_of
+from tep.apps.moe.kernels import gpu_numbers, load_gpu
 from tep.apps.moe.predict import Workload, predict
 from tep.apps.moe.trial import dense
 from tep.cli import app
@@ -53,7 +53,7 @@ def test_few_numbers_are_fitted() -> None:
     """With a free number for each row anything can be met, and nothing is predicted."""
     numbers = [
         (section, key, number["confidence"])
-        for section, table in numbers_of("hopper").items()
+        for section, table in gpu_numbers().items()
         for key, number in table.items()
     ]
 

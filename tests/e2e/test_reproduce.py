@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tep.apps.moe.kernels import numbers_of
+from tep.apps.moe.kernels import gpu_numbers
 from tep.base.errors import UsageError
 from tep.bench.reproduce import load_table, report, residue, runs, table_names
 from tep.bench.reproduce.tables import NIC_PROFILES
@@ -77,7 +77,7 @@ def test_what_profiles_call_fitted_is_what_points_were_fitted_by() -> None:
     }
     numbers |= {
         f"{section}.{key}"
-        for section, table in numbers_of("hopper").items()
+        for section, table in gpu_numbers().items()
         for key, number in table.items()
         if number["confidence"] == "fitted"
     }

@@ -13,8 +13,7 @@ from tep.apps.moe.config import MoeConfig, Routes, private_limits, sort_copies
 
 @st.composite
 def configs(draw) -> MoeConfig:
-    dp = draw(st.sampled_from([1, 1, 2]))
-    world = dp * draw(st.integers(1, 5))
+    world = draw(st.integers(1, 10))
     local = draw(st.integers(1, 5))
     return MoeConfig(
         num_experts=world * local,
@@ -22,9 +21,7 @@ def configs(draw) -> MoeConfig:
         hidden=16,
         max_tokens=draw(st.integers(0, 7)),
         world=world,
-        dp_size=dp,
         private_tokens=draw(st.integers(0, 9)),
-        expert_padding=draw(st.integers(1, 9)),
     )
 
 
@@ -34,23 +31,13 @@ def routes_of(config: MoeConfig, chosen: list[np.ndarray]) -> Routes:
 
 
 def worst_case(config: MoeConfig, rank: int) -> list[np.ndarray]:
-    """Every token of every group chooses as many experts of one rank as it can, in turn.
-
-    Taking them in turn makes the experts' counts as equal as they can be, so that as many blocks
-    of padding as possible are begun.
-    """
+    """Every token of every rank chooses as many experts of one rank as it can."""
     first, local = rank * config.local_experts, config.local_experts
     others = [e for e in range(config.num_experts) if not first <= e < first + local]
-    chosen = []
-    for group in range(config.groups):
-        rows = []
-        for token in range(config.max_tokens):
-            number = group * config.max_tokens + token
-            take = config.copies_per_token
-            mine = [first + (number * take + k) % local for k in range(take)]
-            rows.append(mine + others[: config.topk - take])
-        chosen.append(np.array(rows, np.int64).reshape(-1, config.topk))
-    return chosen
+    take = config.copies_per_token
+    one = [first + k for k in range(take)] + others[: config.topk - take]
+    each = np.array([one] * config.max_tokens, np.int64).reshape(-1, config.topk)
+    return [each] * config.world
 
 
 @given(configs(), st.data())
@@ -67,14 +54,13 @@ def test_no_routing_exceeds_the_bounds(config, data) -> None:
             ],
             np.int64,
         ).reshape(-1, config.topk)
-        for _ in range(config.groups)
+        for _ in range(config.world)
     ]
     routes = routes_of(config, chosen)
 
     for rank in range(config.world):
         assert int(routes.copies[:, rank].sum()) <= config.received_copies_max
         assert int(routes.rest[:, rank].sum()) <= config.shared_copies_max
-        assert int(routes.arrivals(rank).starts[-1]) <= config.rows_max
     assert int(routes.copies.sum(axis=1).max(initial=0)) <= config.sent_copies_max
 
 
@@ -83,14 +69,14 @@ def test_adaptive_areas_fit_the_same_memory(config, seed) -> None:
     """Areas that are shared out anew must neither overlap nor leave more for the shared area."""
     config = dataclasses.replace(config, private_sizes="adaptive")
     rng = np.random.default_rng(seed)
-    counts = rng.integers(0, config.max_tokens + 1, (config.groups, config.num_experts))
+    counts = rng.integers(0, config.max_tokens + 1, (config.world, config.num_experts))
     limits = private_limits(config, Routes(config, counts, private_limits(config, None)))
     most = config.max_tokens * config.copies_per_token
 
     assert (limits >= 0).all()
-    assert (limits.sum(axis=0) <= config.groups * config.private_tokens).all()
+    assert (limits.sum(axis=0) <= config.world * config.private_tokens).all()
     for rank in range(config.world):
-        foreign = [g for g in range(config.groups) if g != config.group_of(rank)]
+        foreign = [g for g in range(config.world) if g != rank]
         left = sum(max(0, most - int(limits[g, rank])) for g in foreign)
         assert left <= config.shared_copies_max
 
@@ -102,31 +88,7 @@ def test_the_bounds_on_copies_are_reached(config, data) -> None:
     routes = routes_of(config, worst_case(config, rank))
 
     assert config.received_copies_max == int(routes.copies[:, rank].sum())
-    if config.dp_size == 1:  # with more, the own group's share is in the bound of one rank only
-        assert config.shared_copies_max == int(routes.rest[:, rank].sum())
-
-
-@given(configs(), st.integers(0, 2**32 - 1))
-def test_the_bound_on_rows_is_reached(config, seed) -> None:
-    """The padded batch is what the experts' kernels allocate; tight means no more than needed.
-
-    Counts need not come from tokens here: any counts c of one rank with c[l] <= G*T and a sum of at
-    most G*T*min(R, L) can be routed, each group taking its experts in turn.
-    """
-    each, pad = config.groups * config.max_tokens, config.expert_padding
-    copies, experts = config.received_copies_max, config.local_experts
-    counts = np.zeros(experts, np.int64)
-    left = copies
-    while True:  # begin a new block wherever it is cheapest, as long as copies last
-        cost = np.where(counts == 0, 1, (-(-counts // pad) * pad + 1) - counts)
-        cost = np.where(counts + cost <= each, cost, left + 1)
-        at = int(np.argmin(cost))
-        if experts == 0 or cost[at] > left:
-            break
-        counts[at] += cost[at]
-        left -= int(cost[at])
-
-    assert config.rows_max == int((-(-counts // pad) * pad).sum())
+    assert config.shared_copies_max == int(routes.rest[:, rank].sum())
 
 
 def test_the_printed_formula_is_not_the_bound() -> None:

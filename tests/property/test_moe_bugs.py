@@ -134,7 +134,7 @@ def reader_takes_private_for_shared() -> list[Change]:
 
     def off_by_one(self, routes, arrivals):
         found = where(self, routes, arrivals)
-        limit = self.config.sent_copies_max + self.config.groups * self.config.private_tokens
+        limit = self.config.sent_copies_max + self.config.world * self.config.private_tokens
         return np.where(found >= limit, found - 1, found)
 
     return [(Payload, "where", off_by_one)]

@@ -45,7 +45,7 @@ def run_with_death(trial: Trial, at_us: float) -> list[tuple[int, int, object]]:
 
 
 def trials(mode: str) -> st.SearchStrategy[Trial]:
-    shapes = [{}, {"node_size": 2}, {"dp_size": 2}, {"world": 6, "dp_size": 3, "node_size": 2}]
+    shapes = [{}, {"node_size": 2}, {"world": 6, "node_size": 2}]
     return st.builds(
         lambda shape, seed: Trial(**shape, seed=seed, turns=4, on_dead=mode, timeout_s=1.0),
         st.sampled_from(shapes),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tep.apps.moe.config import Layout, MoeConfig, Routes, private_limits, sort_copies
 from tep.apps.moe.payload import Payload
-from tep.apps.moe.proxy import Peers
 
 # Each example walks through every copy of every rank.
 SOME = settings(max_examples=max(10, settings().max_examples // 4))
@@ -16,8 +15,7 @@ SOME = settings(max_examples=max(10, settings().max_examples // 4))
 
 @st.composite
 def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
-    dp = draw(st.sampled_from([1, 1, 1, 2, 3]))
-    world = dp * draw(st.integers(1, 6))
+    world = draw(st.integers(1, 6))
     experts = world * draw(st.integers(1, 4))
     config = MoeConfig(
         num_experts=experts,
@@ -25,7 +23,6 @@ def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
         hidden=4,
         max_tokens=draw(st.integers(0, 8)),
         world=world,
-        dp_size=dp,
         private_tokens=draw(st.integers(0, 6)),
         private_sizes=draw(st.sampled_from(["equal", "adaptive"])),
         expert_padding=draw(st.sampled_from([1, 1, 2, 8])),
@@ -34,7 +31,7 @@ def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
     skew = draw(st.sampled_from([0.0, 1.0, 4.0]))
     bias = (1.0 + np.arange(experts)) ** -skew
     batches = []
-    for _ in range(config.groups):
+    for _ in range(config.world):
         n = int(rng.integers(0, config.max_tokens + 1))
         keys = rng.random((n, experts)) * bias
         chosen = np.argsort(-keys, axis=1)[:, : config.topk].astype(np.int64)
@@ -91,21 +88,21 @@ def test_every_copy_has_its_own_place_and_is_read_from_it(drawn) -> None:
     for rank in range(config.world):
         payload = Payload(config, rank, None)
         written: dict[int, tuple[int, int, int]] = {}
-        for group, chosen in enumerate(batches):
+        for source, chosen in enumerate(batches):
             for index, (expert, token) in enumerate(copies_of(config, chosen, rank)):
-                if group == config.group_of(rank):
-                    at = layout.send + (int(routes.starts[group, rank]) + index) * layout.stride
-                elif index < int(routes.private[group, rank]):
-                    slot = int(routes.private_at[group, rank]) + index
+                if source == rank:
+                    at = layout.send + (int(routes.starts[source, rank]) + index) * layout.stride
+                elif index < int(routes.private[source, rank]):
+                    slot = int(routes.private_at[source, rank]) + index
                     at = layout.private + slot * layout.stride
                     assert at + layout.stride <= layout.shared
                 else:
-                    early = int(routes.private[group, rank])
-                    rest = int(routes.shared_at[group, rank]) + index - early
+                    early = int(routes.private[source, rank])
+                    rest = int(routes.shared_at[source, rank]) + index - early
                     at = layout.shared + rest * layout.stride
                     assert at + layout.stride <= layout.results_out
                 assert at not in written
-                written[at] = (group, expert, token)
+                written[at] = (source, expert, token)
         arrivals = routes.arrivals(rank)
         read = (payload.where(routes, arrivals) * layout.stride).tolist()
 
@@ -125,36 +122,12 @@ def test_results_come_back_to_the_place_of_their_copy(drawn) -> None:
     """A result one slot off is added to another token."""
     config, batches = drawn
     routes = routes_of(config, batches)
-    for group, chosen in enumerate(batches):
+    for source, chosen in enumerate(batches):
         batch = sort_copies(chosen, config)
         for rank in range(config.world):
-            first = int(routes.starts[group, rank])
+            first = int(routes.starts[source, rank])
             back = [
                 (int(batch.experts[first + k]), int(batch.tokens[first + k]))
-                for k in range(int(routes.copies[group, rank]))
+                for k in range(int(routes.copies[source, rank]))
             ]
             assert copies_of(config, chosen, rank) == back
-
-
-@SOME
-@given(routings(), st.data())
-def test_each_rank_hears_of_each_group_from_exactly_one_living_member(drawn, data) -> None:
-    """Two senders would write the same slots, none would leave the count short for ever."""
-    config, _ = drawn
-    alive = np.array(
-        data.draw(st.lists(st.booleans(), min_size=config.world, max_size=config.world))
-    )
-    descs = [None] * config.world
-    views = {
-        rank: Peers(config, rank, descs, alive, linked=False)
-        for rank in range(config.world)
-        if alive[rank]
-    }
-    for rank, peers in views.items():
-        for group in range(config.groups):
-            if group == peers.group:
-                continue
-            senders = [s for s in config.members(group) if s in views and rank in views[s].targets]
-            living = any(alive[s] for s in config.members(group))
-
-            assert [peers.sources[group]] == senders if living else senders == []

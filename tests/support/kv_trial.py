@@ -34,7 +34,7 @@ _US: Final = 1e-6
 LAYOUTS: Final = (
     KvLayout("gqa-fused", 4, (KvBuffer("kv", 3, 4, 6, planes=2),)),
     KvLayout("gqa-split", 2, (KvBuffer("k", 3, 4, 5), KvBuffer("v", 3, 4, 5))),
-    KvLayout("mla", 4, (KvBuffer("c", 4, 1, 9),), kind="mla"),
+    KvLayout("mla", 4, (KvBuffer("c", 4, 1, 9),)),
     KvLayout("draft", 3, (KvBuffer("kv", 4, 4, 4), KvBuffer("draft", 1, 4, 3, first_layer=3))),
 )
 """Small ones of every kind: fused and split planes, a compressed cache, a second model's buffer."""

@@ -84,7 +84,7 @@ class Decoder(Instance):
     ) -> None:
         super().__init__(name, engines, layout, model, side)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
-        self.receivers = [
+        self._sides = self.receivers = [
             KvReceiver(one, imms=imms, patience=side.patience) for one in self.memory.blocks
         ]
         self._open: dict[int, _Attempt] = {}
@@ -253,8 +253,6 @@ class Decoder(Instance):
         ids = request.input_ids
         order = Order(
             next(self._numbers),
-            self.name,
-            self._layout,
             self._cards,
             request.name,
             tuple(load.ticket for load in loads),
@@ -277,8 +275,8 @@ class Decoder(Instance):
             work = DecodeWork(request, self.memory, pages, slot)
             tokens = tuple(await self._model.decode(work))
             if self.prefixes is not None:
-                full = request.ntokens // self._layout.page_tokens
-                self.prefixes.keep(keys[:full], pages[:full])
+                full = keys[: request.ntokens // self._layout.page_tokens]
+                self.prefixes.keep(full, pages[: len(full)])
             return tokens
         finally:
             self.pool.free(pages)
@@ -360,8 +358,3 @@ class Decoder(Instance):
     def _on_silent(self, peer: NetAddr) -> None:
         for attempt in self._with(peer):
             self._fail(attempt, f"silent for {self._patience.silent_s} s")
-
-    def _poll(self) -> bool:
-        for receiver in self.receivers:
-            receiver.poll()
-        return bool(self._open)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from tep import BadDescriptor, NetAddr, TransferEngine
+from tep.apps.kvcache.blocks import KvReceiver, KvSender
 from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import KvMemory, PagePool, SideOptions
 from tep.apps.kvcache.messages import Message, decode, encode
@@ -55,6 +56,7 @@ class Instance(ABC):
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._changed = asyncio.Event()
+        self._sides: Sequence[KvSender | KvReceiver] = ()
         self.memory.blocks[0].on_note(self._hear)
 
     @property
@@ -80,10 +82,6 @@ class Instance(ABC):
     @abstractmethod
     def _beat(self, peer: NetAddr) -> None:
         """Send a watched peer what it needs to hear, once a turn."""
-
-    @abstractmethod
-    def _poll(self) -> bool:
-        """Poll what is under way; False: nothing is."""
 
     # ------------------------------------------------------------------ messages
 
@@ -138,6 +136,13 @@ class Instance(ABC):
                 self._beat(peer)
         if self._poll() or self._heard:
             self._turn_later()
+
+    def _poll(self) -> bool:
+        """Poll senders or receivers; False: nothing is under way."""
+        for side in self._sides:
+            side.poll()
+        self._changed.set()
+        return not all(side.idle for side in self._sides)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; `_changed` is set whenever it may have come true."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ class KvBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: for people, and part of the fingerprint.
         layers: how many layers it holds.
-        heads: KV heads of the model; 1 for a compressed (MLA) cache.
+        heads: KV heads of the model; 1 for a compressed (MLA) cache, which every rank keeps whole.
         token_bytes: of one token, one head and one plane.
         planes: pages of one layer and index: 2 where K and V are pages of their own.
         first_layer: the model's layer that is this buffer's layer 0.
@@ -58,14 +58,12 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: its name.
         page_tokens: tokens of one page.
         buffers: its tensors.
-        kind: "gqa" shares the heads out over ranks; "mla" keeps the whole cache on each rank.
         dtype: of the elements.
     """
 
     model: str
     page_tokens: int
     buffers: tuple[KvBuffer, ...]
-    kind: Literal["gqa", "mla"] = "gqa"
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -79,11 +77,6 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             sizes = (buffer.layers, buffer.heads, buffer.token_bytes, buffer.planes)
             if min(sizes) < 1 or buffer.first_layer < 0:
                 raise UsageError(f"KvLayout {self.model!r}: a size below 1 in {buffer}")
-            if self.kind == "mla" and buffer.heads != 1:
-                raise UsageError(
-                    f"KvLayout {self.model!r}: buffer {buffer.name!r} has {buffer.heads} heads; "
-                    "an MLA cache has one, on every rank"
-                )
 
     @property
     def layers(self) -> int:
@@ -95,25 +88,9 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """32 bytes that are equal for equal layouts only; keys of pages begin with them."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
-    def describe(self) -> str:
-        """One line for people."""
-        parts = [
-            f"{b.name}[layers {b.first_layer}..{b.first_layer + b.layers - 1}, {b.planes} planes, "
-            f"{b.heads} heads, {b.token_bytes} B a token]"
-            for b in self.buffers
-        ]
-        return (
-            f"{self.model} ({self.kind}, {self.dtype}, {self.page_tokens} tokens a page): "
-            + ", ".join(parts)
-        )
-
-    def check_same(self, other: KvLayout, mine: str, theirs: str) -> None:
-        """Raise with both in the message, unless `other` is the same layout."""
-        if self != other:
-            raise UsageError(
-                f"{theirs} has another KV cache than {mine}:\n"
-                f"  {mine}: {self.describe()}\n  {theirs}: {other.describe()}"
-            )
+    def tensor_name(self, buffer: KvBuffer, layer: int) -> str:
+        """Name one layer of a buffer, so that caches of other models have no name in common."""
+        return f"{self.model} {self.dtype} {buffer.name}.{layer}"
 
     def npages(self, ntokens: int) -> int:
         """Pages that `ntokens` tokens need."""
@@ -136,26 +113,13 @@ class RankShape:
 
     def heads(self, buffer: KvBuffer) -> range:
         """The model's heads that are here."""
-        if self.layout.kind == "mla":
-            return range(1)
         what = f"{self.layout.model}, buffer {buffer.name!r}"
         return held_heads(buffer.heads, self.tp, self.rank, what)
 
-    def page_bytes(self, buffer: KvBuffer) -> int:
-        """One page of one plane and layer."""
-        return len(self.heads(buffer)) * self.head_bytes(buffer)
-
-    def head_bytes(self, buffer: KvBuffer) -> int:
-        """One head of one page."""
-        return self.layout.page_tokens * buffer.token_bytes
-
-    def layer_bytes(self, buffer: KvBuffer, npages: int) -> int:
-        """One layer of a cache of `npages` pages."""
-        return buffer.planes * npages * self.page_bytes(buffer)
-
-    def nbytes(self, buffer: KvBuffer, npages: int) -> int:
-        """The whole buffer."""
-        return buffer.layers * self.layer_bytes(buffer, npages)
+    def dims(self, buffer: KvBuffer, npages: int) -> tuple[int, int, int, int, int, int]:
+        """Dimensions of a buffer of `npages` pages; the last is the bytes of a token."""
+        heads, tokens = len(self.heads(buffer)), self.layout.page_tokens
+        return buffer.layers, buffer.planes, npages, heads, tokens, buffer.token_bytes
 
 
 def held_heads(heads: int, tp: int, rank: int, what: str) -> range:

@@ -254,11 +254,18 @@ class SideOptions:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of a buffer, dense bytes, in the form that `KvBlocks.add` takes of a tensor."""
+    """Dense bytes at an address, in the form that `KvBlocks.add` takes of a tensor.
+
+    Attributes:
+        memory: as allocated; it owns them.
+        bytes: the same where the CPU can touch them.
+    """
 
     address: int
     shape: tuple[int, ...]
     device: str
+    memory: object = None
+    bytes: Bytes | None = None
 
     def data_ptr(self) -> int:
         return self.address
@@ -269,31 +276,20 @@ class _View:
     def stride(self) -> list[int]:
         return [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
 
-
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """One piece of memory, as allocated; `view` is its bytes where the CPU can touch them."""
-
-    memory: object
-    address: int
-    device: str
-    view: Bytes | None
-
-    @property
-    def bytes(self) -> Bytes:
-        if self.view is None:
+    def reshape(self, *dims: int) -> Bytes:
+        if self.bytes is None:
             raise UsageError(f"{self.device} memory cannot be looked at as a numpy array")
-        return self.view
+        return self.bytes.reshape(dims)
 
 
-def _locate(engine: TransferEngine, memory: object) -> _Buffer:
+def _locate(engine: TransferEngine, memory: object) -> _View:
     mr, _ = engine.reg_mr(memory)  # the engine knows how to read all kinds
     found = mr.memory
     # Of an address that somebody made up, as for a simulation without bytes, there is no view.
     visible = found.kind == "cpu" and not isinstance(memory, tuple)
-    buffer = _Buffer(memory, found.ptr, found.device, found.bytes_view() if visible else None)
+    seen = found.bytes_view() if visible else None
     engine.deregister(mr)
-    return buffer
+    return _View(found.ptr, (found.nbytes,), found.device, memory, seen)
 
 
 class KvMemory:
@@ -325,9 +321,9 @@ class KvMemory:
             )
         self.engines, self.layout, self.npages = tuple(engines), layout, side.npages
         self.shapes = tuple(RankShape(layout, len(engines), r) for r in range(len(engines)))
-        self._buffers: list[list[_Buffer]] = []
+        self._buffers: list[list[_View]] = []
         for rank, (engine, shape) in enumerate(zip(self.engines, self.shapes, strict=True)):
-            sizes = {b.name: shape.nbytes(b, self.npages) for b in layout.buffers}
+            sizes = {b.name: math.prod(shape.dims(b, self.npages)) for b in layout.buffers}
             sizes["tail"] = self.tail_slots * self.tail_bytes
             found = [_locate(engine, side.allocate(rank, *item)) for item in sizes.items()]
             self._buffers.append(found)
@@ -337,12 +333,12 @@ class KvMemory:
         layout, shape = self.layout, self.shapes[rank]
         blocks = KvBlocks(self.engines[rank], tp=self.tp, rank=rank)
         for spec, held in zip(layout.buffers, self._buffers[rank], strict=False):
-            heads = len(shape.heads(spec))
-            dims = (spec.planes, self.npages, heads, layout.page_tokens, spec.token_bytes)
+            _, *dims = shape.dims(spec, self.npages)
             for layer in range(spec.layers):
-                at = held.address + layer * shape.layer_bytes(spec, self.npages)
-                view, place = _View(at, dims, held.device), spec.first_layer + layer
-                blocks.add(f"{spec.name}.{layer}", place, view, "pbhtd", heads=spec.heads)
+                at = held.address + layer * math.prod(dims)
+                view, place = _View(at, tuple(dims), held.device), spec.first_layer + layer
+                name = layout.tensor_name(spec, layer)
+                blocks.add(name, place, view, "pbhtd", heads=spec.heads)
         tails = self._buffers[rank][-1]
         view = _View(tails.address, (self.tail_slots, self.tail_bytes), tails.device)
         blocks.add("tail", layout.layers, view, "bd", heads=1, group=1)
@@ -373,13 +369,11 @@ class KvMemory:
         Raises:
             UsageError: the memory is a device's; the model has its own view of it.
         """
-        spec, shape = self.layout.buffers[buffer], self.shapes[rank]
-        heads = len(shape.heads(spec))
-        dims = (spec.layers, spec.planes, self.npages, heads, shape.head_bytes(spec))
-        return self._buffers[rank][buffer].bytes.reshape(dims)
+        *dims, _, _ = self.shapes[rank].dims(self.layout.buffers[buffer], self.npages)
+        return self._buffers[rank][buffer].reshape(*dims, -1)
 
     def tail(self, slot: int) -> Bytes:
         """One tail slot of the first rank as u8[tail_bytes], writable in place."""
-        slots = self._buffers[0][-1].bytes.reshape(self.tail_slots, self.tail_bytes)
+        slots = self._buffers[0][-1].reshape(self.tail_slots, self.tail_bytes)
         found: Bytes = slots[slot]
         return found

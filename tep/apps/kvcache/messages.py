@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tep import BadDescriptor, TepError
-from tep.apps.kvcache.layout import KvLayout
+from tep import BadDescriptor
 
 __all__ = ["Answer", "Beat", "Message", "Order", "decode", "encode"]
 
@@ -24,8 +23,6 @@ class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         serial: of this attempt; grows with each that this incarnation makes.
-        name: of the instance.
-        layout: of the model.
         cards: where you may write, one a rank; others once the memory is registered anew.
         request: its name.
         tickets: one a rank.
@@ -34,8 +31,6 @@ class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
     """
 
     serial: int
-    name: str
-    layout: KvLayout
     cards: tuple[bytes, ...]
     request: str
     tickets: tuple[bytes, ...]
@@ -84,5 +79,5 @@ def decode(payload: bytes) -> Message:
     """
     try:
         return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TepError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadDescriptor(f"{len(payload)} bytes are no KV cache message: {error}") from error

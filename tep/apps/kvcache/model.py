@@ -104,19 +104,15 @@ def page_keys(request: Request, layout: KvLayout) -> list[bytes]:
     """A key for each page of a prompt that names all tokens up to its end; 16 bytes each.
 
     Requests whose prompts begin alike share the keys of the full pages of that beginning. Without
-    token ids nothing is shared.
+    token ids there are none.
     """
     ids = request.input_ids
-    npages = layout.npages(request.ntokens)
     if ids is None:
-        name = request.name.encode()
-        return [
-            hashlib.blake2b(b"%s/%d" % (name, p), digest_size=16).digest() for p in range(npages)
-        ]
+        return []
     data = np.ascontiguousarray(ids, "<i4").tobytes()
     step = 4 * layout.page_tokens
     keys, before = [], layout.fingerprint
-    for page in range(npages):
+    for page in range(layout.npages(request.ntokens)):
         text = before + data[page * step : (page + 1) * step]
         before = hashlib.blake2b(text, digest_size=16).digest()
         keys.append(before)

@@ -70,7 +70,9 @@ class Prefiller(Instance):
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
         super().__init__(name, engines, layout, model, side)
-        self.senders = [KvSender(one, patience=side.patience) for one in self.memory.blocks]
+        self._sides = self.senders = [
+            KvSender(one, patience=side.patience) for one in self.memory.blocks
+        ]
         self._chunk_tokens = chunk_tokens
         self._turns = asyncio.Semaphore(turns)
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
@@ -138,11 +140,14 @@ class Prefiller(Instance):
         """Get to know the caches of the decoder's ranks; an error: the order is refused."""
         if self._leaving:
             raise UsageError(f"prefiller {self.name} is leaving")
-        mine, theirs = f"prefiller {self.name}", f"decoder {order.name}"
-        self._layout.check_same(order.layout, mine, theirs)
         for sender in self.senders:
             for card in order.cards:
-                sender.connect(card)
+                theirs, mine = sender.connect(card).tensors.keys(), sender.blocks.placed.keys()
+                if theirs != mine:
+                    raise UsageError(
+                        f"the decoder's KV cache has other tensors than prefiller {self.name}: it "
+                        f"lacks {sorted(mine - theirs)}, and has {sorted(theirs - mine)} besides"
+                    )
 
     def _remember(self, peer: NetAddr, answer: Answer) -> Answer:
         self._answers[peer, answer.serial] = answer
@@ -153,12 +158,6 @@ class Prefiller(Instance):
     def _on_silent(self, peer: NetAddr) -> None:
         for job in [one for one in self._jobs if one.peer == peer and not one.why]:
             self._stop(job, f"{peer.name} was silent for {self._patience.silent_s} s")
-
-    def _poll(self) -> bool:
-        for sender in self.senders:
-            sender.poll()
-        self._changed.set()
-        return not all(sender.idle for sender in self.senders)
 
     def _beat(self, peer: NetAddr) -> None:
         """Nothing: each beat of a decoder is answered by one."""

@@ -37,11 +37,13 @@ from tep.observe.shown import Shown, draw
 from tep.sim import Chaos, ChaosFabric, FabricEnv, FlowFabric, Network, Profile, TimingFabric
 
 __all__ = [
-    "EVENTS", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_day",
-    "draw_scenario", "first_token", "simulate", "strike",
+    "EVENTS", "Load", "Plant", "Report", "Scenario", "TimedModel", "draw_scenario", "first_token",
+    "simulate",
 ]  # fmt: skip
 
 Event = Callable[[World], object]
+
+_TOKEN_S: Final = 0.02  # between two generated tokens; guessed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,6 @@ class Plant:
         cold: prefillers and decoders never met before the first request.
         prefix_tokens: of past prompts that each prefiller keeps, for prompts that begin alike; what
             it finds is not computed again, and travels as all else.
-        token_s: between two generated tokens; the decoder's time.
         layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
         attempts_max: tries at a request.
@@ -84,7 +85,6 @@ class Plant:
     overhead: Overhead = OVERHEAD
     cold: bool = False
     prefix_tokens: int = 0
-    token_s: float = 0.02
     layer_s: float = 5e-6
     npages: int = 4096
     attempts_max: int = 6
@@ -236,7 +236,7 @@ class TimedModel:
         plant, request = self._plant, work.request
         await asyncio.sleep(plant.overhead.before_token_s(plant.model, request.ntokens))
         self.first_s[request.name] = asyncio.get_running_loop().time()
-        await asyncio.sleep(plant.token_s * (request.max_tokens - 1))
+        await asyncio.sleep(_TOKEN_S * (request.max_tokens - 1))
         return [0] * request.max_tokens
 
 
@@ -447,8 +447,6 @@ EVENTS: Final = ("none", "join", "retire", "crash", "restart", "NIC death")
 """The events; "join": one more instance comes."""
 
 _DEGREES: Final = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2))
-_DAY_S: Final = 86_400.0
-_LAYER_S: Final = 20.0  # of a day: changes shall meet requests under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,9 +475,35 @@ class Scenario:
         ]
 
     def _strike(self, what: str, dice: random.Random, world: World) -> Any:
-        kind, found = strike(world, what, dice)
-        self.happened[kind] += 1
-        return found
+        """Let an event happen to somebody; where too few would be left, one more joins instead."""
+        prefills = dice.random() < 0.5
+        kind = "prefiller" if prefills else "decoder"
+        names = world.scheduler.prefillers if prefills else world.scheduler.decoders
+        whole = [
+            (name, rank)
+            for name in names
+            for rank in range(len(world.members[name].engines))
+            if rank not in world.members[name].maimed
+        ]
+        if what not in {"join", "none"} and (len(names) < 2 if what != "NIC death" else not whole):
+            what = "join"
+        self.happened[f"{what} of a {kind}"] += 1
+        match what:
+            case "join":
+                tp = len(world.members[names[0]].engines) if names else 1
+                name = f"{kind[0]}-joined{len(world.members) + len(world.past)}"
+                (world.add_prefiller if prefills else world.add_decoder)(name, tp)
+            case "retire":
+                return world.retire(dice.choice(names))
+            case "crash":
+                world.crash(dice.choice(names))
+            case "restart":
+                world.restart(dice.choice(names))
+            case "NIC death":
+                world.kill_nic(*dice.choice(whole), dice.randrange(2))
+            case _:
+                pass
+        return None
 
 
 def draw_scenario(seed: int, **fixed: Any) -> Scenario:
@@ -515,70 +539,3 @@ def draw_scenario(seed: int, **fixed: Any) -> Scenario:
     event = drawn.pop("event", event)
     at_s = dice.uniform(1e-6, 250e-6)
     return Scenario(plant=Plant(fabric="chaos", **drawn), load=load, events=((at_s, event),))
-
-
-def draw_day(seed: int, requests: int, changes: int) -> Scenario:
-    """Draw a day on which members come and go; a request takes minutes."""
-    dice = random.Random(f"kvcache day {seed}")
-    patience = Patience(
-        beat_s=_LAYER_S,
-        silent_s=4.5 * _LAYER_S,
-        cancel_s=_LAYER_S,
-        request_s=90 * _LAYER_S,
-    )
-    plant = Plant(
-        prefillers=4,
-        decoders=4,
-        prefill_tp=2,
-        decode_tp=1,
-        fabric="chaos",
-        layer_s=_LAYER_S,
-        npages=64,
-        attempts_max=12,  # a request may meet many that die, on a day when everybody does
-        patience=patience,
-    )
-    load = Load(
-        rate=requests / _DAY_S, duration_s=_DAY_S, ntokens=range(1, 25), max_tokens=4, seed=seed
-    )
-    kinds = ("join", "join", *EVENTS[2:])
-    events = sorted((dice.uniform(0, _DAY_S), dice.choice(kinds)) for _ in range(changes))
-    return Scenario(plant=plant, load=load, events=tuple(events))
-
-
-def strike(world: World, what: str, dice: random.Random) -> tuple[str, Any]:
-    """Let an event happen to somebody; where too few would be left, one more joins instead.
-
-    Returns:
-        The event and the kind of its member, in words; and what has to be awaited, or None.
-    """
-    prefills = dice.random() < 0.5
-    kind, names = (
-        ("prefiller", world.scheduler.prefillers)
-        if prefills
-        else ("decoder", world.scheduler.decoders)
-    )
-    add: Callable[[str, int], object] = world.add_prefiller if prefills else world.add_decoder
-    whole = [
-        (name, rank)
-        for name in names
-        for rank in range(len(world.members[name].engines))
-        if rank not in world.members[name].maimed
-    ]
-    if what not in {"join", "none"} and (len(names) < 2 if what != "NIC death" else not whole):
-        what = "join"
-    found: Any = None
-    match what:
-        case "join":
-            tp = len(world.members[names[0]].engines) if names else 1
-            add(f"{kind[0]}-joined{len(world.members) + len(world.past)}", tp)
-        case "retire":
-            found = world.retire(dice.choice(names))
-        case "crash":
-            world.crash(dice.choice(names))
-        case "restart":
-            world.restart(dice.choice(names))
-        case "NIC death":
-            world.kill_nic(*dice.choice(whole), dice.randrange(2))
-        case _:
-            pass
-    return f"{what} of a {kind}", found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -17,16 +17,13 @@ import numpy.typing as npt
 import tep
 from tep.apps.moe.config import MoeConfig, sort_copies
 from tep.apps.moe.group import Group, Move
-from tep.apps.moe.kernels import Kernels, spend
+from tep.apps.moe.kernels import HOST, Gpu, spend
 from tep.apps.moe.nodesum import NodeSums
 from tep.apps.moe.payload import Payload, Received
 from tep.apps.moe.proxy import (
-    PULL,
-    PUSHED,
     Peers,
     Proxy,
     Turn,
-    imm_of,
     living_places,
     near_rest,
     pack_hello,
@@ -34,7 +31,7 @@ from tep.apps.moe.proxy import (
     tokens_to,
     unpack_hellos,
 )
-from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Verdict, Vote
+from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Vote
 
 __all__ = ["AllToAll"]
 
@@ -51,7 +48,7 @@ class AllToAll:
     Args:
         engine: this rank's; any backend.
         group: rank, world, and how hellos are exchanged.
-        kernels: what the stages cost; None: numpy's own time.
+        kernels: what the stages cost beyond numpy's own time.
         carries_bytes: False, on a simulated fabric that moves none: keep time and count only.
         **shape: the fields of MoeConfig but world and node_size, which the group knows.
 
@@ -70,7 +67,7 @@ class AllToAll:
         engine: tep.TransferEngine,
         group: Group,
         *,
-        kernels: Kernels | None = None,
+        kernels: Gpu = HOST,
         carries_bytes: bool = True,
         **shape: Any,
     ) -> None:
@@ -82,7 +79,7 @@ class AllToAll:
         self.marks_s: dict[str, float] = {}
         self._engine = engine
         self._group = group
-        self._kernels = kernels or Kernels()
+        self._kernels = kernels
         self._link = group.link
         self._guard = Guard(self.config.timeout_s, f"rank {group.rank}")
         self._started = False
@@ -95,14 +92,12 @@ class AllToAll:
             raise tep.UsageError("AllToAll(carries_bytes=False): all ranks live in one process")
         self._payload = Payload(self.config, self.rank, None)
         nbytes = self._payload.layout.nbytes
-        if carries_bytes:
-            found = self._link.allocate(nbytes) if self._link else None
-            self._payload.arena = np.zeros(nbytes, np.uint8) if found is None else found
-        arena = self._payload.arena
+        arena = self._payload.arena = np.zeros(nbytes, np.uint8) if carries_bytes else None
+        if self._link is not None:
+            self._link.arena = arena
         self._mr, self._desc = engine.reg_mr((1 << 40, nbytes, "cpu") if arena is None else arena)
         self._proxy = Proxy(
             engine,
-            self.config,
             self._kernels,
             self._mr,
             self._payload,
@@ -124,23 +119,11 @@ class AllToAll:
         if self._started:
             return
         self._started = True
-        link = self._link.hello() if self._link else b""
-        hello = pack_hello(self.config, self._desc, link)
-        descs, links = unpack_hellos(self.config, self.rank, await self._group.exchange(hello))
-        if self._link is not None:
-            self._link.connect(self._engine, links, {rank: descs[rank] for rank in links})
-        self._descs = descs
+        hellos = await self._group.exchange(pack_hello(self.config, self._desc))
+        descs = self._descs = unpack_hellos(self.config, self.rank, hellos)
         self._meet()
         if self._payload.arena is not None:
-            self._recovery = Recovery(
-                self._engine,
-                self.config,
-                self.rank,
-                descs,
-                self._mr,
-                self._payload.arena,
-                self._guard,
-            )
+            self._recovery = Recovery(self._engine, self._mr, self._payload, descs, self._guard)
 
     def _meet(self) -> None:
         linked = self._link is not None
@@ -153,8 +136,6 @@ class AllToAll:
     async def close(self) -> None:
         """End what still runs; the engine stays open. Idempotent. Call it on all ranks together."""
         await self._stop()
-        if self._link is not None:
-            self._link.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -240,21 +221,19 @@ class AllToAll:
         self._spawn(self._proxy.dispatch(turn), turn)
         await spend(kernels.launch_s())
         if self._group.board is not None:
-            self._group.board.publish(turn.number, self._peers.group, batch)
+            self._group.board.publish(turn.number, self.rank, batch)
         payload.write_route(turn.number, batch.counts)
         self._proxy.counted.store(turn.number)
         moves = tokens_to(self._peers, layout, batch, self._proxy.private, near=True)
         blocks = batch.counts.reshape(self.config.world, -1).sum(axis=1)
         pushed = sum(move.nbytes for move in moves) // layout.stride
-        staged = int(blocks[self._peers.targets].sum()) - pushed
+        staged = int(blocks[self._peers.others].sum()) - pushed
         await spend(kernels.copy_s(staged, layout.stride))
         if given is not None:
             payload.stage(turn.number, batch, given, weights)
         self._mark("staged")
         self._proxy.staged.store(turn.number)
-        pushed_s = await self._push(
-            moves, self._peers.near_targets, imm_of(self.config.imm_base, turn.number, PULL)
-        )
+        pushed_s = await self._push(moves, self._peers.near_others, ("tokens", turn.number))
         await spend(kernels.send_rest_s("dispatch", pushed_s))
         self._mark("send kernel")
 
@@ -265,10 +244,8 @@ class AllToAll:
     async def _receive(self, turn: Turn) -> Received:
         kernels, stride = self._kernels, self._payload.layout.stride
         await spend(kernels.receive_launch_s("dispatch"))
-        if self._link is not None and self._peers.near_sources:
-            flags = self._link.expect(
-                imm_of(self.config.imm_base, turn.number, PULL), len(self._peers.near_sources)
-            )
+        if self._link is not None and self._peers.near_others:
+            flags = self._link.expect(("tokens", turn.number), len(self._peers.near_others))
             await self._guard.wait(flags, f"tokens of turn {turn.number} from its node")
         routes = await turn.routes
         self._mark("routes")
@@ -278,7 +255,7 @@ class AllToAll:
             await self._link.move(pulls, pushes=False)
         self._mark("node link")
         copies = routes.copies[:, self.rank]
-        far = sum(int(copies[g]) for g, p in self._peers.sources.items() if not self._peers.near(p))
+        far = sum(int(copies[p]) for p in self._peers.others if not self._peers.near(p))
         here = len(arrivals.row) - far
         if not turn.landed.done():  # what is here is put in order while the rest still comes
             await spend(kernels.copy_s(here, stride))
@@ -324,12 +301,12 @@ class AllToAll:
         else:
             copies = routes.copies[:, self.rank]
             far = [p for p in self._peers.others if not self._peers.near(p)]
-            away = sum(int(copies[self.config.group_of(p)]) for p in far)
+            away = sum(int(copies[p]) for p in far)
             await spend(kernels.copy_s(away, layout.result_stride))
         self._mark("staged")
         self._proxy.computed.store(turn.number)
         near = [move.peer for move in moves]
-        pushed_s = await self._push(moves, near, imm_of(self.config.imm_base, turn.number, PUSHED))
+        pushed_s = await self._push(moves, near, ("results", turn.number))
         await spend(kernels.send_rest_s("combine", pushed_s))
         self._mark("send kernel")
 
@@ -350,14 +327,10 @@ class AllToAll:
         await spend(kernels.receive_launch_s("combine"))
         routes = turn.routes.result()
         givers = [
-            p
-            for p in self._peers.others
-            if self._peers.near(p) and routes.copies[self._peers.group, p]
+            p for p in self._peers.others if self._peers.near(p) and routes.copies[self.rank, p]
         ]
         if self._link is not None and givers:
-            flags = self._link.expect(
-                imm_of(self.config.imm_base, turn.number, PUSHED), len(givers)
-            )
+            flags = self._link.expect(("results", turn.number), len(givers))
             await self._guard.wait(flags, f"results of turn {turn.number} from its node")
         self._mark("node link")
         await turn.returned
@@ -417,7 +390,7 @@ class AllToAll:
     def _mark(self, stage: str) -> None:
         self.marks_s.setdefault(stage, asyncio.get_running_loop().time() - self._began_s)
 
-    async def _push(self, moves: list[Move], peers: list[int], flag: int) -> float:
+    async def _push(self, moves: list[Move], peers: list[int], flag: Hashable) -> float:
         if self._link is None or not peers:
             return 0.0
         loop = asyncio.get_running_loop()
@@ -472,7 +445,7 @@ class AllToAll:
         if self._sums:
             self._sums.close()
 
-    async def _recover(self, cause: tep.TepError) -> Verdict:
+    async def _recover(self, cause: tep.TepError) -> Vote:
         """Agree with the survivors, and go on without the dead, or raise."""
         if self._recovery is None:
             raise cause
@@ -483,7 +456,8 @@ class AllToAll:
             await self._recovery.drain([*turn.sent_tokens, *turn.sent_results])
         vote = Vote(self.step, self.turn, self._progress)
         verdict = await self._recovery.run(self.alive, vote)
-        self.alive[list(verdict.dead)] = False
+        died = sorted(verdict.suspects)
+        self.alive[died] = False
         # The dead may have been one turn ahead of all survivors, and its immediates are counted.
         self.turn = verdict.turn + 1
         self._meet()
@@ -492,14 +466,14 @@ class AllToAll:
             return verdict
         self._now = None
         self.step, self._progress = verdict.step, 0
-        if not verdict.dead:
+        if not died:
             raise cause
-        dead = ", ".join(f"{rank} ({self._descs[rank].addr.name})" for rank in verdict.dead)
+        dead = ", ".join(f"{rank} ({self._descs[rank].addr.name})" for rank in died)
         raise tep.FabricError(
             f"rank {self.rank}: dead: rank {dead}; the turn is lost, the next goes without: "
             f"{cause}",
             code="DEAD_RANK",
-            peer=self._descs[verdict.dead[0]].addr.name,
+            peer=self._descs[died[0]].addr.name,
         ) from cause
 
     def _renumber(self, turn: Turn) -> None:

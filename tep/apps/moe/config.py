@@ -3,13 +3,14 @@
 Values and arithmetic only; no memory, no engine. The bounds stated here are what buffers are sized
 by, and tests/property/test_moe_bounds.py proves that they hold and are reached. All ranks have the
 same layout, so that an offset computed here is valid at every peer. In order: own copies to send,
-private areas by group, the shared area (these three in slots of one size, so that one gather reads
+private areas by source, the shared area (these three in slots of one size, so that one gather reads
 all), results to send, results received, routes received, own routes, votes, and, where a node adds
 up what it sends back, partial sums and sums.
 
-A *copy* is one (token, expert) pair. A group's copies are ordered by expert, then token, so that
-those for one rank, and for one expert, stand together: a block. Rule 1: every place is a function
-of the routes alone (counts of copies by group and expert), so all ranks compute the same.
+A *copy* is one (token, expert) pair; its *source* is the rank of its token. A source's copies are
+ordered by expert, then token, so that those for one rank, and for one expert, stand together: a
+block. Rule 1: every place is a function of the routes alone (counts of copies by source and
+expert), so all ranks compute the same.
 Rule 2: how many immediates a rank counts is computed from the routes too, never measured.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,17 +58,10 @@ class Format(Enum):
         """Bytes of one element."""
         return self.value[1]
 
-    @classmethod
-    def named(cls, name: str) -> Format:
-        """Find by name: "fp8", "bf16" or "fp32".
-
-        Raises:
-            UsageError: none has this name.
-        """
-        for found in cls:
-            if found.value[0] == name:
-                return found
-        raise UsageError(f"format {name!r} is unknown; there are: fp8, bf16, fp32")
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of an element for numpy, which has no fp8 and no bf16."""
+        return np.dtype((np.uint8, np.uint16, np.float32)[self.nbytes // 2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +69,15 @@ class MoeConfig:
     """One all-to-all; equal on all ranks.
 
     Ranks are numbered 0 .. world-1; rank r holds experts r*L .. r*L+L-1, L = num_experts / world.
-    `dp_size` neighbouring ranks form a DP group, whose members have the same tokens; `node_size`
-    neighbouring ranks share a node, within which payload goes over the node's own link.
+    `node_size` neighbouring ranks share a node, within which payload goes over the node's own link.
 
     Attributes:
         num_experts: E, a multiple of world.
         topk: R, experts of a token, all distinct.
         hidden: elements of a token.
-        max_tokens: T, the most tokens a DP group brings to one dispatch.
+        max_tokens: T, the most tokens a rank brings to one dispatch.
         world: ranks.
         private_tokens: token copies that go to each peer before the routes are known.
-        dp_size: ranks of a DP group.
         node_size: ranks of a node; 1 = everything goes through the engine.
         dispatch_format, combine_format: how tokens travel there and back.
         num_scales: f32 scales of a token; None = one for 128 elements of fp8, else none.
@@ -108,7 +100,6 @@ class MoeConfig:
     max_tokens: int
     world: int
     private_tokens: int = 32
-    dp_size: int = 1
     node_size: int = 1
     dispatch_format: Format = Format.FP8
     combine_format: Format = Format.BF16
@@ -134,7 +125,6 @@ class MoeConfig:
             "max_tokens": 0,
             "world": 1,
             "private_tokens": 0,
-            "dp_size": 1,
             "node_size": 1,
             "expert_padding": 1,
         }
@@ -143,27 +133,20 @@ class MoeConfig:
                 raise UsageError(f"MoeConfig: {name}={getattr(self, name)}; {low} at the least")
         if self.world > _RANKS_MAX:
             raise UsageError(f"MoeConfig: world={self.world}; {_RANKS_MAX} ranks at the most")
-        for name in ("dp_size", "node_size"):
-            if self.world % getattr(self, name):
-                raise UsageError(
-                    f"MoeConfig: world={self.world} is no multiple of {name}={getattr(self, name)}"
-                )
-        if self.num_experts % self.world:
-            raise UsageError(
-                f"MoeConfig: num_experts={self.num_experts} is no multiple of world={self.world}"
-            )
+        for name, part in (("world", "node_size"), ("num_experts", "world")):
+            whole, size = getattr(self, name), getattr(self, part)
+            if whole % size:
+                raise UsageError(f"MoeConfig: {name}={whole} is no multiple of {part}={size}")
         if self.topk > self.num_experts:
             raise UsageError(
                 f"MoeConfig: topk={self.topk} of num_experts={self.num_experts} distinct experts"
             )
         if self.combine_format is Format.FP8:
             raise UsageError("MoeConfig: combine_format fp8: results come back as bf16 or fp32")
-        if self.sums == "node" and (
-            self.dp_size > 1 or self.node_size == 1 or self.on_dead == "mask"
-        ):
+        if self.sums == "node" and (self.node_size == 1 or self.on_dead == "mask"):
             raise UsageError(
-                "MoeConfig: sums='node' needs node_size > 1, dp_size=1 and on_dead='error', not "
-                f"{self.node_size}, {self.dp_size} and {self.on_dead!r}"
+                "MoeConfig: sums='node' needs node_size > 1 and on_dead='error', not "
+                f"{self.node_size} and {self.on_dead!r}"
             )
         if self.imm_base & 0x0FFF_FFFF or not 0 <= self.imm_base < 2**32:
             raise UsageError(
@@ -176,19 +159,6 @@ class MoeConfig:
     def local_experts(self) -> int:
         """L, experts of a rank."""
         return self.num_experts // self.world
-
-    @property
-    def groups(self) -> int:
-        """G, DP groups."""
-        return self.world // self.dp_size
-
-    def group_of(self, rank: int) -> int:
-        """DP group of a rank."""
-        return rank // self.dp_size
-
-    def members(self, group: int) -> range:
-        """Ranks of a DP group."""
-        return range(group * self.dp_size, (group + 1) * self.dp_size)
 
     def same_node(self, a: int, b: int) -> bool:
         """Whether two ranks share a node."""
@@ -241,35 +211,22 @@ class MoeConfig:
 
     @property
     def sent_copies_max(self) -> int:
-        """Most token copies that a DP group sends: T * R. Reached by every full batch."""
+        """Most token copies that a rank sends: T * R. Reached by every full batch."""
         return self.max_tokens * self.topk
 
     @property
     def received_copies_max(self) -> int:
-        """Most token copies that a rank gets: G * T * min(R, L), if all tokens go to it."""
-        return self.groups * self.max_tokens * self.copies_per_token
+        """Most token copies that a rank gets: N * T * min(R, L), if all tokens go to it."""
+        return self.world * self.max_tokens * self.copies_per_token
 
     @property
     def shared_copies_max(self) -> int:
         """Most token copies in the shared area: what does not fit the private areas.
 
-        (G - 1) * max(0, T * min(R, L) - private_tokens): the own group's tokens need no buffer.
+        (N - 1) * max(0, T * min(R, L) - private_tokens): the own tokens need no buffer.
         """
         beyond = self.max_tokens * self.copies_per_token - self.private_tokens
-        return (self.groups - 1) * max(0, beyond)
-
-    @property
-    def rows_max(self) -> int:
-        """Most rows of a received, padded batch: p * min(j * ceil(C/p), (N + j*(p-1)) // p).
-
-        N copies in all, C = G*T of one expert at the most, in blocks of p, over j = min(L, N)
-        experts: a block needs one copy, and an expert's next block p more.
-        """
-        pad, each = self.expert_padding, self.groups * self.max_tokens
-        copies = self.received_copies_max
-        experts = min(self.local_experts, copies)
-        blocks = min(experts * -(-each // pad), (copies + experts * (pad - 1)) // pad)
-        return pad * blocks
+        return (self.world - 1) * max(0, beyond)
 
 
 def _up(value: int, step: int) -> int:
@@ -294,7 +251,7 @@ class Layout:
         stride, result_stride: bytes of a copy, and of a result.
         send, private, shared: copies.
         results_out, results_in: results.
-        routes_in, routes_out: a row of `route_bytes` for each group, and the own one.
+        routes_in, routes_out: a row of `route_bytes` for each rank, and the own one.
         partials_out, partials_in: blocks of partial sums, by rank of the node; in: and by node.
         nodes_out, nodes_in: sums by node, max_tokens rows each.
         votes: a row of VOTE_BYTES for each rank and parity, and the own one behind them.
@@ -328,11 +285,11 @@ class Layout:
         nodes = summed * config.world // config.node_size * config.max_tokens * result
         sizes = {
             "send": config.sent_copies_max * stride,
-            "private": config.groups * config.private_tokens * stride,
+            "private": config.world * config.private_tokens * stride,
             "shared": config.shared_copies_max * stride,
             "results_out": config.received_copies_max * result,
             "results_in": config.sent_copies_max * result,
-            "routes_in": config.groups * route,
+            "routes_in": config.world * route,
             "routes_out": route,
             "votes": (2 * config.world + 1) * VOTE_BYTES,
             "partials_out": summed * config.node_size * block,
@@ -358,7 +315,7 @@ NOWHERE: Final = -1
 
 
 class Batch(NamedTuple):
-    """The copies of one group's tokens, in sending order.
+    """The copies of one rank's tokens, in sending order.
 
     Attributes:
         tokens: i64[copies], token of each copy.
@@ -424,17 +381,17 @@ def _refuse_twice(chosen: Ints) -> None:
 
 
 class Arrivals(NamedTuple):
-    """Every copy that one rank gets, in the order of its output: by expert, group, position.
+    """Every copy that one rank gets, in the order of its output: by expert, source, position.
 
     Attributes:
-        group: i64[copies], where it comes from.
-        place: i64[copies], position among the copies from that group to this rank.
+        source: i64[copies], where it comes from.
+        place: i64[copies], position among the copies from that source to this rank.
         row: i64[copies], where it stands in the padded output.
         counts: i64[L], copies of each expert.
         starts: i64[L + 1], first row of each expert, and the end.
     """
 
-    group: Ints
+    source: Ints
     place: Ints
     row: Ints
     counts: Ints
@@ -442,7 +399,7 @@ class Arrivals(NamedTuple):
 
 
 def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
-    """Number of private slots of each group at each rank; i64[G, world].
+    """Number of private slots of each source at each rank; i64[world, world].
 
     Args:
         config: of the all-to-all.
@@ -450,16 +407,16 @@ def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
 
     Returns:
         Equal shares; or, with adaptive sizes, shares by what came the turn before and two standard
-        deviations more. The slots of a rank stay G * private_tokens in all, and never leave more
-        for the shared area than equal shares could: a group gets T * min(R, L) at the most, and
+        deviations more. The slots of a rank stay N * private_tokens in all, and never leave more
+        for the shared area than equal shares could: a source gets T * min(R, L) at the most, and
         all that is there is shared out.
     """
-    each = np.full((config.groups, config.world), config.private_tokens, np.int64)
+    each = np.full((config.world, config.world), config.private_tokens, np.int64)
     if before is None or config.private_sizes == "equal":
         return each
     most = config.max_tokens * config.copies_per_token
-    own = np.arange(config.world) // config.dp_size == np.arange(config.groups)[:, None]
-    budget = (config.groups - 1) * min(config.private_tokens, most)
+    own = np.eye(config.world, dtype=np.bool_)
+    budget = (config.world - 1) * min(config.private_tokens, most)
     wish = before.copies + np.ceil(2 * np.sqrt(before.copies)).astype(np.int64)
     wish = np.where(own, 0, np.minimum(wish, most))
     # A peer that gets a second burst costs the same whether it is one copy or fifty: so where the
@@ -480,35 +437,34 @@ class Routes:
 
     Args:
         config: of the all-to-all.
-        counts: i64[G, E], copies by group and expert.
-        limits: i64[G, world], private slots of each group at each rank.
+        counts: i64[world, E], copies by source and expert.
+        limits: i64[world, world], private slots of each source at each rank.
 
     Attributes:
         counts: as given.
-        copies: i64[G, world], copies from each group to each rank.
-        starts: i64[G, world], where a rank's block starts in the group's sending order.
-        private: i64[G, world], copies that go to the private area.
-        rest: i64[G, world], copies that go to the shared area.
-        private_at: i64[G, world], where a group's slots start in a rank's private area.
-        shared_at: i64[G, world], where the rest of a group starts in a rank's shared area.
+        copies: i64[world, world], copies from each source to each rank; so the others.
+        starts: where a rank's block starts in the source's sending order.
+        private: copies that go to the private area.
+        rest: copies that go to the shared area.
+        private_at: where a source's slots start in a rank's private area.
+        shared_at: where the rest of a source starts in a rank's shared area.
     """
 
     def __init__(self, config: MoeConfig, counts: Ints, limits: Ints) -> None:
-        assert counts.shape == (config.groups, config.num_experts), counts.shape
+        assert counts.shape == (config.world, config.num_experts), counts.shape
         self.config = config
         self.counts = counts
-        shape = (config.groups, config.world, config.local_experts)
+        shape = (config.world, config.world, config.local_experts)
         self.copies: Ints = counts.reshape(shape).sum(axis=2)
         self.starts: Ints = np.cumsum(self.copies, axis=1) - self.copies
-        own = np.arange(config.world) // config.dp_size
-        foreign = own[None, :] != np.arange(config.groups)[:, None]
+        foreign = ~np.eye(config.world, dtype=np.bool_)
         self.private: Ints = np.minimum(self.copies, limits) * foreign
         self.private_at: Ints = np.cumsum(limits, axis=0) - limits
         self.rest: Ints = (self.copies - self.private) * foreign
         self.shared_at: Ints = np.cumsum(self.rest, axis=0) - self.rest
 
     def result_starts(self, rank: int) -> Ints:
-        """Start of each group's block in a rank's combine source; i64[G]."""
+        """Start of each source's block in a rank's results to send; i64[world]."""
         mine = self.copies[:, rank]
         return np.cumsum(mine) - mine
 
@@ -517,16 +473,16 @@ class Routes:
         config = self.config
         first = rank * config.local_experts
         mine = self.counts[:, first : first + config.local_experts]
-        before = np.cumsum(mine, axis=1) - mine  # in the block of its group
+        before = np.cumsum(mine, axis=1) - mine  # in the block of its source
         totals = mine.sum(axis=0)
         padded = -(-totals // config.expert_padding) * config.expert_padding
         starts = np.concatenate(([0], np.cumsum(padded)))
-        rows = starts[:-1] + np.cumsum(mine, axis=0) - mine  # first row of (group, expert)
-        lengths = mine.T.ravel()  # expert by expert, group by group
+        rows = starts[:-1] + np.cumsum(mine, axis=0) - mine  # first row of (source, expert)
+        lengths = mine.T.ravel()  # expert by expert, source by source
         run = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        group = np.tile(np.arange(config.groups), config.local_experts)
+        source = np.tile(np.arange(config.world), config.local_experts)
         return Arrivals(
-            np.repeat(group, lengths),
+            np.repeat(source, lengths),
             np.repeat(before.T.ravel(), lengths) + run,
             np.repeat(rows.T.ravel(), lengths) + run,
             totals,

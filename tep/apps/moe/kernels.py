@@ -1,71 +1,33 @@
 """A model of the durations of a GPU's kernels and host proxy; numbers come from a file.
 
-`Kernels` itself is no GPU: numpy does the work, in its own time, and nothing is added. What the
-numbers of `Gpu` are, where they come from, and where they are wrong stands in profiles/README.md.
+What the numbers of `Gpu` are, where they come from, and where they are wrong stands in
+profiles/README.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
+from math import inf
 from typing import Final
 
 from tep import UsageError
 
-__all__ = ["Gpu", "Kernels", "load_gpu", "numbers_of", "spend"]
+__all__ = ["HOST", "Gpu", "gpu_numbers", "load_gpu", "spend"]
 
 _SCALE: Final = {"us": 1e-6, "ns": 1e-9, "GB/s": 1e9, "B": 1.0, "1": 1.0}
-_CONFIDENCES: Final = ("measured", "quoted", "fitted", "guessed")
-
-
-class Kernels:
-    """Seconds of each stage beyond numpy's own: none. `copies` are token copies, `stride` their
-    bytes.
-    """
-
-    def launch_s(self) -> float:
-        """Kernel start to its first word written."""
-        return 0.0
-
-    def watch_s(self) -> float:
-        """Word written to proxy running, beyond what the engine's own look costs."""
-        return 0.0
-
-    def flag_s(self) -> float:
-        """Proxy to a waiting kernel."""
-        return 0.0
-
-    def routes_s(self, _entries: int, _rest: int, /) -> float:
-        """Proxy's CPU for the routes: so many counts, and second bursts to so many peers."""
-        return 0.0
-
-    def copy_s(self, _copies: int, _stride: int, /) -> float:
-        """Staging: read and write each copy in the GPU's memory."""
-        return 0.0
-
-    def send_rest_s(self, _stage: str, _pushed_s: float, /) -> float:
-        """Rest of a send kernel ("dispatch", "combine") once pushes took `_pushed_s`."""
-        return 0.0
-
-    def receive_launch_s(self, _stage: str, /) -> float:
-        """Start of a receive kernel, before it can use what arrives."""
-        return 0.0
-
-    def sum_s(self, _copies: int, _tokens: int, _stride: int, /) -> float:
-        """Weighted sum: read each result, write each token."""
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu(Kernels):
+class Gpu:
     """A GPU with its proxy, by the numbers of a file; seconds and bytes a second.
 
+    `copies` are token copies, `stride` their bytes.
+
     Attributes:
-        name: of the file.
-        nic: whose proxy it is.
         memory_bytes_s: what a copying kernel really moves, reads and writes together.
         nvlink_bytes_s, nvlink_latency_s: of the node's link.
         watch, engine_look: a watched word to the callback; how much of it the engine charges.
@@ -76,8 +38,6 @@ class Gpu(Kernels):
         route_entry, rest_peer: proxy's CPU for one count, and for one peer's second burst.
     """
 
-    name: str
-    nic: str
     memory_bytes_s: float
     nvlink_bytes_s: float
     nvlink_latency_s: float
@@ -101,21 +61,27 @@ class Gpu(Kernels):
     _COMBINE = 14_336
 
     def launch_s(self) -> float:
+        """Kernel start to its first word written."""
         return self.first_transfer - self.watch - self.copy_s(self._AWAY, self._DISPATCH)
 
     def watch_s(self) -> float:
+        """Word written to proxy running, beyond what the engine's own look costs."""
         return self.watch - self.engine_look
 
     def flag_s(self) -> float:
+        """Proxy to a waiting kernel."""
         return self.flag
 
-    def routes_s(self, entries: int, rest: int, /) -> float:
+    def routes_s(self, entries: int, rest: int) -> float:
+        """Proxy's CPU for the routes: so many counts, and second bursts to so many peers."""
         return self.route_entry * entries + self.rest_peer * rest
 
-    def copy_s(self, copies: int, stride: int, /) -> float:
+    def copy_s(self, copies: int, stride: int) -> float:
+        """Staging: read and write each copy in the GPU's memory."""
         return 2 * copies * stride / self.memory_bytes_s
 
-    def send_rest_s(self, stage: str, pushed_s: float, /) -> float:
+    def send_rest_s(self, stage: str, pushed_s: float) -> float:
+        """Rest of a send kernel ("dispatch", "combine") once pushes took `pushed_s`."""
         whole, stride = self.dispatch_send, self._DISPATCH
         if stage == "combine":
             whole, stride = self.combine_send, self._COMBINE
@@ -123,13 +89,21 @@ class Gpu(Kernels):
         # What was pushed has taken its time already; the part that hides is not paid twice.
         return rest - min(pushed_s, self.push_hidden)
 
-    def receive_launch_s(self, stage: str, /) -> float:
+    def receive_launch_s(self, stage: str) -> float:
+        """Start of a receive kernel, before it can use what arrives."""
         if stage == "combine":
             return self.combine_recv - self.sum_s(self._COPIES, self._TOKENS, self._COMBINE)
         return self.dispatch_recv - self.copy_s(self._COPIES, self._DISPATCH)
 
-    def sum_s(self, copies: int, tokens: int, stride: int, /) -> float:
+    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+        """Weighted sum: read each result, write each token."""
         return (copies + tokens) * stride / self.memory_bytes_s
+
+
+HOST: Final = Gpu(
+    **{one.name: 0.0 for one in fields(Gpu)} | {"memory_bytes_s": inf, "nvlink_bytes_s": inf}
+)
+"""No GPU: numpy does the work, in its own time, and nothing is added."""
 
 
 async def spend(seconds: float) -> None:
@@ -139,43 +113,25 @@ async def spend(seconds: float) -> None:
 
 
 @cache
-def numbers_of(name: str) -> dict[str, dict[str, dict[str, object]]]:
-    """Read a file of profiles/: section -> key -> value, unit, source, confidence.
+def gpu_numbers() -> dict[str, dict[str, dict[str, object]]]:
+    """Read profiles/hopper.toml: section -> key -> value, unit, source, confidence."""
+    path = files("tep.apps.moe").joinpath("profiles", "hopper.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def load_gpu(nic: str) -> Gpu:
+    """Load the GPU as the host of one kind of NIC: "cx7" or "efa".
 
     Raises:
-        UsageError: no such file, or a number without its source.
+        UsageError: an unknown NIC.
     """
-    folder = files("tep.apps.moe").joinpath("profiles")
-    path = folder.joinpath(f"{name}.toml")
-    if not path.is_file():
-        known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml"))
-        raise UsageError(f"GPU profile {name!r} is unknown; there are: {', '.join(known)}")
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
-    for section, table in document.items():
-        for key, number in table.items():
-            if set(number) != {"value", "unit", "source", "confidence"}:
-                raise UsageError(
-                    f"{name}.toml: [{section}.{key}] needs value, unit, source, confidence"
-                )
-            if number["confidence"] not in _CONFIDENCES or number["unit"] not in _SCALE:
-                raise UsageError(f"{name}.toml: [{section}.{key}] {number}")
-    return document
-
-
-def load_gpu(nic: str, name: str = "hopper") -> Gpu:
-    """Load a GPU as the host of one kind of NIC: "cx7" or "efa".
-
-    Raises:
-        UsageError: an unknown NIC or file.
-    """
-    document = numbers_of(name)
-    proxy = document.get(f"proxy_{nic}")
+    proxy = gpu_numbers().get(f"proxy_{nic}")
     if proxy is None:
         raise UsageError(f"proxy of NIC {nic!r} is unknown; there are: cx7, efa")
     found: dict[str, float] = {}
-    for table in (document["gpu"], document["proxy"], proxy):
+    for table in (gpu_numbers()["gpu"], gpu_numbers()["proxy"], proxy):
         for key, number in table.items():
             value, unit = number["value"], number["unit"]
             assert isinstance(value, int | float)
             found[key] = value * _SCALE[str(unit)]
-    return Gpu(name=name, nic=nic, **found)
+    return Gpu(**found)

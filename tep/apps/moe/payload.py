@@ -43,7 +43,7 @@ class Received:
         scales: f32[rows, num_scales], or None.
         counts: i64[L], tokens of each expert.
         starts: i64[L + 1], first row of each expert; the last is `rows`.
-        groups, tokens, experts: i64[rows], DP group, token there, and expert; -1 in padding.
+        sources, tokens, experts: i64[rows], rank, token there, and expert; -1 in padding.
         weights: f32[rows], weight of each copy at its sender; 0 in padding.
     """
 
@@ -51,7 +51,7 @@ class Received:
     scales: F32 | None
     counts: Ints
     starts: Ints
-    groups: Ints
+    sources: Ints
     tokens: Ints
     experts: Ints
     weights: F32
@@ -70,7 +70,6 @@ class Payload:
         self.config = config
         self.layout = Layout.of(config)
         self.rank = rank
-        self.group = config.group_of(rank)
         self.arena = arena
 
     def _part(self, start: int, copies: int, stride: int) -> Bytes:
@@ -80,7 +79,7 @@ class Payload:
     def _slots(self) -> Bytes:
         """Own copies, private areas and shared area: one array of slots."""
         config = self.config
-        areas = config.groups * config.private_tokens + config.shared_copies_max
+        areas = config.world * config.private_tokens + config.shared_copies_max
         return self._part(0, config.sent_copies_max + areas, self.layout.stride)
 
     def results_in(self) -> Bytes:
@@ -118,18 +117,18 @@ class Payload:
             return
         layout = self.layout
         row = self.arena[layout.routes_out :][: layout.route_bytes].view(np.uint32)
-        row[0], row[1] = turn, self.group
+        row[0], row[1] = turn, self.rank
         row[ROUTE_HEAD_BYTES // 4 :] = counts
 
-    def read_route(self, turn: int, group: int) -> Ints:
-        """Read a group's counts, once their immediate is counted."""
+    def read_route(self, turn: int, source: int) -> Ints:
+        """Read a rank's counts, once their immediate is counted."""
         assert self.arena is not None
         layout = self.layout
-        row = self.arena[layout.routes_in + group * layout.route_bytes :]
+        row = self.arena[layout.routes_in + source * layout.route_bytes :]
         row = row[: layout.route_bytes].view(np.uint32)
         # The immediate vouches for the whole row, and the last turn's was read long ago.
         assert int(row[0]) == turn, f"route of turn {row[0]}, not {turn}"
-        assert int(row[1]) == group, f"route of group {row[1]}, not {group}"
+        assert int(row[1]) == source, f"route of rank {row[1]}, not {source}"
         return row[ROUTE_HEAD_BYTES // 4 :].astype(np.int64)
 
     def stage(self, turn: int, batch: Batch, given: tuple[Bytes, Bytes | None], w: F32) -> None:
@@ -151,7 +150,7 @@ class Payload:
         """Bring what came in order: by expert, padded."""
         config, at = self.config, arrivals.row
         rows = int(arrivals.starts[-1])
-        groups, tokens, experts = (np.full(rows, NOWHERE, np.int64) for _ in range(3))
+        sources, tokens, experts = (np.full(rows, NOWHERE, np.int64) for _ in range(3))
         weights = np.zeros(rows, np.float32)
         x, scales = None, None
         if self.arena is not None:
@@ -160,7 +159,7 @@ class Payload:
             head = found[:, config.header_at :].view(np.uint32)
             # An immediate vouches for the bytes of its row: what is here must be of this turn.
             assert (head[at, 0] == turn).all(), f"tokens not of turn {turn}"
-            groups[at], tokens[at], experts[at] = arrivals.group, head[at, 1], head[at, 2]
+            sources[at], tokens[at], experts[at] = arrivals.source, head[at, 1], head[at, 2]
             weights[at] = head.view(np.float32)[at, 3]
             x = like(found[:, : config.x_bytes], sample, config.dispatch_format)
             if config.scales:
@@ -171,7 +170,7 @@ class Payload:
             scales=scales,
             counts=arrivals.counts,
             starts=arrivals.starts,
-            groups=groups,
+            sources=sources,
             tokens=tokens,
             experts=experts,
             weights=weights,
@@ -180,12 +179,12 @@ class Payload:
     def where(self, routes: Routes, arrivals: Arrivals) -> Ints:
         """Slot of each copy that came: own, private or shared."""
         config, rank = self.config, self.rank
-        group, index, _, _, _ = arrivals
-        limit, private = routes.private[group, rank], config.sent_copies_max
-        shared = private + config.groups * config.private_tokens
-        late = shared + routes.shared_at[group, rank] + index - limit
-        found = np.where(index < limit, private + routes.private_at[group, rank] + index, late)
-        where: Ints = np.where(group == self.group, routes.starts[group, rank] + index, found)
+        source, index, _, _, _ = arrivals
+        limit, private = routes.private[source, rank], config.sent_copies_max
+        shared = private + config.world * config.private_tokens
+        late = shared + routes.shared_at[source, rank] + index - limit
+        found = np.where(index < limit, private + routes.private_at[source, rank] + index, late)
+        where: Ints = np.where(source == rank, routes.starts[rank, rank] + index, found)
         return where
 
     # ------------------------------------------------------------------ combine
@@ -205,17 +204,16 @@ class Payload:
         return rows
 
     def stage_results(self, routes: Routes, arrivals: Arrivals, results: Bytes) -> None:
-        """Put results in the order in which their copies came, by group; the own ones in place."""
+        """Put results in the order in which their copies came, by source; the own ones in place."""
         config, layout = self.config, self.layout
-        group, index, row, _, _ = arrivals
+        source, index, row, _, _ = arrivals
         out = self._part(layout.results_out, config.received_copies_max, layout.result_stride)
-        # Other members of the own DP group need the results of their common tokens, too.
-        away = np.flatnonzero((group != self.group) | (config.dp_size > 1))
+        away = np.flatnonzero(source != self.rank)
         width = results.shape[1]
-        place = routes.result_starts(self.rank)[group[away]] + index[away]
+        place = routes.result_starts(self.rank)[source[away]] + index[away]
         out[place, :width] = results[row[away]]
-        own = np.flatnonzero(group == self.group)
-        place = routes.starts[self.group, self.rank] + index[own]
+        own = np.flatnonzero(source == self.rank)
+        place = routes.starts[self.rank, self.rank] + index[own]
         self.results_in()[place, :width] = results[row[own]]
 
     def sum(self, place: Ints, weights: F32, sample: Any) -> Any:
@@ -265,7 +263,7 @@ def like(rows: Bytes, sample: Any, fmt: Format) -> Any:
         return found.view(sample.dtype) if sample.element_size() == fmt.nbytes else found
     dtype = getattr(sample, "dtype", None)
     if not (isinstance(dtype, np.dtype) and dtype.itemsize == fmt.nbytes):
-        dtype = np.dtype({1: np.uint8, 2: np.uint16, 4: np.float32}[fmt.nbytes])
+        dtype = fmt.dtype
     return np.ascontiguousarray(rows).view(dtype)
 
 

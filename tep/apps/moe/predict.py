@@ -24,7 +24,7 @@ import tep
 from tep import sim
 from tep.apps.moe.alltoall import AllToAll
 from tep.apps.moe.config import Ints, MoeConfig, sort_copies
-from tep.apps.moe.group import Move, Nvlink, NvlinkPort, NvlinkTimes, local_groups
+from tep.apps.moe.group import Move, Nvlink, NvlinkPort, local_groups
 from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.base.units import PS_PER_S
 from tep.observe.shown import Shown
@@ -173,8 +173,7 @@ def predict(
     """
     machine = machine or profile_of(workload)
     gpu = gpu or load_gpu(family_of(workload))
-    speed = NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
-    nvlink = Nvlink(speed, carries_bytes=False)
+    nvlink = Nvlink(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
     groups = local_groups(workload.ep, node_size=min(workload.gpus, workload.ep), links=nvlink.port)
     draw = indices or draw_indices(workload)
     marks: dict[str, list[dict[str, float]]] = {"dispatch": [], "combine": []}
@@ -327,7 +326,7 @@ def per_token(workload: Workload) -> Row:
     profile = profile_of(workload)
     if profile.ordered:
         profile = replace(profile, post_first_ps=_GPU_POST_PS, post_next_ps=_GPU_POST_PS)
-    return _run("per-token writes", workload, profile, _PerToken)
+    return _run("per-token writes", workload, profile, padded=False)
 
 
 def padded(workload: Workload) -> Row:
@@ -335,7 +334,7 @@ def padded(workload: Workload) -> Row:
 
     Leaves out: the collective library's own protocol; its copies are ours.
     """
-    return _run("padded, dense", workload, profile_of(workload), _Padded)
+    return _run("padded, dense", workload, profile_of(workload), padded=True)
 
 
 def compare(workload: Workload) -> list[Row]:
@@ -368,29 +367,37 @@ def _predicted(name: str, workload: Workload) -> Row:
 
 
 class _Rank:
-    """One rank without routes and proxy: knows by itself what comes."""
+    """One rank without routes and proxy: knows by itself what comes.
+
+    Args:
+        block: token copies of one size for all that go to each other rank, which are one row; 0:
+            each copy is a row of its own, and none is staged.
+    """
 
     def __init__(
-        self, cluster: sim.Cluster, link: NvlinkPort, gpu: Gpu, workload: Workload, rank: int
+        self,
+        cluster: sim.Cluster,
+        link: NvlinkPort,
+        gpu: Gpu,
+        config: MoeConfig,
+        rank: int,
+        block: int,
     ) -> None:
         self.engine = cluster.engines[rank]
         self.mr, self.desc = self.engine.reg_mr((1 << 40, 1 << 40, "cpu"))
-        self.link = link
-        self.gpu = gpu
-        self.rank = rank
-        self.node = min(workload.gpus, workload.ep)
-        self.config = MoeConfig(world=workload.ep, **_shape(replace(workload, sums="token")))
-        world = workload.ep
+        self.link, self.gpu, self.config, self.block = link, gpu, config, block
+        self.descs: list[tep.MrDesc] = []  # of all ranks
+        world, node = config.world, rank // config.node_size
         self.others = [(rank + k) % world for k in range(1, world)]
-        self.far = [p for p in self.others if p // self.node != rank // self.node]
-        self.near = [p for p in self.others if p // self.node == rank // self.node]
+        self.far = [p for p in self.others if p // config.node_size != node]
+        self.near = [p for p in self.others if p // config.node_size == node]
 
     async def half(self, out: Ints, coming: Ints, stride: int, stage: str, imm: int) -> float:
         """One way; seconds. out, coming: copies to and from each rank."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         await asyncio.sleep(self.gpu.launch_s())
-        await asyncio.sleep(self.staging_s(out, stride))
+        await asyncio.sleep(self.gpu.copy_s(int(out.sum()), stride) if self.block else 0.0)
         arrived = self.engine.expect_imm_count(imm, self.rows(coming))
         self.post(out, stride, imm)
         moves = [Move(p, 0, 0, int(out[p]) * stride) for p in self.near if out[p]]
@@ -407,31 +414,27 @@ class _Rank:
             await asyncio.sleep(self.gpu.copy_s(copies, stride))
         return loop.time() - start_s
 
-    async def barrier(self, descs: list[tep.MrDesc], imm: int) -> None:
+    async def barrier(self, imm: int) -> None:
         """Everybody is through."""
-        self.engine.submit_barrier([descs[p] for p in self.others], imm)
+        self.engine.submit_barrier([self.descs[p] for p in self.others], imm)
         await self.engine.expect_imm_count(imm, len(self.others))
 
-    def staging_s(self, out: Ints, stride: int) -> float:
-        raise NotImplementedError
-
     def rows(self, coming: Ints) -> int:
-        raise NotImplementedError
+        """The rows that come."""
+        if not self.block:
+            return int(coming[self.far].sum())
+        shape = tep.Scatter(self.block * self.config.dispatch_stride, _BY_BYTES)
+        nics = len(self.desc.rkeys)
+        return len(self.far) * tep.count_imms(shape, nics, nics)
 
     def post(self, out: Ints, stride: int, imm: int) -> None:
-        raise NotImplementedError
-
-    descs: list[tep.MrDesc]
-
-
-class _PerToken(_Rank):
-    def staging_s(self, out: Ints, stride: int) -> float:  # noqa: ARG002  # the base's
-        return 0.0
-
-    def rows(self, coming: Ints) -> int:
-        return int(coming[self.far].sum())
-
-    def post(self, out: Ints, stride: int, imm: int) -> None:
+        """Send the copies of all other nodes."""
+        if self.block:
+            size = self.block * stride
+            dsts = [tep.ScatterDst(size, 0, (self.descs[p], 0)) for p in self.far]
+            if dsts:
+                self.engine.submit_scatter(self.mr, dsts, imm, routing=_BY_BYTES)
+            return
         for p in self.far:
             if out[p]:
                 pages = tep.Pages(np.arange(int(out[p])))
@@ -440,59 +443,28 @@ class _PerToken(_Rank):
                 )
 
 
-class _Padded(_Rank):
-    @property
-    def block(self) -> int:
-        return self.config.max_tokens * self.config.copies_per_token
-
-    def staging_s(self, out: Ints, stride: int) -> float:
-        return self.gpu.copy_s(int(out.sum()), stride)
-
-    def rows(self, coming: Ints) -> int:
-        del coming
-        shape = tep.Scatter(self.block * self.config.dispatch_stride, _BY_BYTES)
-        nics = len(self.desc.rkeys)
-        return len(self.far) * tep.count_imms(shape, nics, nics)
-
-    def post(self, out: Ints, stride: int, imm: int) -> None:
-        del out
-        dsts = [tep.ScatterDst(self.block * stride, 0, (self.descs[p], 0)) for p in self.far]
-        if dsts:
-            self.engine.submit_scatter(self.mr, dsts, imm, routing=_BY_BYTES)
-
-
-def _run(name: str, workload: Workload, profile: Profile, kind: type[_Rank]) -> Row:
-    gpu = load_gpu(family_of(workload))
-    link = Nvlink(
-        NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s), carries_bytes=False
-    )
-    ports = [link.port(rank) for rank in range(workload.ep)]
-    cluster = sim.Cluster(workload.ep, profile=profile, seed=workload.seed, move_bytes=False)
-    ranks = [kind(cluster, ports[r], gpu, workload, r) for r in range(workload.ep)]
+def _run(name: str, workload: Workload, profile: Profile, *, padded: bool) -> Row:
+    gpu, ep = load_gpu(family_of(workload)), workload.ep
+    link = Nvlink(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
+    shape = _shape(replace(workload, sums="token"))
+    config = MoeConfig(world=ep, node_size=min(workload.gpus, ep), **shape)
+    block = config.max_tokens * config.copies_per_token if padded else 0
+    cluster = sim.Cluster(ep, profile=profile, seed=workload.seed, move_bytes=False)
+    ranks = [_Rank(cluster, link.port(r), gpu, config, r, block) for r in range(ep)]
     draw = draw_indices(workload)
-    config = ranks[0].config
-    blocks = np.array(
-        [
-            sort_copies(draw(r, 0), config).counts.reshape(workload.ep, -1).sum(axis=1)
-            for r in range(workload.ep)
-        ]
-    )
-    descs = [rank.desc for rank in ranks]
+    counts = np.array([sort_copies(draw(r, 0), config).counts for r in range(ep)])
+    blocks = counts.reshape(ep, ep, -1).sum(axis=2)
     times: list[tuple[float, float]] = []
 
-    async def one(rank: _Rank) -> None:
-        rank.descs = descs
-        rank.link.connect(rank.engine, dict.fromkeys(rank.near, b""), {})
-        out, back = blocks[rank.rank], blocks[:, rank.rank]
+    async def one(number: int, rank: _Rank) -> None:
+        rank.descs = [other.desc for other in ranks]
+        out, back = blocks[number], blocks[:, number]
         there = await rank.half(out, back, config.dispatch_stride, "dispatch", _ARRIVED)
-        await rank.barrier(descs, _READY)
+        await rank.barrier(_READY)
         here = await rank.half(back, out, config.combine_stride, "combine", _COMBINED)
         times.append((there, here))
 
-    async def main() -> None:
-        await asyncio.gather(*(one(rank) for rank in ranks))
-
     with cluster:
-        cluster.run(main())
-    dispatch, combine = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
+        cluster.run(_all(one(number, rank) for number, rank in enumerate(ranks)))
+    dispatch, combine = (statistics.median(column) * _US for column in zip(*times, strict=True))
     return Row(name=name, dispatch_us=dispatch, combine_us=combine)

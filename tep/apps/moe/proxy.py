@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tep
-from tep import BadDescriptor, MrDesc, UsageError
+from tep import MrDesc, UsageError
 from tep.apps.moe.config import (
     NOWHERE,
     Arrivals,
@@ -31,7 +31,7 @@ from tep.apps.moe.config import (
     private_limits,
 )
 from tep.apps.moe.group import Board, Move
-from tep.apps.moe.kernels import Kernels, spend
+from tep.apps.moe.kernels import Gpu, spend
 from tep.apps.moe.payload import F32, Bytes, Payload
 from tep.apps.moe.recovery import Guard
 
@@ -40,20 +40,17 @@ if TYPE_CHECKING:
     from tep.apps.moe.payload import Received
 
 __all__ = [
-    "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "PULL", "PUSHED", "ROUTE", "TURNS", "Peers",
+    "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "ROUTE", "TURNS", "Peers",
     "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest",
-    "pack_hello", "partial_flag", "parts_of", "results_to", "tokens_to", "unpack_hellos",
+    "pack_hello", "parts_of", "results_to", "tokens_to", "unpack_hellos",
 ]  # fmt: skip
 
-# What an immediate says: routes, payload, buffers free, results, buffers free; then flags of the
-# node's link (the rest may be pulled, results are pushed).
+# What an immediate says: routes, payload, buffers free, results, buffers free.
 ROUTE: Final = 0
 DISPATCH: Final = 1
 DISPATCHED: Final = 2
 COMBINE: Final = 3
 COMBINED: Final = 4
-PULL: Final = 5
-PUSHED: Final = 6
 
 TURNS: Final = 1 << 23
 """Turns are numbered modulo this."""
@@ -65,11 +62,6 @@ def imm_of(base: int, turn: int, kind: int) -> int:
     Each turn has its own, so that what a broken turn left behind is never taken for the next.
     """
     return base | (turn % TURNS) << 3 | kind
-
-
-def partial_flag(base: int, turn: int, node: int) -> int:
-    """The flag of partial sums for one node: bits 27 and 26 set, 25-10 turn, 9-0 node."""
-    return base | 3 << 26 | (turn & 0xFFFF) << 10 | node
 
 
 class Turn:
@@ -115,50 +107,38 @@ class Turn:
 # ---------------------------------------------------------------------- peers
 
 
-_HELLO: Final = struct.Struct("<III")  # checksum of the configuration, bytes of descriptor and link
+_MARK: Final = struct.Struct("<I")  # checksum of the configuration; the arena's descriptor follows
 
 
-def pack_hello(config: MoeConfig, desc: MrDesc, link: bytes) -> bytes:
-    """Pack a rank's message to the others at the start: configuration, arena, node's link."""
-    raw, mark = desc.to_bytes(), zlib.crc32(repr(config).encode())
-    return _HELLO.pack(mark, len(raw), len(link)) + raw + link
+def pack_hello(config: MoeConfig, desc: MrDesc) -> bytes:
+    """Pack a rank's message to the others at the start: configuration and arena."""
+    return _MARK.pack(zlib.crc32(repr(config).encode())) + desc.to_bytes()
 
 
-def unpack_hellos(
-    config: MoeConfig, rank: int, hellos: Sequence[bytes]
-) -> tuple[list[MrDesc], dict[int, bytes]]:
-    """Arenas of all ranks, and link hellos of the other ranks of the node.
+def unpack_hellos(config: MoeConfig, rank: int, hellos: Sequence[bytes]) -> list[MrDesc]:
+    """Arenas of all ranks.
 
     Raises:
         UsageError: a rank has another configuration.
         BadDescriptor: what a rank sent is no hello.
     """
-    mark, descs, links = zlib.crc32(repr(config).encode()), [], {}
+    mark = _MARK.pack(zlib.crc32(repr(config).encode()))
     for other, hello in enumerate(hellos):
-        if len(hello) < _HELLO.size:
-            raise BadDescriptor(f"rank {other}: {len(hello)} bytes are no hello")
-        theirs, ndesc, nlink = _HELLO.unpack_from(hello)
-        if theirs != mark:
+        if hello[: _MARK.size] != mark:
             raise UsageError(f"rank {other} has another configuration than rank {rank}: {config}")
-        at = _HELLO.size
-        descs.append(MrDesc.from_bytes(hello[at : at + ndesc]))
-        if other != rank and config.same_node(other, rank):
-            links[other] = hello[at + ndesc : at + ndesc + nlink]
-    return descs, links
+    return [MrDesc.from_bytes(hello[_MARK.size :]) for hello in hellos]
 
 
 class Peers:
     """The ranks that live, as one of them sees them.
 
     Attributes:
-        rank, group: of this rank.
+        rank: this rank.
         alive: bool[world].
         descs: arena of each rank.
         others: living ranks but this one, from the next one on round the world, so that not all
             ranks of a node begin with the same peer.
-        targets: those of `others` that this rank brings its group's tokens to.
-        sources: group -> rank that brings its tokens here; not the own group.
-        near_targets, near_sources: those of them that are reached over the node's link.
+        near_others: those of them that are reached over the node's link.
     """
 
     def __init__(
@@ -172,26 +152,12 @@ class Peers:
     ) -> None:
         self.config = config
         self.rank = rank
-        self.group = config.group_of(rank)
         self.alive = alive
         self.descs = descs
         self._linked = linked
         world = config.world
         self.others = [p for k in range(1, world) if alive[p := (rank + k) % world]]
-        self.targets = [p for p in self.others if self.sender(self.group, p) == rank]
-        self.targets = [p for p in self.targets if config.group_of(p) != self.group]
-        found = {g: self.sender(g, rank) for g in range(config.groups) if g != self.group}
-        self.sources = {g: p for g, p in found.items() if p is not None}
-        self.near_targets = [p for p in self.targets if self.near(p)]
-        self.near_sources = {g: p for g, p in self.sources.items() if self.near(p)}
-
-    def sender(self, group: int, target: int) -> int | None:
-        """Which rank of a group brings its tokens to a rank; None: all of the group are dead.
-
-        Members have the same tokens and share the ranks of the world among each other.
-        """
-        living = [p for p in self.config.members(group) if self.alive[p]]
-        return living[target % len(living)] if living else None
+        self.near_others = [p for p in self.others if self.near(p)]
 
     def near(self, rank: int) -> bool:
         """Whether payload to or from a rank goes over the node's link."""
@@ -243,7 +209,7 @@ def tokens_to(
     """
     blocks = batch.counts.reshape(peers.config.world, -1).sum(axis=1)
     starts, stride, moves = np.cumsum(blocks) - blocks, layout.stride, []
-    for p in peers.targets:
+    for p in peers.others:
         copies, there = private(p, int(blocks[p]))
         if copies and peers.near(p) == near:
             moves.append(Move(p, int(starts[p]) * stride, there, copies * stride))
@@ -253,11 +219,11 @@ def tokens_to(
 def near_rest(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
     """The bytes pulled from send buffers of ranks of the node, behind their first burst."""
     moves, rank = [], peers.rank
-    for group, p in peers.near_sources.items():
-        rest = int(routes.rest[group, rank])
+    for p in peers.near_others:
+        rest = int(routes.rest[p, rank])
         if rest:
-            first = int(routes.starts[group, rank] + routes.private[group, rank])
-            here = layout.shared + int(routes.shared_at[group, rank]) * layout.stride
+            first = int(routes.starts[p, rank] + routes.private[p, rank])
+            here = layout.shared + int(routes.shared_at[p, rank]) * layout.stride
             moves.append(Move(p, here, first * layout.stride, rest * layout.stride))
     return moves
 
@@ -266,11 +232,10 @@ def results_to(peers: Peers, layout: Layout, routes: Routes, *, near: bool) -> l
     """Results for the ranks of the node, or for all others."""
     starts, size, moves = routes.result_starts(peers.rank), layout.result_stride, []
     for p in peers.others:
-        group = peers.config.group_of(p)
-        copies = int(routes.copies[group, peers.rank])
+        copies = int(routes.copies[p, peers.rank])
         if copies and peers.near(p) == near:
-            here = layout.results_out + int(starts[group]) * size
-            there = layout.results_in + int(routes.starts[group, peers.rank]) * size
+            here = layout.results_out + int(starts[p]) * size
+            there = layout.results_in + int(routes.starts[p, peers.rank]) * size
             moves.append(Move(p, here, there, copies * size))
     return moves
 
@@ -349,7 +314,6 @@ class Proxy:
 
     Args:
         engine: the rank's.
-        config: of the all-to-all.
         kernels: what the stages cost.
         mr, payload: its arena.
         guard: how to wait.
@@ -360,8 +324,7 @@ class Proxy:
     def __init__(
         self,
         engine: tep.TransferEngine,
-        config: MoeConfig,
-        kernels: Kernels,
+        kernels: Gpu,
         mr: tep.MrHandle,
         payload: Payload,
         guard: Guard,
@@ -369,7 +332,7 @@ class Proxy:
         mark: Callable[[str], None],
     ) -> None:
         self.engine = engine
-        self.config = config
+        self.config = config = payload.config
         self.kernels = kernels
         self.layout = payload.layout
         self.counted, self.staged, self.read, self.computed, self.summed = (
@@ -406,14 +369,14 @@ class Proxy:
         peers, kernels, config = self.peers, self.kernels, self.config
         await self._told(self.counted, turn.number, "routes of its own kernel")
         self._scatter_routes(turn)
-        routes_in = self._expect(turn, ROUTE, len(peers.sources))
+        routes_in = self._expect(turn, ROUTE, len(peers.others))
         await self._told(self.staged, turn.number, "tokens of its own kernel")
         if self._scatter_private(turn):
             self.mark("posted")
         await self.guard.wait(routes_in, f"routes of turn {turn.number}")
         routes = Routes(config, self.read_routes(turn), self._limits)
-        late = [p for p in peers.targets if routes.rest[peers.group, p] and not peers.near(p)]
-        await spend(kernels.routes_s(config.groups * config.num_experts, len(late)))
+        late = [p for p in peers.others if routes.rest[peers.rank, p] and not peers.near(p)]
+        await spend(kernels.routes_s(config.world * config.num_experts, len(late)))
         payload_in = self._expect(turn, DISPATCH, self.dispatch_imms(routes))
         self._scatter_rest(turn, routes, late)
         await spend(kernels.flag_s())
@@ -464,13 +427,13 @@ class Proxy:
 
     def _scatter_routes(self, turn: Turn) -> None:
         peers, layout = self.peers, self.layout
-        if not peers.targets:
+        if not peers.others:
             return
         ready = self._ready.get("routes")
         if ready is None:
-            there, n = layout.routes_in + peers.group * layout.route_bytes, layout.route_bytes
+            there, n = layout.routes_in + peers.rank * layout.route_bytes, layout.route_bytes
             dsts = [
-                tep.ScatterDst(n, layout.routes_out, (peers.descs[p], there)) for p in peers.targets
+                tep.ScatterDst(n, layout.routes_out, (peers.descs[p], there)) for p in peers.others
             ]
             ready = self._ready["routes"] = self.engine.prepare_scatter(
                 self.mr, dsts, group=self._groups["routes"]
@@ -480,24 +443,23 @@ class Proxy:
         turn.sent_tokens.append(sent)
 
     def private(self, peer: int, copies: int) -> tuple[int, int]:
-        """Number of copies that fit this group's private area at a peer, and the area's offset."""
-        group = self.peers.group
-        first = int(self._limits[:group, peer].sum())
+        """Number of copies that fit this rank's private area at a peer, and the area's offset."""
+        rank = self.peers.rank
+        first = int(self._limits[:rank, peer].sum())
         there = self.layout.private + first * self.layout.stride
-        return min(copies, int(self._limits[group, peer])), there
+        return min(copies, int(self._limits[rank, peer])), there
 
     def _scatter_private(self, turn: Turn) -> bool:
         moves = tokens_to(self.peers, self.layout, turn.batch, self.private, near=False)
         return self._scatter(turn, DISPATCH, "private", moves, spread=self._spread_private)
 
     def _scatter_rest(self, turn: Turn, routes: Routes, late: list[int]) -> None:
-        peers, layout = self.peers, self.layout
-        group = peers.group
+        rank, layout = self.peers.rank, self.layout
         slices = []
         for p in late:
-            first = int(routes.starts[group, p] + routes.private[group, p])
-            there = layout.shared + int(routes.shared_at[group, p]) * layout.stride
-            nbytes = int(routes.rest[group, p]) * layout.stride
+            first = int(routes.starts[rank, p] + routes.private[rank, p])
+            there = layout.shared + int(routes.shared_at[rank, p]) * layout.stride
+            nbytes = int(routes.rest[rank, p]) * layout.stride
             slices.append(Move(p, first * layout.stride, there, nbytes))
         self._scatter(turn, DISPATCH, "rest", slices, spread=True)
 
@@ -537,16 +499,16 @@ class Proxy:
     # ------------------------------------------------------------------ what is counted
 
     def read_routes(self, turn: Turn) -> Ints:
-        """All groups' counts, once their immediates are counted; a dead group has none."""
+        """All ranks' counts, once their immediates are counted; a dead rank has none."""
         peers, config = self.peers, self.config
-        counts = np.zeros((config.groups, config.num_experts), np.int64)
-        counts[peers.group] = turn.batch.counts
-        for group in peers.sources:
+        counts = np.zeros((config.world, config.num_experts), np.int64)
+        counts[peers.rank] = turn.batch.counts
+        for p in peers.others:
             if self.payload.arena is None:
                 assert self._board is not None
-                counts[group] = self._board.batches[turn.number, group].counts
+                counts[p] = self._board.batches[turn.number, p].counts
             else:
-                counts[group] = self.payload.read_route(turn.number, group)
+                counts[p] = self.payload.read_route(turn.number, p)
         return counts
 
     def tokens_of(self, turn: Turn, source: int, rank: int) -> Ints:
@@ -560,11 +522,11 @@ class Proxy:
     def dispatch_imms(self, routes: Routes) -> int:
         """Immediates that vouch for all copies that come here by NIC."""
         peers, stride, total = self.peers, self.layout.stride, 0
-        for group, source in peers.sources.items():
-            if not peers.near(source):
-                nics = peers.nics(source)
-                burst = int(routes.private[group, peers.rank]) * stride
-                rest = int(routes.rest[group, peers.rank]) * stride
+        for p in peers.others:
+            if not peers.near(p):
+                nics = peers.nics(p)
+                burst = int(routes.private[p, peers.rank]) * stride
+                rest = int(routes.rest[p, peers.rank]) * stride
                 total += _imms(burst, nics if self._spread_private else 1) + _imms(rest, nics)
         return total
 
@@ -573,7 +535,7 @@ class Proxy:
         peers, stride, total = self.peers, self.layout.result_stride, 0
         for p in peers.others:
             if not peers.near(p):
-                total += _imms(int(routes.copies[peers.group, p]) * stride, peers.nics(p))
+                total += _imms(int(routes.copies[peers.rank, p]) * stride, peers.nics(p))
         return total
 
     # ------------------------------------------------------------------ buffers are free

@@ -12,21 +12,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 import tep
 from tep import ClosedError, FabricError, TepError, WaitTimeout
-from tep.apps.moe.config import VOTE_BYTES, Layout, MoeConfig
-from tep.apps.moe.payload import Bytes
+from tep.apps.moe.config import VOTE_BYTES
+from tep.apps.moe.payload import Payload
 
 if TYPE_CHECKING:
     from tep import Expectation, Transfer
-    from tep.apps.moe.group import Settles
 
-__all__ = ["TROUBLE", "Guard", "Recovery", "Verdict", "Vote"]
+__all__ = ["TROUBLE", "Guard", "Recovery", "Settles", "Vote"]
 
 
 _CALL: Final = 1 << 26
@@ -37,28 +36,14 @@ _TRY_SHIFT: Final = 20  # the number of the try stands above round, source and i
 _TRIES_MAX: Final = 32
 
 
-class Verdict(NamedTuple):
-    """The agreement of the survivors.
-
-    Attributes:
-        dead: ranks that died just now.
-        step, turn: the highest that any survivor began.
-        progress: of the survivor that is behind all others.
-    """
-
-    dead: tuple[int, ...]
-    step: int
-    turn: int
-    progress: int
-
-
 class Vote(NamedTuple):
-    """The word of one survivor.
+    """The word of one survivor, or what all agree on.
 
     Attributes:
-        step, turn: the highest it began.
-        progress: how far it is: 2 for each step that is through, 1 for a dispatch that is.
-        suspects: ranks that it takes for dead.
+        step, turn: the highest it began; of all: the highest that any began.
+        progress: how far it is: 2 for each step that is through, 1 for a dispatch that is; of all:
+            of the survivor that is behind all others.
+        suspects: ranks that it takes for dead; of all: that died just now.
     """
 
     step: int
@@ -71,8 +56,7 @@ class Recovery:
     """One rank's part in it.
 
     Args:
-        engine, mr, arena: of this rank.
-        config, rank: of the all-to-all.
+        engine, mr, payload: of this rank.
         descs: arenas of all ranks.
         guard: alarmed when another rank calls.
     """
@@ -80,22 +64,16 @@ class Recovery:
     def __init__(
         self,
         engine: tep.TransferEngine,
-        config: MoeConfig,
-        rank: int,
-        descs: list[tep.MrDesc],
         mr: tep.MrHandle,
-        arena: Bytes,
+        payload: Payload,
+        descs: list[tep.MrDesc],
         guard: Guard,
     ) -> None:
-        self._engine = engine
-        self._config = config
-        self._layout = Layout.of(config)
-        self._rank = rank
-        self._descs = descs
-        self._mr = mr
-        self._arena = arena
-        self._guard = guard
-        self._patience = Guard(2 * config.timeout_s, f"rank {rank}, recovery")
+        assert payload.arena is not None
+        self._engine, self._mr, self._descs, self._guard = engine, mr, descs, guard
+        self._config, self._layout, self._arena = payload.config, payload.layout, payload.arena
+        self._rank = payload.rank
+        self._patience = Guard(2 * self._config.timeout_s, f"rank {self._rank}, recovery")
         self._incident = 0
         self._round = 0
         self._called: tep.Expectation | None = None
@@ -117,7 +95,7 @@ class Recovery:
         """Wait until no own write is under way any more, whatever becomes of it."""
         await self._failed(dict(enumerate(sent)))
 
-    async def run(self, alive: npt.NDArray[np.bool_], said: Vote) -> Verdict:
+    async def run(self, alive: npt.NDArray[np.bool_], said: Vote) -> Vote:
         """Agree with the survivors among `alive`; collective.
 
         Raises:
@@ -152,11 +130,11 @@ class Recovery:
                 code="RECOVERY",
             )
         self._next_incident()
-        return Verdict(
-            tuple(sorted(suspects)),
+        return Vote(
             max(vote.step for vote in votes.values()),
             max(vote.turn for vote in votes.values()),
             min(vote.progress for vote in votes.values()),
+            frozenset(suspects),
         )
 
     def _next_incident(self) -> None:
@@ -265,6 +243,16 @@ class Recovery:
 
 TROUBLE = (FabricError, WaitTimeout, ClosedError)
 """Errors of a turn that a rank, a NIC or the wire is to blame for."""
+
+
+class Settles(Protocol):
+    """A thing that a guard can wait for: a handle of the engine, or a future."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object: ...
+
+    def result(self) -> object: ...
+
+    def cancel(self) -> object: ...
 
 
 class Guard:

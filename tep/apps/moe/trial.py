@@ -32,15 +32,15 @@ __all__ = [
 Routing = Literal["even", "skewed", "one_rank", "one_expert", "holes"]
 
 _SHAPES: Final = (
-    *((2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 4)),
-    *((6, 1, 3), (6, 3, 2), (8, 1, 1), (8, 2, 4), (8, 1, 4), (1, 1, 1), (5, 1, 5)),
+    *((2, 1), (3, 1), (4, 1), (4, 2), (4, 1), (4, 2), (4, 4)),
+    *((6, 3), (6, 2), (8, 1), (8, 4), (8, 4), (1, 1), (5, 5)),
 )
-"""(world, dp_size, node_size) that layers are drawn from."""
+"""(world, node_size) that layers are drawn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The tokens that one DP group brings to one turn."""
+    """The tokens that one rank brings to one turn."""
 
     x: Bytes
     scales: F32 | None
@@ -78,7 +78,6 @@ class Trial:
     hidden: int = 24
     max_tokens: int = 6
     private_tokens: int = 2
-    dp_size: int = 1
     node_size: int = 1
     num_scales: int = 2
     expert_padding: int = 1
@@ -101,9 +100,9 @@ class Trial:
         shape = {name: getattr(self, name) for name in names - {"world", "node_size"}}
         return shape | {"num_experts": self.world * self.local_experts}
 
-    def tokens(self, group: int, turn: int) -> Tokens:
-        """Draw a group's tokens for a turn from the seed: 0 to max_tokens of them."""
-        rng = np.random.default_rng([self.seed, group, turn])
+    def tokens(self, rank: int, turn: int) -> Tokens:
+        """Draw a rank's tokens for a turn from the seed: 0 to max_tokens of them."""
+        rng = np.random.default_rng([self.seed, rank, turn])
         experts = self.world * self.local_experts
         n = int(rng.integers(0, self.max_tokens + 1))
         if self.routing in {"one_rank", "one_expert"}:
@@ -175,10 +174,9 @@ def dense(
     trial: Trial, tokens: Tokens, rank: int = 0, alive: Callable[[int], bool] = lambda _: True
 ) -> Bytes:
     """The output that a rank's tokens must have, if these ranks live."""
-    width = {1: np.uint8, 2: np.uint16, 4: np.float32}[trial.combine_format.nbytes]
 
     def of(number: int, x: Bytes, scales: F32 | None) -> Any:
-        return expert(trial, number, x, scales).view(width)
+        return expert(trial, number, x, scales).view(trial.combine_format.dtype)
 
     return dense_layer(
         tokens.x,
@@ -196,16 +194,14 @@ def dense(
 
 async def run_turn(trial: Trial, alltoall: AllToAll, turn: int) -> Wrong | None:
     """One turn of one rank, compared."""
-    mine = trial.tokens(alltoall.config.group_of(alltoall.rank), turn)
+    mine = trial.tokens(alltoall.rank, turn)
     x, scales = mine.x.copy(), None if mine.scales is None else mine.scales.copy()
-    if trial.dispatch_format is not Format.FP8:
-        x = x.view({2: np.uint16, 4: np.float32}[trial.dispatch_format.nbytes])
-    await alltoall.dispatch_send(x, scales, mine.indices, mine.weights)
-    x.view(np.uint8)[:] = 0xEE  # it was promised that x may be changed now
+    typed = x.view(trial.dispatch_format.dtype)
+    await alltoall.dispatch_send(typed, scales, mine.indices, mine.weights)
+    x[:] = 0xEE  # it was promised that x may be changed now
     got = await alltoall.dispatch_recv()
     results = apply_experts(trial, alltoall.rank, got)
-    width = {2: np.uint16, 4: np.float32}[trial.combine_format.nbytes]
-    await alltoall.combine_send(results.view(width))
+    await alltoall.combine_send(results.view(trial.combine_format.dtype))
     results[:] = 0xDD
     out = np.ascontiguousarray(await alltoall.combine_recv()).view(np.uint8)
     answered = alltoall.answered
@@ -237,18 +233,17 @@ async def run_ranks(
 
 
 def draw_trial(seed: int) -> Trial:
-    """Draw a small layer: ranks, nodes, DP groups, formats, options, routing."""
+    """Draw a small layer: ranks, nodes, formats, options, routing."""
     rng = np.random.default_rng([seed, 1])
-    world, dp, node = _SHAPES[int(rng.integers(len(_SHAPES)))]
+    world, node = _SHAPES[int(rng.integers(len(_SHAPES)))]
     local = int(rng.integers(1, 4))
 
     def one_of(*choices: Any) -> Any:
         return choices[int(rng.integers(len(choices)))]
 
-    by_node = node > 1 and dp == 1 and rng.random() < 0.3
+    by_node = node > 1 and rng.random() < 0.3
     return Trial(
         world=world,
-        dp_size=dp,
         node_size=node,
         local_experts=local,
         topk=int(rng.integers(1, min(4, world * local) + 1)),

@@ -165,7 +165,8 @@ class Holds:
             return Told(want.number, want.key, "taken")
         try:
             if want.card:
-                self._cards[who] = self.sender.connect(want.card, peer)
+                theirs = self.sender.connect(want.card, peer)
+                self._cards[who] = theirs.tp, theirs.rank
                 self._meet(peer)
             if who not in self._cards:
                 return Told(want.number, want.key, "card")

@@ -197,7 +197,7 @@ def test_an_immediate_of_a_request_that_ended_early_is_never_used_again() -> Non
 def test_messages_survive_their_bytes() -> None:
     """A field that is lost on the way is a page that is lost on the way."""
     for message in (
-        Order(2**63 - 1, "d", LAYOUT, (b"one", b"two"), "r", (b"t", b""), 17, b"\1\0\0\0"),
+        Order(2**63 - 1, (b"one", b"two"), "r", (b"t", b""), 17, b"\1\0\0\0"),
         Answer(3, "why"),
         Beat((1, 2**40)),
         Beat(),

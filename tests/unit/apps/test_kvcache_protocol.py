@@ -163,9 +163,31 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
 
     reason = run(CheckedModel(), main)
 
-    assert "decoder d has another KV cache than prefiller p" in reason
-    assert "4 tokens a page" in reason
-    assert "8 tokens a page" in reason
+    assert "d.0 has another KV cache" in reason
+    assert "tokens=4" in reason
+    assert "tokens=8" in reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (KvLayout("n", 4, LAYOUT.buffers), "and has ['n bfloat16 kv.0'"),
+        (
+            KvLayout("m", 4, (*LAYOUT.buffers, KvBuffer("x", 1, 1, 8))),
+            "and has ['m bfloat16 x.0'] besides",
+        ),
+    ],
+)
+def test_a_cache_of_another_model_is_refused(layout: KvLayout, why: str) -> None:
+    """Pages of equal size of another model are noise, and a tensor more would never come."""
+
+    async def main(one: World) -> str:
+        one.add_prefiller("p", 1)
+        one.layout = layout
+        one.add_decoder("d", 1)
+        return (await one.scheduler.submit(Request("r", 10, IDS))).reason
+
+    assert why in run(CheckedModel(), main)
 
 
 def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> None:

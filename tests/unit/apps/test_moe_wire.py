@@ -12,7 +12,7 @@ import pytest
 from tep.apps.moe import MoeConfig
 from tep.apps.moe.config import Layout, sort_copies
 from tep.apps.moe.payload import Payload
-from tep.apps.moe.proxy import COMBINED, PUSHED, imm_of, partial_flag
+from tep.apps.moe.proxy import COMBINED, imm_of
 from tep.apps.moe.recovery import Recovery
 
 CONFIG = MoeConfig(num_experts=8, topk=2, hidden=20, max_tokens=4, world=4, num_scales=3)
@@ -64,7 +64,7 @@ def test_route(payload) -> None:
     raw = payload.arena[layout.routes_out :][: layout.route_bytes].tobytes()
     counts_at = int(table("Route")[-1][0])
 
-    assert {"turn": 3, "group": 1, "zero": 0} == fields("Route", raw)
+    assert {"turn": 3, "source": 1, "zero": 0} == fields("Route", raw)
     assert list(range(8)) == np.frombuffer(raw[counts_at:], np.uint32).tolist()
 
 
@@ -74,14 +74,12 @@ def test_immediates() -> None:
     recovery._config, recovery._incident, recovery._round = CONFIG, 77, 21
     made = {
         ("0, 0", "turn"): (imm_of(BASE, 1234, COMBINED), 1234),
-        ("0, 0", "kind"): (imm_of(BASE, 1234, PUSHED), PUSHED),
+        ("0, 0", "kind"): (imm_of(BASE, 1234, COMBINED), COMBINED),
         ("0, 1", "call for recovery: try"): (recovery._call_imm(31), 31),
         ("0, 1", "call for recovery: incident"): (recovery._call_imm(31), 77),
         ("1, 0", "vote: try"): (recovery._vote_imm(3, 31), 31),
         ("1, 0", "vote: round"): (recovery._vote_imm(3, 31), 21),
         ("1, 0", "vote: rank"): (recovery._vote_imm(3, 31), 3),
-        ("1, 1", "partial sums: turn"): (partial_flag(BASE, 1234, 5), 1234),
-        ("1, 1", "partial sums: node"): (partial_flag(BASE, 1234, 5), 5),
     }
     said = {
         (which, next(name for w, name in made if w == which and field.startswith(name))): bits

@@ -244,10 +244,10 @@ class KvBlocks:
                 merged.append((device, start, stop))
         self._spans = [(start, stop - start, device) for device, start, stop in merged]
         self._regions = [self.engine.reg_mr(span) for span in self._spans]
-        for name, ((device, at, _), (tensor, *extents), _) in self._added.items():
+        for (device, at, _), (tensor, *extents), _ in self._added.values():
             region = next(k for k, (d, a, b) in enumerate(merged) if d == device and a <= at < b)
             found = _placed(tensor, region, at - merged[region][1], *extents)
-            self.placed[name] = found
+            self.placed[tensor.name] = found
             least = self._smallest.setdefault(tensor.group, found)
             if found.blocks < least.blocks:
                 self._smallest[tensor.group] = found

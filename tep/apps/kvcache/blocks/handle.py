@@ -122,33 +122,28 @@ class KvRequest:
         Raises:
             WaitTimeout: neither within `timeout_s`; the request goes on.
         """
-        with contextlib.suppress(TimeoutError):
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(changed.set)
+
+        self._wakes.add(wake)
+        try:
             async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
-                await self._finish()
-        if not self.finished:
-            raise WaitTimeout(f"{self.request} is {self.state} after {timeout_s} s: {self.reason}")
+                while not self.finished:
+                    changed.clear()
+                    pause_s = self._side.turn()
+                    if not self.finished:
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(pause_s):
+                                await changed.wait()
+        except TimeoutError:
+            reason = f"{self.request} is {self.state} after {timeout_s} s: {self.reason}"
+            raise WaitTimeout(reason) from None
+        finally:
+            self._wakes.discard(wake)
         return self
-
-    async def _finish(self) -> None:
-        loop = asyncio.get_running_loop()
-        while not self.finished:
-            changed: asyncio.Future[None] = loop.create_future()
-
-            def settle(future: asyncio.Future[None] = changed) -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            def wake(settle: Callable[[], None] = settle) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(settle)
-
-            self._wakes.add(wake)
-            try:
-                pause_s = self._side.turn()
-                if not self.finished:
-                    await asyncio.wait((changed,), timeout=pause_s)
-            finally:
-                self._wakes.discard(wake)
 
 
 class KvSide(ABC):

@@ -41,23 +41,30 @@ Row = tuple[Placed, Placed, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int
 class _Run:
     """Tensors of one layer whose rows leave together: rows of one length between two regions.
 
-    Two runs are equal if they differ in their starts alone: layers of a cache mostly do.
+    Attributes:
+        group, regions, length, rows: of these tensors.
+        fewest: the target's tensor with the fewest blocks.
+        starts: of the first tensor, here and there.
+        kind: equal for runs that differ in their starts alone: layers of a cache mostly do.
     """
 
-    def __init__(self, group: int, regions: tuple[int, int], length: int) -> None:
-        self.group, self.regions, self.length = group, regions, length
-        self.rows: list[Row] = []
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        first, last = self.rows[0], row
-        self.fewest = min((there for _, there, _ in self.rows), key=attrgetter("blocks"))
-        self.starts = first[0].start, first[1].start
-        strides = last[0].block_stride, last[1].block_stride
-        away = last[0].start - self.starts[0], last[1].start - self.starts[1]
-        offsets = id(last[2][1]), id(last[2][2])  # which live as long as the run
-        before = self.key if len(self.rows) > 1 else (self.group, self.regions, self.length)
-        self.key: tuple[object, ...] = (*before, *strides, *away, *offsets)
+    def __init__(
+        self,
+        group: int,
+        regions: tuple[int, int],
+        length: int,
+        rows: list[Row],
+        kinds: dict[tuple[object, ...], int],
+    ) -> None:
+        self.group, self.regions, self.length, self.rows = group, regions, length, rows
+        self.fewest = min((there for _, there, _ in rows), key=attrgetter("blocks"))
+        mine, theirs = self.starts = rows[0][0].start, rows[0][1].start
+        shapes = [
+            (here.block_stride, there.block_stride, here.start - mine, there.start - theirs)
+            for here, there, _ in rows
+        ]
+        offsets = [(id(here), id(there)) for _, _, (_, here, there) in rows]  # which the rows hold
+        self.kind = kinds.setdefault((group, regions, length, *shapes, *offsets), len(kinds))
 
     def check_blocks(self, claim: _Claim, highest: int) -> None:
         """Refuse a claim whose target has not so many blocks."""
@@ -67,12 +74,6 @@ class _Run:
                 f"of {self.fewest.tensor.name!r}, which has {self.fewest.blocks}"
             )
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Run) and self.key == other.key
-
 
 class _Claim:
     """One receiving rank of one request."""
@@ -80,7 +81,7 @@ class _Claim:
     def __init__(self, send: KvSend, number: int, peer: PeerCache, ticket: Ticket) -> None:
         self.send, self.number, self.peer, self.ticket = send, number, peer, ticket
         self.runs: dict[int, list[_Run]] = {}  # by layer
-        self.prepared: dict[_Run, tuple[tuple[int, int], _Run, Prepared]] = {}
+        self.prepared: dict[int, tuple[tuple[int, int], _Run, Prepared]] = {}  # by kind of run
         self.dst = [np.frombuffer(raw, "<u4").astype(np.int64) for raw in ticket.blocks]
         self.src = [
             np.array(ids[len(ids) - len(dst) :], np.int64)
@@ -95,10 +96,6 @@ class _Claim:
         self.doubt = self.ended = self.over = False
         self.why = ""
         self.told_s = -math.inf
-
-    @property
-    def all_sent(self) -> bool:
-        return not self.unsent
 
 
 class KvSend(KvRequest):
@@ -137,7 +134,7 @@ class KvSend(KvRequest):
             self._done[layer] = max(done, self._done.get(layer, 0.0))
             for claim in self._claims:
                 sender._write(claim, layer)
-            sender._settle(self)
+                sender._look(claim)
 
     def cancel(self, reason: str = "cancelled by the sender") -> None:
         """Write nothing more. It is "free" once no NIC reads its blocks. Idempotent."""
@@ -176,7 +173,7 @@ class KvSender(KvSide):
         """Whether nothing is under way, and every receiver knows the end of what was."""
         return not (self._claims or self._open)
 
-    def connect(self, card: bytes, peer: NetAddr | None = None) -> tuple[int, int]:
+    def connect(self, card: bytes, peer: NetAddr | None = None) -> PeerLayout:
         """Get to know a receiver's cache; again after it has restarted.
 
         Args:
@@ -184,7 +181,7 @@ class KvSender(KvSide):
             peer: who handed it in, if it is not known to be trusted: the card must be its own.
 
         Returns:
-            The degree of its instance's tensor parallelism, and its rank.
+            The degree of its instance's tensor parallelism, its rank, and its tensors.
 
         Raises:
             BadDescriptor: no card.
@@ -196,7 +193,7 @@ class KvSender(KvSide):
         with self.blocks.lock:
             self._runs_to(found)
             self._peers[found.addr.name, found.addr.epoch] = found
-        return found.layout.tp, found.layout.rank
+        return found.layout
 
     def begin(
         self,
@@ -279,27 +276,27 @@ class KvSender(KvSide):
         if known is not None:
             return known
         found: dict[int, list[_Run]] = {}
+        rows: dict[tuple[int, int, tuple[int, int], int], list[Row]] = {}
         placed, name = self.blocks.placed, peer.addr.name
         common = [(placed[k], there) for k, there in layout.tensors.items() if k in placed]
         if not common:
             raise UsageError(f"{name}'s KV cache has no tensor in common with ours")
-        mine, theirs = (self.blocks.tp, self.blocks.rank), (layout.tp, layout.rank)
+        ranks = (self.blocks.tp, self.blocks.rank), (layout.tp, layout.rank)
         for here, there in common:
             tensor = here.tensor
             if tensor != there.tensor:
                 raise UsageError(
                     f"{name} has another KV cache:\n  here:  {tensor}\n  there: {there.tensor}"
                 )
-            served = served_heads(tensor.heads, mine, theirs, tensor.name)
+            served = served_heads(tensor.heads, *ranks, tensor.name)
             if served[2]:
                 row = (here, there, rows_of(here, there, served))
-                key = (tensor.group, (here.region, there.region), row[2][0])
-                runs = found.setdefault(tensor.layer, [])
-                run = next((r for r in runs if (r.group, r.regions, r.length) == key), None)
-                if run is None:
-                    run = _Run(*key)
-                    runs.append(run)
-                run.add(row)
+                key = tensor.layer, tensor.group, (here.region, there.region), row[2][0]
+                rows.setdefault(key, []).append(row)
+        kinds: dict[tuple[object, ...], int] = {}
+        for (layer, group, regions, length), together in rows.items():
+            run = _Run(group, regions, length, together, kinds)
+            found.setdefault(layer, []).append(run)
         self._runs[layout] = found
         return found
 
@@ -364,10 +361,10 @@ class KvSender(KvSide):
         on_done = partial(self._written, claim, run.group, span, len(run.rows))
         claim.under_way += 1
         try:
-            of_span, laid, prepared = claim.prepared.get(run, (None, run, None))
+            of_span, laid, prepared = claim.prepared.get(run.kind, (None, run, None))
             if prepared is None or of_span != span:
                 laid, prepared = run, self._prepare(claim, run, span)
-                claim.prepared[run] = span, run, prepared
+                claim.prepared[run.kind] = span, run, prepared
             transfer = prepared.submit(
                 claim.imm,
                 src_offset=run.starts[0] - laid.starts[0],
@@ -395,7 +392,7 @@ class KvSender(KvSide):
             else:
                 claim.doubt = claim.doubt or bool(transfer.failed_rows)
                 self._stop(claim, str(transfer.error))
-            self._settle(claim.send)
+            self._look(claim)
 
     # ------------------------------------------------------------------ ends
 
@@ -414,10 +411,15 @@ class KvSender(KvSide):
             send._to("failed", reason)
         self._settle(send)
 
+    def _look(self, claim: _Claim) -> None:
+        """Settle a request if one of its claims can have ended."""
+        if claim.why or not claim.unsent:
+            self._settle(claim.send)
+
     def _settle(self, send: KvSend) -> None:
         """Look what has ended, and say so."""
         for claim in send._claims:
-            over = claim.why or (claim.imm is not None and claim.all_sent)
+            over = claim.why or (claim.imm is not None and not claim.unsent)
             if over and not claim.under_way and not claim.ended:
                 claim.ended = True
                 if not claim.over:
