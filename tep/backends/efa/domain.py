@@ -201,8 +201,11 @@ class Slots(slots.Slots):
         super().__init__(rows_max, 0, more=True)
         self._way = way
         self._nic = nic
-        count = self.count = _IDS_PER_ROW * rows_max
-        assert count + rows_max < 1 << 16, "request ids have 16 bits"
+
+    def _build(self) -> None:
+        """Make the table of request ids; the way has records of its own."""
+        count = self.count = _IDS_PER_ROW * self._rows_max
+        assert count + self._rows_max < 1 << 16, "request ids have 16 bits"
         self._base, self._end, self._top = 0, count * STEP, 0
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
@@ -213,9 +216,6 @@ class Slots(slots.Slots):
         self._back: list[Numbers] = []
         self._cursor = 0
         self._clear = count  # ids from the cursor on that are known to be free
-
-    def _build(self) -> None:
-        """No records: the way has its own."""
 
     @property
     def room(self) -> int:

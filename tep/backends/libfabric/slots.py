@@ -127,7 +127,6 @@ class Slots:
     chunk_rows = CHUNK_ROWS
 
     def __init__(self, rows_max: int, flags: int, *, more: bool = False) -> None:
-        count = _SPARE * rows_max
         self.tickets: dict[int, Ticket] = {}
         self.open = 0
         self.nbytes = 0
@@ -144,6 +143,11 @@ class Slots:
         self.unended: Peer | None = None
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
+        self._build()
+
+    def _build(self) -> None:
+        """Make the pool of contexts, and the descriptors."""
+        count = _SPARE * self._rows_max
         # One spare slot, to align the pool to a slot's size.
         self._pool = np.zeros((count + 1) * _SLOT_BYTES, np.uint8)
         self._base = -(-self._pool.ctypes.data // _SLOT_BYTES) * _SLOT_BYTES
@@ -154,9 +158,6 @@ class Slots:
         self._free = (self._base + _SLOT_BYTES * np.arange(count))[::-1].copy()
         self._frees = memoryview(self._free)  # type: ignore[arg-type]  # a buffer
         self._top = count
-        self._build()
-
-    def _build(self) -> None:
         # The last one is for single rows.
         self._records, self._pointers = records, _ = descriptors(CHUNK_ROWS + 1)
         lone = self._records[-1:].view(np.uint8)
