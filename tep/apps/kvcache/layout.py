@@ -88,10 +88,6 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """32 bytes that are equal for equal layouts only; keys of pages begin with them."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
-    def tensor_name(self, buffer: KvBuffer, layer: int) -> str:
-        """Name one layer of a buffer, so that caches of other models have no name in common."""
-        return f"{self.model} {self.dtype} {buffer.name}.{layer}"
-
     def npages(self, ntokens: int) -> int:
         """Pages that `ntokens` tokens need."""
         return -(-ntokens // self.page_tokens)

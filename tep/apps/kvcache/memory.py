@@ -337,11 +337,11 @@ class KvMemory:
             for layer in range(spec.layers):
                 at = held.address + layer * math.prod(dims)
                 view, place = _View(at, tuple(dims), held.device), spec.first_layer + layer
-                name = layout.tensor_name(spec, layer)
-                blocks.add(name, place, view, "pbhtd", heads=spec.heads)
+                blocks.add(f"{spec.name}.{layer}", place, view, "pbhtd", heads=spec.heads)
         tails = self._buffers[rank][-1]
         view = _View(tails.address, (self.tail_slots, self.tail_bytes), tails.device)
-        blocks.add("tail", layout.layers, view, "bd", heads=1, group=1)
+        name = f"tail of {layout.model} {layout.dtype}"  # so other models' caches are told apart
+        blocks.add(name, layout.layers, view, "bd", heads=1, group=1)
         blocks.register()
         return blocks
 

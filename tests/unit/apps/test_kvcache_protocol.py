@@ -171,10 +171,13 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
 @pytest.mark.parametrize(
     ("layout", "why"),
     [
-        (KvLayout("n", 4, LAYOUT.buffers), "and has ['n bfloat16 kv.0'"),
+        (
+            KvLayout("n", 4, LAYOUT.buffers),
+            "lacks ['tail of m bfloat16'], and has ['tail of n bfloat16']",
+        ),
         (
             KvLayout("m", 4, (*LAYOUT.buffers, KvBuffer("x", 1, 1, 8))),
-            "and has ['m bfloat16 x.0'] besides",
+            "and has ['x.0'] besides",
         ),
     ],
 )
