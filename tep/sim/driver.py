@@ -80,8 +80,6 @@ class SimNic:
         waker: wakes the owner.
     """
 
-    __slots__ = ("pool", "waker")
-
     def __init__(self) -> None:
         self.pool = ReceivePool()
         self.waker: Callable[[], object] = nobody
@@ -151,10 +149,6 @@ class SimDriver:
         env: the clock, shared by all nodes of a fabric.
         node: the one whose delays count.
     """
-
-    __slots__ = (
-        "_booked", "_clock", "_due_ps", "_machine", "_watching", "env", "lock", "node",
-    )  # fmt: skip
 
     def __init__(self, env: FabricEnv, node: SimNode) -> None:
         self.env = env

@@ -186,13 +186,6 @@ class FlowNic(SimNic):
         node: whose.
     """
 
-    __slots__ = (
-        "_acks", "_costs", "_env", "_fabric", "_flying", "_gather_ps", "_key",
-        "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_report_ps", "_rx_free_ps",
-        "_sends", "_tx_free_ps", "address", "caps", "closed",
-        "node",
-    )  # fmt: skip
-
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
         super().__init__()
         profile = node.profile

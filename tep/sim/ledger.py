@@ -7,7 +7,7 @@ A row has a number, counted over the whole fabric in the order of posting. Colum
 from __future__ import annotations
 
 from enum import IntFlag
-from typing import Final
+from typing import Final, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -39,24 +39,6 @@ class Ledger:
             extra_ps (jitter of its landing).
     """
 
-    _DTYPES: Final = {
-        "source": np.int64,
-        "target": np.int64,
-        "src": np.uint64,
-        "dst": np.uint64,
-        "lkey": np.uint64,
-        "rkey": np.uint64,
-        "nbytes": np.int64,
-        "imm": np.int64,
-        "ctx": np.uint64,
-        "row": np.int64,
-        "status": np.uint8,
-        "hold": np.uint8,
-        "message": np.bool_,
-        "batch": np.int64,
-        "extra_ps": np.int64,
-    }
-
     source: Ints
     target: Ints
     src: npt.NDArray[np.uint64]
@@ -85,7 +67,7 @@ class Ledger:
         if used:
             held = self.hold[:used] != 0
             first = int(np.argmax(held)) if has_any(held) else used
-        for name, dtype in self._DTYPES.items():
+        for name, dtype in _DTYPES.items():
             old: npt.NDArray[np.generic] = getattr(self, name, _NONE)
             column = old if len(old) == room else np.empty(room, dtype)
             column[: used - first] = old[first:used]
@@ -116,6 +98,11 @@ class Ledger:
         used = self.end - self.base
         mine = (self.source[:used] == nic) & ((self.hold[:used] & Hold.SENDER) != 0)
         return np.flatnonzero(mine) + self.base
+
+
+_DTYPES: Final[dict[str, type[np.generic]]] = {
+    name: get_args(get_args(column)[1])[0] for name, column in get_type_hints(Ledger).items()
+}
 
 
 class Batches:
