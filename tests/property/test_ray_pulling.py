@@ -10,7 +10,7 @@ import pytest
 
 import tep
 from tep.integrations.ray import pulling
-from tep.integrations.ray.pulling import Part, Puller
+from tep.integrations.ray.pulling import Puller
 from tep.sim import Chaos, Cluster, Faults, KillNic
 from tep.testing import Case
 from tests.support.fake_ray import RECORD
@@ -28,9 +28,8 @@ def drawn(seed: int) -> list:
     return [dice.integers(0, 256, n, dtype=np.uint8) for n in SIZES]
 
 
-def parts_of(descs) -> list[Part]:
-    starts = np.cumsum((0, *SIZES))
-    return [Part(*one) for one in zip(descs, (0, 0, 0), starts.tolist(), SIZES)]
+def pieces_of(descs, target) -> list:
+    return list(zip(descs, np.split(target, np.cumsum(SIZES)[:-1]), strict=True))
 
 
 @pytest.mark.parametrize("backend", ["loopback", "local"])
@@ -46,23 +45,23 @@ def test_objects_are_pulled_whole_and_given_back(backend) -> None:
         assert [b""] == offer(owner, "nothing", [np.empty(0, np.uint8)])
 
         target = np.zeros(sum(SIZES), np.uint8)
-        reader.pull("one", parts_of(descs), [target]).wait(30)
+        reader.pull("one", pieces_of(descs, target)).wait(30)
         assert np.concatenate(one).tobytes() == target.tobytes()
         owner.withdraw("one")
         owner.withdraw("one")
         again = np.zeros(SIZES[0], np.uint8)
-        reader.pull("shared", parts_of(descs)[:1], [again]).wait(30)
+        reader.pull("shared", [(descs[0], again)]).wait(30)
         assert one[0].tobytes() == again.tobytes(), "another object was withdrawn with it"
         owner.withdraw("shared")
-        late = reader.pull("one", parts_of(descs)[:1], [again])
+        late = reader.pull("one", [(descs[0], again)])
         with pytest.raises(tep.FabricError):
             late.wait(30)
         owner.withdraw("nothing")
         assert {} == machine_of(ours).regions
         with pytest.raises(tep.BadDescriptor):
-            reader.pull("odd", [Part(b"odd", 0, 0, 1)], [again])
+            reader.pull("odd", [(b"odd", again)])
         with pytest.raises(tep.BadRequest):
-            reader.pull("odd", [], [b"a bytes object is no target"])
+            reader.pull("odd", [(descs[0], b"a bytes object is no target")])
         while machine_of(theirs).regions:
             theirs.driver.call(lambda: None)  # a callback of the worker gives them back
         assert [] == list(theirs.callback_errors)
@@ -78,7 +77,7 @@ def abort_one(seed: int) -> str:
     with Cluster(nodes=2, nics=2, seed=seed) as cluster:
         owner, reader = map(Puller, cluster.engines)
         arrays, target = drawn(seed), np.zeros(sum(SIZES), np.uint8)
-        pull = reader.pull("o", parts_of(offer(owner, "o", arrays)), [target])
+        pull = reader.pull("o", pieces_of(offer(owner, "o", arrays), target))
         cluster.env.run_until(iter([False] * (2 * seed) + [True]).__next__)
         reader.abort("o")
         try:
@@ -95,8 +94,8 @@ def abort_one(seed: int) -> str:
         reader.abort("o")  # over: the next pull is another one
         reader.abort("p")  # not begun: it will not
         with pytest.raises(tep.Cancelled, match="aborted before it began"):
-            reader.pull("p", [], [])
-        reader.pull("o", parts_of(offer(owner, "o", arrays)), [target]).wait(1)
+            reader.pull("p", [])
+        reader.pull("o", pieces_of(offer(owner, "o", arrays), target)).wait(1)
         assert np.concatenate(arrays).tobytes() == target.tobytes()
     return ended
 
@@ -106,9 +105,8 @@ def test_an_owner_that_is_lost() -> None:
     case = Case(nics=(1, 1), faults=Faults(((1, KillNic("a", 0)),), Chaos.calm()))
     with Cluster(nodes=2, nics=case.nics, faults=case.faults) as cluster:
         owner, reader = map(Puller, cluster.engines)
-        pull = reader.pull(
-            "o", parts_of(offer(owner, "o", drawn(1))), [np.zeros(sum(SIZES), np.uint8)]
-        )
+        target = np.zeros(sum(SIZES), np.uint8)
+        pull = reader.pull("o", pieces_of(offer(owner, "o", drawn(1)), target))
         with pytest.raises(tep.FabricError):
             pull.wait(1)
         assert {} == machine_of(cluster.engines[1]).regions

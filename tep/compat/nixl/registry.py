@@ -368,6 +368,10 @@ class Registry:
         """Raise NIXL's error: kernels cannot start transfers of tep."""
         raise nixlBind.nixlNotSupportedError("memory views of kernels")
 
+    def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> Any:
+        """Raise NIXL's error: only memory views take such lists."""
+        raise nixlBind.nixlNotSupportedError("memory views of kernels")
+
     def release_mem_view(self, mvh: int) -> None:
         """Raise NIXL's error; see prep_mem_view."""
         raise nixlBind.nixlNotSupportedError("memory views of kernels")
@@ -412,15 +416,6 @@ class Registry:
         rows = [(t.data_ptr(), t.numel() * t.element_size(), max(device, 0)) for t in tensors]
         mem = nixlBind.DRAM_SEG if device == -1 else nixlBind.VRAM_SEG
         return kind(mem, [(*row, *kind._rest()) for row in rows])
-
-    def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> Any:
-        """Make a list of several agents' memory; None: the arguments are none."""
-        if isinstance(descs, nixlBind.nixlRemoteDList):
-            return descs
-        if mem_type is None or not (isinstance(descs[0], tuple) and len(descs[0]) == 4):
-            logger.error("remote descriptors are tuples of four, with a memory type")
-            return None
-        return nixlBind.nixlRemoteDList(self.nixl_mems[mem_type], descs)
 
     def get_serialized_descs(self, descs: Any) -> bytes:
         """Pickle a list."""

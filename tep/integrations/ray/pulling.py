@@ -26,7 +26,7 @@ from tep import (
     WaitTimeout,
 )
 
-__all__ = ["Part", "Pull", "Puller"]
+__all__ = ["Pull", "Puller"]
 
 _SETTLE_S: Final = 5.0
 """Time that a failed pull waits for its rows before it reports that they are not back, seconds."""
@@ -37,49 +37,34 @@ _LOOK_S: Final = 0.25
 _NOTES_MAX: Final = 4096
 
 
-class Part(NamedTuple):
-    """The destination of one piece of an object.
-
-    Attributes:
-        desc: descriptor of the piece, from its owner.
-        target: index of the memory it goes to.
-        offset, nbytes: the range of that memory.
-    """
-
-    desc: bytes
-    target: int
-    offset: int
-    nbytes: int
-
-
 class Pull:
     """The transfer of one object to this process; `Puller.pull` makes it."""
 
-    def __init__(self, puller: Puller, object_id: str, targets: Sequence[Any]) -> None:
+    def __init__(self, puller: Puller, object_id: str, pieces: Sequence[tuple[bytes, Any]]) -> None:
         self._puller, self._id = puller, object_id
         self._reads: list[Transfer] = []
         self._cancelled = False
         self._open = 1  # reads that have not settled, and `submit`
         self._lock = threading.Lock()
-        self._regions: list[MrHandle] = []
+        self._pieces: list[tuple[bytes, MrHandle]] = []
         try:
-            for memory in targets:
-                self._regions.append(puller.engine.reg_mr(memory, access=Access.SINK)[0])
+            for desc, memory in pieces:
+                self._pieces.append((desc, puller.engine.reg_mr(memory, access=Access.SINK)[0]))
         except TepError:
             self._ended()
             raise
 
-    def submit(self, parts: Sequence[Part]) -> None:
+    def submit(self) -> None:
         """Submit the reads. On a TepError, the reads submitted before it end by themselves."""
         try:
-            for part in parts:
+            for desc, region in self._pieces:
                 with self._lock:
                     self._open += 1
                 try:
                     read = self._puller.engine.submit_single_read(
-                        part.nbytes,
-                        (MrDesc.from_bytes(part.desc), 0),
-                        (self._regions[part.target], part.offset),
+                        region.memory.nbytes,
+                        (MrDesc.from_bytes(desc), 0),
+                        (region, 0),
                         on_done=self._ended,
                     )
                 except TepError:
@@ -146,7 +131,7 @@ class Pull:
             if self._open:
                 return
         self._puller.over(self._id, self)
-        for region in self._regions:
+        for _, region in self._pieces:
             with contextlib.suppress(ClosedError):  # the engine was closed, and with it the regions
                 self._puller.engine.deregister(region)
 
@@ -225,13 +210,13 @@ class Puller:
                     del self._offered[key]
                     self.engine.deregister(left.region)
 
-    def pull(self, object_id: str, parts: Sequence[Part], targets: Sequence[Any]) -> Pull:
+    def pull(self, object_id: str, pieces: Sequence[tuple[bytes, Any]]) -> Pull:
         """Begin to read an object.
 
         Args:
             object_id: for `abort`.
-            parts: its pieces; those without bytes may be left out.
-            targets: the destinations that the parts name, writable and contiguous.
+            pieces: each with bytes: the owner's descriptor, and memory as long, writable and
+                contiguous.
 
         Raises:
             Cancelled: it was aborted before it began.
@@ -240,9 +225,9 @@ class Puller:
         with self._lock:
             if self._note(object_id, pulled=True) is False:
                 raise Cancelled(f"the transfer of {object_id} was aborted before it began")
-            pull = Pull(self, object_id, targets)
+            pull = Pull(self, object_id, pieces)
             self._pulls.setdefault(object_id, []).append(pull)
-        pull.submit(parts)
+        pull.submit()
         return pull
 
     def abort(self, object_id: str) -> None:

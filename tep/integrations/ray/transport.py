@@ -25,12 +25,11 @@ from ray.experimental.rdt.tensor_transport_manager import (
 
 from tep import TepError, UsageError, WaitTimeout
 from tep.compat.engines import engine_of
-from tep.integrations.ray.pulling import Part, Pull, Puller
+from tep.integrations.ray.pulling import Pull, Puller
 
 __all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
 
 NAME = "TEP"
-_ALIGN = 256  # alignment of a tensor in an object's memory: more than any dtype needs
 
 
 def register() -> None:
@@ -140,19 +139,15 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
     ) -> TepFetch:
         meta = tensor_transport_metadata
         assert isinstance(meta, TepMetadata), meta
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in meta.tensor_meta]
-        if target_buffers:
-            tensors = list(target_buffers)
-            targets = [_bytes(tensor) for tensor, nbytes in zip(tensors, sizes) if nbytes]
-            places = [(k, 0) for k in range(len(targets))]
-        else:
-            tensors, targets, places = _room_for(meta)
-        if not targets:
+        tensors = list(target_buffers or [])
+        if not tensors:
+            for shape, dtype in meta.tensor_meta:
+                tensors.append(torch.empty(shape, dtype=dtype, device=meta.tensor_device))
+        pieces = [(d, _bytes(t)) for d, t in zip(meta.descs, tensors, strict=True) if d]
+        if not pieces:
             return TepFetch(obj_id=obj_id, tensors=tensors)
-        moved = [(desc, nbytes) for desc, nbytes in zip(meta.descs, sizes, strict=True) if nbytes]
-        parts = [Part(desc, *place, nbytes) for (desc, nbytes), place in zip(moved, places)]
         try:
-            pull = self.puller(str(targets[0].device)).pull(obj_id, parts, targets)
+            pull = self.puller(str(tensors[0].device)).pull(obj_id, pieces)
         except TepError as error:
             raise _failed(obj_id, error) from error
         return TepFetch(obj_id=obj_id, tensors=tensors, pull=pull)
@@ -213,22 +208,6 @@ def _checked(tensor: Any, first: Any) -> Any:
 def _bytes(tensor: Any) -> Any:
     """View a tensor's elements as a row of bytes, in the same memory."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _room_for(meta: TepMetadata) -> tuple[list[Any], list[Any], list[tuple[int, int]]]:
-    """Make tensors in one block of memory; return them, the block, and each non-empty's place."""
-    starts, end = [], 0
-    for shape, dtype in meta.tensor_meta:
-        starts.append(end)
-        end += -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
-    memory = torch.empty(end, dtype=torch.uint8, device=meta.tensor_device)
-    tensors, places = [], []
-    for start, (shape, dtype) in zip(starts, meta.tensor_meta):
-        nbytes = math.prod(shape) * dtype.itemsize
-        tensors.append(memory[start : start + nbytes].view(dtype).reshape(shape))
-        if nbytes:
-            places.append((0, start))
-    return tensors, [memory] if end else [], places
 
 
 def _failed(obj_id: str, error: TepError) -> RayDirectTransportError:

@@ -15,6 +15,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from tep import NetAddr, TepError
 from tep.apps.kvcache import KvBlocks, KvLoad, KvReceiver, Patience
 from tep.integrations.vllm.terms import Kind, Load, Report, Source, Terms, Told, Want, encode
@@ -102,12 +104,10 @@ class Loads:
         """Ask a source to drop blocks that are not wanted."""
         self._ask(source, "drop", tries=DROPS)
 
-    def end(self, request: str) -> bool:
-        """Cancel an aborted request's load, if any; return whether it was loading."""
-        found = self._loading.get(request)
-        if found is not None:
-            found.load.cancel("the request was aborted")
-        return found is not None
+    def end(self, request: str) -> None:
+        """Cancel an aborted request's load, if there is one."""
+        if request in self._loading:
+            self._loading[request].load.cancel("the request was aborted")
 
     # ------------------------------------------------------------------ prefillers
 
@@ -123,21 +123,16 @@ class Loads:
             self._marks[who] = answer.process
         kind = ask.want.kind
         if answer.state == "card" and kind == "load":
-            want = ask.want
-            fields = (want.key, want.kind, want.early, self._blocks.card(), want.ticket)
-            del self._asks[want.number]
-            self._number += 1
-            ask.want = Want(self._number, *fields)  # a note with another body needs another number
+            del self._asks[answer.number]
+            self._number += 1  # a note with another body needs another number
+            card = self._blocks.card()
+            ask.want = msgspec.structs.replace(ask.want, number=self._number, card=card)
             self._asks[self._number] = ask
             self._say(ask)
-        elif answer.state == "gone" or (answer.state == "taken" and kind == "load"):
+        elif answer.state == "gone":
+            self._give_up(ask, f"{peer.name}: {answer.reason}")
+        elif answer.state == "taken" and kind == "load":
             del self._asks[answer.number]
-            if answer.state == "gone" and kind == "load":
-                for one in self._loading.values():
-                    if ask in one.asks:
-                        one.load.cancel(f"{peer.name}: {answer.reason}")
-            elif answer.state == "gone" and kind == "keep":
-                self._gone.add(answer.key)
         return True
 
     def has_successor(self, name: str, epoch: int) -> bool:
@@ -159,9 +154,7 @@ class Loads:
                 one.load.cancel(f"prefiller {name} is lost")
         for ask in tuple(self._asks.values()):
             if ask.want.kind != "load" and (ask.addr.name, ask.addr.epoch <= epoch) == (name, True):
-                self._asks.pop(ask.want.number)
-                if ask.want.kind == "keep":
-                    self._gone.add(ask.want.key)
+                self._give_up(ask, f"prefiller {name} is lost")
 
     # ------------------------------------------------------------------ time and results
 
@@ -189,11 +182,6 @@ class Loads:
                 report.certain.setdefault(rank, set()).add(one.order.request)
             report.gone |= self._gone
             self._gone = set()
-
-    @property
-    def busy(self) -> bool:
-        """True if a load is in progress, or a question unanswered."""
-        return bool(self._loading or self._asks)
 
     def _look(self, one: _Loading, now_s: float, report: Report) -> None:
         load, request = one.load, one.order.request
@@ -249,6 +237,7 @@ class Loads:
         return "" if other is None else f"{addr.name} is said to be where {other.name} is"
 
     def _give_up(self, ask: _Ask, why: str) -> None:
+        """End a question whose prefiller has nothing for it."""
         self._asks.pop(ask.want.number, None)
         if ask.want.kind == "keep":
             self._gone.add(ask.want.key)

@@ -226,7 +226,7 @@ def test_whoever_never_answers_is_forgotten():
         order = Load("r", source("k", silent.main_address), ((1,),))
         decoder.worker.obey(Orders(loads=[order]))
         until(lambda: "r" in decoder.report.received, decoder)
-        until(lambda: not decoder.loads.busy, decoder)
+        until(lambda: not (decoder.loads._loading or decoder.loads._asks), decoder)
         decoder.poll()
 
         assert {1} == decoder.report.bad
