@@ -330,10 +330,11 @@ class FabricDomain:
             filled = self._hand_out(out)
         if self.nic.closed:
             return filled
+        rows, queue = self._rows, self._queue
         try:
-            self._rows.budget_bytes = self._rules.turn_bytes
-            filled = self._queue.read(out, filled)
-            if self._queue.full or self._is_short:
+            rows.budget_bytes = self._rules.turn_bytes
+            filled = queue.read(out, filled)
+            if queue.full or self._is_short:
                 filled = self._read_on(out, filled)
             slots = self._slots
             if self._restless:
