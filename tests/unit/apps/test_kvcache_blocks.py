@@ -273,6 +273,14 @@ def test_bad_input_is_named(pair, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(("rank", "tp"), [(2, 2), (-1, 2), (0, 0), (1, 1)])
+def test_a_rank_that_its_group_does_not_have_is_refused(engines, rank, tp):
+    """Its blocks would be sent by nobody."""
+    KvBlocks(engines[0], tp=2, rank=1)
+    with pytest.raises(UsageError, match=f"rank={rank} of tp={tp}"):
+        KvBlocks(engines[0], tp=tp, rank=rank)
+
+
 def test_another_layout_is_refused_before_anything_moves(engines):
     """Two models whose caches differ would exchange bytes that mean something else."""
     here, _ = cache(engines[0], "bhtd")
@@ -288,6 +296,8 @@ def test_another_layout_is_refused_before_anything_moves(engines):
     ("array", "axes", "text"),
     [
         (np.zeros((2, 2), np.uint8), "bx", "letters b and d"),
+        (np.zeros((2, 2), np.uint8), "hd", "letters b and d"),
+        (np.zeros((2, 2), np.uint8), "bt", "letters b and d"),
         (np.zeros((2, 2), np.uint8), "bhd", "names 3 dimensions"),
         (np.zeros((4, 4), np.float32)[:, ::2], "bd", "8 bytes apart"),
         (np.zeros((2, 3, 4), np.uint8)[::-1], "bhd", "negative"),

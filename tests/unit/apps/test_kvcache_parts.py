@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import tep.sim
 from tep import BadDescriptor, BusyError, ClosedError, UsageError
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.blocks.receiver import ImmSpace
+from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import PagePool, PrefixCache
 from tep.apps.kvcache.messages import Answer, Beat, Order, decode, encode
@@ -220,3 +222,27 @@ def test_times_that_contradict_each_other_are_refused() -> None:
     """A peer that is silent between two beats would be given up at every beat."""
     with pytest.raises(UsageError, match="silent_s is longer than beat_s"):
         Patience(beat_s=1.0, silent_s=0.5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decoder_is_drained_once_its_requests_have_ended(fails: bool) -> None:
+    """A node that is to be taken out of service would be waited for, for ever."""
+
+    async def see_through(*_: object) -> str:
+        await asyncio.sleep(0)
+        if fails:
+            raise asyncio.CancelledError
+        return "done"
+
+    async def main() -> None:
+        decoder = SimpleNamespace(
+            _busy=0, _open={}, _quiet=asyncio.Event(), _see_through=see_through
+        )
+        decoder._until = lambda condition: Decoder._until(decoder, condition)
+        request = asyncio.ensure_future(Decoder.generate(decoder, None, None))
+        drained = asyncio.ensure_future(Decoder.drained(decoder))
+        await asyncio.wait({request})
+        await asyncio.wait_for(drained, 20.0)
+        assert fails == request.cancelled()
+
+    asyncio.run(main())

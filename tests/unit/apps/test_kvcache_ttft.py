@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tep import UsageError
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
-from tep.apps.kvcache.simulate import Load, Plant, first_token, simulate
+from tep.apps.kvcache.simulate import Load, Plant, Report, first_token, simulate
 from tep.apps.kvcache.traces import Arrival
 from tep.apps.kvcache.ttft import (
     FITTED_ROWS,
@@ -133,3 +135,18 @@ def test_impossible_questions_are_refused() -> None:
     for ntokens, layer_s in ((100, -1.0), (131_072, 1e-3)):
         with pytest.raises(UsageError, match="the others would take no time"):
             PUBLISHED.with_last_layer(ntokens, layer_s)
+
+
+def test_the_time_of_all_requests_is_that_of_the_slowest() -> None:
+    """A share of 1 asks for the last of them, and none may be asked for where none is."""
+    done = [
+        SimpleNamespace(ok=ok, ttft_s=at) for ok, at in ((True, 3.0), (True, 1.0), (False, 9.0))
+    ]
+    for share, expected in ((0.0, 1.0), (0.5, 3.0), (1.0, 3.0)):
+        assert expected == Report.ttft_s(SimpleNamespace(completions=done), share)
+    assert math.isnan(Report.ttft_s(SimpleNamespace(completions=[])))
+
+
+def test_each_rank_of_a_plant_is_an_engine() -> None:
+    """Reports divide by it."""
+    assert 10 == Plant(prefillers=2, prefill_tp=4, decoders=1, decode_tp=2).engines

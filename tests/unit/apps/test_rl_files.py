@@ -54,6 +54,17 @@ def test_a_tensor_that_the_description_does_not_know_is_refused(tmp_path):
         checkpoint.check(model)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3), "bf16"), ((4, 2), "bf16"), ((3, 2), "fp32")])
+def test_a_tensor_of_another_form_is_refused_by_name(shape, dtype, tmp_path):
+    """The rows of a larger one would be taken for those of the model, and be served."""
+    write_safetensors(
+        tmp_path / "x", [(Tensor("t", shape, dtype, 0), np.ones(shape, numpy_dtype(dtype)))]
+    )
+    wanted = Tensor("t", (3, 2), "bf16", 0)
+    with pytest.raises(tep.UsageError, match=r"t is .*, the model wants bf16\[3, 2\]"):
+        Checkpoint(tmp_path / "x").read(wanted, whole((3, 2)))
+
+
 def test_the_format_is_as_it_is_described(tmp_path):
     """Eight bytes of length, JSON, values: a reader that reads only its own files is no reader."""
     x, y = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float16)

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import tracemalloc
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -44,7 +45,8 @@ from tep.apps.rl.models import (
     rollout_metas,
     train_metas,
 )
-from tep.apps.rl.ports import Kind, make_imm, stage_span
+from tep.apps.rl.ports import Kind, PeerResult, UpdateReport, make_imm, stage_span
+from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.schedule import make_schedule
 from tests.support.tensors import TORCHES, get_torch
 
@@ -422,3 +424,36 @@ def test_training_metas_hold_every_element_once_per_replica():
             sizes[name] += math.prod(stop - start for start, stop in box)
 
     assert {t.name: 2 * math.prod(t.shape) for t in model.tensors} == sizes
+
+
+def test_the_outcome_of_a_peer_is_found_by_its_name():
+    """Names come out of messages: an equal one is another object."""
+    peers = (PeerResult("rollout0", "updated"), PeerResult("rollout1", "lost"))
+    report = UpdateReport(1, 1, True, "", 1.0, peers)
+
+    assert ["updated", "lost", ""] == [report.outcome(f"rollout{k}") for k in range(3)]
+
+
+def test_a_rollout_worker_that_closes_gives_its_regions_back():
+    """The engine stays open: its memory would stay registered with every model that was served."""
+    with tep.TransferEngine.open("loopback") as engine:
+        regions = [engine.reg_mr(np.zeros(64, np.uint8))[0] for _ in range(2)]
+        engine.deregister(regions[0])
+        worker = SimpleNamespace(_mrs=regions, engine=engine)
+        for _ in range(2):
+            RolloutWorker.close(worker)
+
+        assert [True, True] == [mr.closed for mr in regions]
+
+
+@pytest.mark.parametrize("bundle_bytes", [600, 1024])
+def test_parameters_share_a_task_as_long_as_its_staging_allows(bundle_bytes):
+    """A task that needs more is refused at the watermark, or leaves no room for a second one."""
+    model = model_from_config(SMALL, name="small", source="test")
+    metas = train_metas(model, TrainLayout(fsdp=2)), rollout_metas(model, InferLayout(ep=1))
+    alone = make_schedule(*metas).tasks
+    shared = make_schedule(*metas, bundle_bytes=bundle_bytes).tasks
+    largest = max(task.nbytes for task in alone)
+
+    assert len(shared) < len(alone)
+    assert max(task.nbytes for task in shared) <= max(bundle_bytes, largest)
