@@ -46,6 +46,7 @@ from tep.apps.rl.models import (
     train_metas,
 )
 from tep.apps.rl.ports import Kind, PeerResult, UpdateReport, make_imm, stage_span
+from tep.apps.rl.predict import OPERATIONS, StageTimes
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.schedule import make_schedule
 from tests.support.tensors import TORCHES, get_torch
@@ -457,3 +458,21 @@ def test_parameters_share_a_task_as_long_as_its_staging_allows(bundle_bytes):
 
     assert len(shared) < len(alone)
     assert max(task.nbytes for task in shared) <= max(bundle_bytes, largest)
+
+
+def test_rates_of_published_totals_give_these_totals_again():
+    """Rates for other bytes than those that were measured make every prediction wrong."""
+    tasks = [
+        SimpleNamespace(gather_bytes=100, members=(0, 1), gathers=[1]),
+        SimpleNamespace(gather_bytes=300, members=(0, 1, 2, 3), gathers=[1, 2]),
+    ]
+    schedule = SimpleNamespace(tasks=tasks, ranks=4, rows=np.zeros(5))
+    found = StageTimes.of(schedule)
+    gathered, tensors = 100 * 2 + 300 * 4, 2 + 2 * 4
+    for seconds, name in (
+        (400 * found.per_byte["load"], "load"),
+        (gathered * found.per_byte["unshard"], "unshard"),
+        (tensors * found.per_tensor["other"], "other"),
+        (5 * found.per_row, "submit"),
+    ):
+        assert OPERATIONS[name].total_ms / 1e3 * 4 == pytest.approx(seconds), name
