@@ -224,25 +224,23 @@ def test_times_that_contradict_each_other_are_refused() -> None:
         Patience(beat_s=1.0, silent_s=0.5)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_decoder_is_drained_once_its_requests_have_ended(fails: bool) -> None:
+@pytest.mark.parametrize("error", [asyncio.CancelledError, tep.FabricError])
+def test_a_decoder_is_drained_once_its_requests_have_ended(error: type[BaseException]) -> None:
     """A node that is to be taken out of service would be waited for, for ever."""
 
-    async def see_through(*_: object) -> str:
+    async def attempt(*_: object) -> None:
         await asyncio.sleep(0)
-        if fails:
-            raise asyncio.CancelledError
-        return "done"
+        raise error("it fails")
 
     async def main() -> None:
-        decoder = SimpleNamespace(
-            _busy=0, _open={}, _quiet=asyncio.Event(), _see_through=see_through
-        )
+        decoder = SimpleNamespace(_busy=0, _open={}, _changed=asyncio.Event(), prefixes=None)
+        decoder._loop, decoder._attempt = asyncio.get_running_loop(), attempt
         decoder._until = lambda condition: Decoder._until(decoder, condition)
-        request = asyncio.ensure_future(Decoder.generate(decoder, None, None))
+        wanted = SimpleNamespace(name="r")
+        request = asyncio.ensure_future(Decoder.generate(decoder, wanted, None))
         drained = asyncio.ensure_future(Decoder.drained(decoder))
         await asyncio.wait({request})
         await asyncio.wait_for(drained, 20.0)
-        assert fails == request.cancelled()
+        assert request.cancelled() == (error is asyncio.CancelledError)
 
     asyncio.run(main())
