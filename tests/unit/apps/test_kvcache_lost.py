@@ -143,7 +143,7 @@ def test_each_note_of_the_vllm_connector_is_said_again(engines, monkeypatch, wha
         until(lambda: TIMES == sum(map(len, lost)), both)
     if what in {"drop", "gone"}:
         decoder.obey(Orders(drops=[source]))
-        until(lambda: "p" in sent and not decoder.loads.busy, both)
+        until(lambda: "p" in sent and not (decoder.loads._loading or decoder.loads._asks), both)
     else:
         decoder.obey(Orders(loads=[Load("d", source, ((1, 2),))]))
         until(lambda: "p" in sent and "d" in received, both)
