@@ -75,7 +75,7 @@ class Dealt:
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
         in_turn: some NIC has several parts that it takes in turn, so that they are queued.
-        is_watched: the pace of its parts is worth to be seen.
+        is_watched: the pace of its parts is worth to be seen; all go to one peer.
         took, places: NIC, rows and bytes of each part, and its place, as `by_nic`.
         kept: the batches, as `by_nic`.
     """
@@ -101,7 +101,11 @@ class Dealt:
             part.n > IN_TURN_ROWS for part in parts
         )
         total = sum(part.total for part in parts)
-        self.is_watched = isinstance(parts[0].nics, int) and is_seen(len(parts), total)
+        first = parts[0]
+        to_one = isinstance(first.nics, int) and all(
+            part.remotes is first.remotes for part in parts
+        )
+        self.is_watched = to_one and is_seen(len(parts), total)
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
         self.kept: list[Pending] = []

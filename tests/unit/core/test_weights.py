@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tep
-from tep.base.units import KiB
+from tep.base.units import KiB, MiB
 from tep.base.wire import NetAddr
 from tep.bench.null import null_pair
 from tep.core.path import Link, PathEvent, Routes
@@ -172,3 +172,17 @@ def test_nics_that_are_polled_in_one_step_were_as_fast() -> None:
     assert () == link_of(sender, receiver).weights
     for engine in (sender, receiver):
         engine.close()
+
+
+def test_a_prepared_scatter_weighs_no_path() -> None:
+    """Its slices go to several peers: what one's NICs took says nothing of another's."""
+    with tep.sim.Cluster(nodes=3, profile="efa_4x100", move_bytes=False) as cluster:
+        a, *others = cluster.engines
+        mr, _ = a.reg_mr((1 << 40, 16 * MiB, "cuda:0"))
+        descs = [other.reg_mr((1 << 40, 16 * MiB, "cuda:0"))[1] for other in others]
+        sizes = (16 * MiB, KiB)
+        slices = [tep.ScatterDst(n, 0, (desc, 0)) for n, desc in zip(sizes, descs, strict=True)]
+        ready = a.prepare_scatter(mr, slices, routing=tep.Routing(scatter_by="bytes"))
+        for _ in range(12):  # dealt out anew at each cursor, then as before
+            ready.submit(3).wait()
+        assert [()] * 2 == [link_of(a, other).weights for other in others]
