@@ -166,7 +166,7 @@ CASES: dict[str, list[Case]] = {
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],
     "tep/apps/moe/proxy.py::unpack_hellos": [
-        Case(lambda data: unpack_hellos(CONFIG, 0, [data]), [pack_hello(CONFIG, DESC, b"link")])
+        Case(lambda data: unpack_hellos(CONFIG, 0, [data]), [pack_hello(CONFIG, DESC)])
     ],
     "tep/apps/rl/ports.py::Regions.from_bytes": [
         Case(rl_ports.Regions.from_bytes, [rl_ports.Regions((0, 64), (DESC, DESC)).to_bytes()])
