@@ -289,7 +289,7 @@ def read_results(path: Path) -> list[Measured]:
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Results | list[_Entry])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: points of kind, bytes and gbps are asked for: {error}") from None
     points = found.points if isinstance(found, _Results) else found
     if not points:

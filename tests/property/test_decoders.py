@@ -54,6 +54,7 @@ READERS = {
     "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
     "tep/apps/rl/job.py": "a file of the user's own, as JSON",
     "tep/host/hostfiles.py": "a captured machine, a file of the user's own, as JSON",
+    "tep/sim/fit.py": "measurements, a file of the user's own, as JSON",
     "tep/apps/kvcache/cluster.py": "an argument of a process that this one starts, as JSON",
 }
 
