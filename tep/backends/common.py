@@ -186,48 +186,49 @@ class ReceivePool:
     """The user's receive buffers, in rotation, where the NIC does not write them by itself."""
 
     def __init__(self) -> None:
-        self._buffers: list[bytearray] = []
-        self._lengths: dict[int, int] = {}
-        self._senders: dict[int, bytes] = {}
+        self._sizes: list[int] = []
+        self._messages: dict[int, tuple[bytearray, bytes]] = {}  # by slot, with their senders
         self._free: deque[int] = deque()
         self._longest = 0
 
     def add(self, nbytes: int, count: int) -> None:
-        """Add buffers."""
-        first = len(self._buffers)
-        self._buffers.extend(bytearray(nbytes) for _ in range(count))
+        """Add buffers; each has memory while it holds a message: a thousand simulated NICs would
+        need gigabytes.
+        """
+        first = len(self._sizes)
+        self._sizes.extend([nbytes] * count)
         self._free.extend(range(first, first + count))
         self._longest = max(self._longest, nbytes)
 
     def never_fits(self, nbytes: int) -> bool:
         """Whether a message is longer than every buffer that there is."""
-        return bool(self._buffers) and nbytes > self._longest
+        return bool(self._sizes) and nbytes > self._longest
 
     def take(self, nbytes: int, sender: bytes) -> tuple[int, bytearray] | None:
         """A free buffer for a message of this length, and its slot; None = there is none now.
 
         `sender` is the address of the NIC that it comes from.
         """
-        buffers = self._buffers
-        slot = next((slot for slot in self._free if len(buffers[slot]) >= nbytes), None)
+        sizes = self._sizes
+        slot = next((slot for slot in self._free if sizes[slot] >= nbytes), None)
         if slot is None:
             return None
         self._free.remove(slot)
-        self._lengths[slot] = nbytes
-        self._senders[slot] = sender
-        return slot, buffers[slot]
+        buffer = bytearray(nbytes)
+        self._messages[slot] = buffer, sender
+        return slot, buffer
 
     def view(self, slot: int) -> memoryview:
         """The message in a buffer."""
-        return memoryview(self._buffers[slot])[: self._lengths[slot]].toreadonly()
+        return memoryview(self._messages[slot][0]).toreadonly()
 
     def sender(self, slot: int) -> bytes:
         """The address of the NIC that sent the message in a buffer."""
-        return self._senders[slot]
+        return self._messages[slot][1]
 
     def give_back(self, slot: int) -> None:
         """A buffer's message was read: it is free again."""
-        del self._lengths[slot], self._senders[slot]
+        del self._messages[slot]
         self._free.append(slot)
 
 
