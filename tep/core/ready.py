@@ -101,10 +101,7 @@ class Dealt:
             part.n > IN_TURN_ROWS for part in parts
         )
         total = sum(part.total for part in parts)
-        first = parts[0]
-        to_one = isinstance(first.nics, int) and all(
-            part.remotes is first.remotes for part in parts
-        )
+        to_one = all(part.remotes is parts[0].remotes for part in parts)  # no lists
         self.is_watched = to_one and is_seen(len(parts), total)
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
