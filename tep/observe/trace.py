@@ -116,8 +116,8 @@ class Trace(Shown):
     def __repr__(self) -> str:
         faults = sum(mark.kind == "fault" for mark in self.marks)
         return (
-            f"Trace of {len(self.engines)} engines in {self.clock} time: {len(self.spans)} spans, "
-            f"{len(self.marks)} marks, {faults} of them faults; {self.missed} more were not kept"
+            f"Trace({len(self.engines)} engines in {self.clock} time: {len(self.spans)} spans, "
+            f"{len(self.marks)} marks, {faults} of them faults; {self.missed} more were not kept)"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Table(Shown):
     def __repr__(self) -> str:
         left = f"; {self.missing} runs are missing: interrupted" if self.missing else ""
         names = "; ".join(self.rows[0]) if self.rows else "nothing"
-        return f"Table of {len(self.rows)} rows: {names}{left}"
+        return f"Table({len(self.rows)} rows: {names}{left})"
 
     def table(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows."""

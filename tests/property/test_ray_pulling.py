@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,34 @@ def test_objects_are_pulled_whole_and_given_back(backend) -> None:
         while machine_of(theirs).regions:
             theirs.driver.call(lambda: None)  # a callback of the worker gives them back
         assert [] == list(theirs.callback_errors)
+
+
+def test_a_pull_can_end_while_memory_is_registered(monkeypatch) -> None:
+    """The worker ends pulls, and registers: under one lock each would wait for the other."""
+    with tep.TransferEngine.open("loopback") as engine:
+        puller, ended = Puller(engine), []
+
+        def another_ends() -> None:
+            thread = threading.Thread(target=puller.over, args=("another", None), daemon=True)
+            thread.start()
+            thread.join(30)
+            ended.append(not thread.is_alive())
+
+        for name in ("reg_mr", "deregister"):
+            real = getattr(engine, name)
+
+            def call(*words, _real=real, **named):
+                another_ends()
+                return _real(*words, **named)
+
+            monkeypatch.setattr(engine, name, call)
+        memory = drawn(1)
+        descs = offer(puller, "one", memory)
+        target = np.zeros(sum(SIZES), np.uint8)
+        puller.pull("one", pieces_of(descs, target)).wait(30)
+        puller.withdraw("one")
+
+        assert [True] * 4 * len(SIZES) == ended
 
 
 def test_aborted_pulls_end(monkeypatch) -> None:

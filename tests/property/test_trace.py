@@ -112,7 +112,7 @@ def test_a_trace_of_any_run_agrees_with_the_statistics(
 
     assert len(writes) == len(trace.of("transfer", "a"))
     check_format(trace)
-    assert repr(trace).startswith(f"Trace of {len(trace.engines)} engines")
+    assert repr(trace).startswith(f"Trace({len(trace.engines)} engines")
     batches = trace.of("batch")
     assert sum(span.args["bytes"] for span in batches) == sum(r["bytes"] for r in trace.table())
     left = {span.args["state"] for span in again.of("transfer")}
@@ -209,7 +209,7 @@ def test_a_full_trace_counts_what_it_leaves_out() -> None:
 
     assert 5 == len(trace.spans) + len(trace.marks)
     assert trace.missed > 10
-    assert repr(trace).endswith(f"; {trace.missed} more were not kept")
+    assert repr(trace).endswith(f"; {trace.missed} more were not kept)")
     with pytest.raises(tep.BadRequest, match="events_max"):
         cluster.trace(events_max=0)
 

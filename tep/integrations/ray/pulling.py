@@ -40,38 +40,36 @@ _NOTES_MAX: Final = 4096
 class Pull:
     """The transfer of one object to this process; `Puller.pull` makes it."""
 
-    def __init__(self, puller: Puller, object_id: str, pieces: Sequence[tuple[bytes, Any]]) -> None:
+    def __init__(self, puller: Puller, object_id: str) -> None:
         self._puller, self._id = puller, object_id
         self._reads: list[Transfer] = []
         self._cancelled = False
         self._open = 1  # reads that have not settled, and `submit`
         self._lock = threading.Lock()
-        self._pieces: list[tuple[bytes, MrHandle]] = []
-        try:
-            for desc, memory in pieces:
-                self._pieces.append((desc, puller.engine.reg_mr(memory, access=Access.SINK)[0]))
-        except TepError:
-            self._ended()
-            raise
+        self._regions: list[MrHandle] = []
 
-    def submit(self) -> None:
-        """Submit the reads. On a TepError, the reads submitted before it end by themselves."""
+    def submit(self, pieces: Sequence[tuple[bytes, Any]]) -> None:
+        """Submit the reads, once. On a TepError, those submitted before it end by themselves."""
+        engine = self._puller.engine
         try:
-            for desc, region in self._pieces:
+            for _, memory in pieces:
+                self._regions.append(engine.reg_mr(memory, access=Access.SINK)[0])
+            for (desc, _), region in zip(pieces, self._regions, strict=True):
+                source, target = (MrDesc.from_bytes(desc), 0), (region, 0)
+                nbytes = region.memory.nbytes
                 with self._lock:
                     self._open += 1
                 try:
-                    read = self._puller.engine.submit_single_read(
-                        region.memory.nbytes,
-                        (MrDesc.from_bytes(desc), 0),
-                        (region, 0),
-                        on_done=self._ended,
-                    )
+                    read = engine.submit_single_read(nbytes, source, target, on_done=self._ended)
                 except TepError:
-                    self.cancel()
                     self._ended()
                     raise
                 self._reads.append(read)
+                if self._cancelled:  # meanwhile
+                    read.cancel()
+        except TepError:
+            self.cancel()
+            raise
         finally:
             self._ended()
 
@@ -131,7 +129,7 @@ class Pull:
             if self._open:
                 return
         self._puller.over(self._id, self)
-        for _, region in self._pieces:
+        for region in self._regions:
             with contextlib.suppress(ClosedError):  # the engine was closed, and with it the regions
                 self._puller.engine.deregister(region)
 
@@ -153,9 +151,12 @@ class Puller:
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of what is offered
         self._offered: dict[tuple[int, int], _Offered] = {}
         self._objects: dict[str, list[tuple[int, int]]] = {}
+        # The engine's worker waits for this one when a pull ends, so no call of the engine is made
+        # under it.
+        self._begun = threading.Lock()
         self._pulls: dict[str, list[Pull]] = {}
         self._seen: OrderedDict[str, bool] = OrderedDict()  # pulled: True, only aborted: False
 
@@ -222,17 +223,17 @@ class Puller:
             Cancelled: it was aborted before it began.
             TepError: memory that cannot be registered, a descriptor that is none.
         """
-        with self._lock:
+        pull = Pull(self, object_id)
+        with self._begun:
             if self._note(object_id, pulled=True) is False:
                 raise Cancelled(f"the transfer of {object_id} was aborted before it began")
-            pull = Pull(self, object_id, pieces)
             self._pulls.setdefault(object_id, []).append(pull)
-        pull.submit()
+        pull.submit(pieces)
         return pull
 
     def abort(self, object_id: str) -> None:
         """End the pulls of an object; one that has not begun yet will not begin."""
-        with self._lock:
+        with self._begun:
             pulls = list(self._pulls.get(object_id, ()))
             if not pulls and object_id not in self._seen:
                 self._note(object_id, pulled=False)
@@ -249,7 +250,7 @@ class Puller:
 
     def over(self, object_id: str, pull: Pull) -> None:
         """Forget a pull that has settled; called by the pull."""
-        with self._lock:
+        with self._begun:
             pulls = self._pulls.get(object_id, [])
             if pull in pulls:
                 pulls.remove(pull)

@@ -42,9 +42,9 @@ def test_a_long_table_says_how_much_it_leaves_out() -> None:
 
 def test_a_repr_is_one_line() -> None:
     """A shell shows the repr of whatever a call returns."""
-    assert "Table of 4 rows: machine; page, B; time, ms" in repr(Table(ROWS))
+    assert "Table(4 rows: machine; page, B; time, ms; " in repr(Table(ROWS))
     assert "\n" not in repr(Table(ROWS))
-    assert repr(Table(ROWS, 3)).endswith("3 runs are missing: interrupted")
+    assert repr(Table(ROWS, 3)).endswith("3 runs are missing: interrupted)")
 
 
 def test_pandas_gets_all_rows(monkeypatch) -> None:
