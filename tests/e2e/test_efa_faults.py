@@ -259,4 +259,4 @@ def test_queues_that_are_too_short_are_refused():
             child.end()
 
     assert "BackendUnavailable" == said["error"]
-    assert "room for 100 requests; 128 are needed" in said["text"]
+    assert "its queues hold 100 requests; 64 are for messages" in said["text"]
