@@ -100,9 +100,8 @@ class Dealt:
         self.in_turn = len(parts) > len({part.domain for part in parts}) and any(
             part.n > IN_TURN_ROWS for part in parts
         )
-        total = sum(part.total for part in parts)
         to_one = all(part.remotes is parts[0].remotes for part in parts)  # no lists
-        self.is_watched = to_one and is_seen(len(parts), total)
+        self.is_watched = to_one and is_seen(len(parts), sum(part.total for part in parts))
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
         self.kept: list[Pending] = []

@@ -162,7 +162,7 @@ class Worker:
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
-        self._raised = [0 for _ in domains]  # by poll() of each NIC
+        self._raised = [(0, 0) for _ in domains]  # by poll() of each NIC: times, step of the last
         self._gone: set[int] = set()  # NICs that were given up; their completions are ignored
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
@@ -268,10 +268,13 @@ class Worker:
         """
         if index in self._gone:
             return False
-        self._raised[index] += 1
-        if may_pass(error) and self._raised[index] < _SHORT_MAX:
+        times, step = self._raised[index]
+        went_well = self.group.alive[index] and step < self.steps - 1  # since the last time
+        times = 1 if went_well else times + 1
+        self._raised[index] = times, self.steps
+        if may_pass(error) and times < _SHORT_MAX:
             return True
-        if self.group.give_up(index, error) and self._raised[index] >= _RAISES_MAX:
+        if self.group.give_up(index, error) and times >= _RAISES_MAX:
             self._lose(index)
         return True
 
@@ -717,7 +720,7 @@ class Worker:
                 domain.close()
                 while n := domain.poll(self._out):
                     self._take_rows(index, self._known(index, n))
-                if self._raised[index] or index in self.group.raised:
+                if self._raised[index][0] or index in self.group.raised:
                     self._end_rest(index)
             except (OSError, MemoryError) as error:
                 self.group.give_up(index, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ def test_a_nic_whose_poll_raises_is_polled_again_if_that_may_pass(
             if self is nic and left:
                 left.pop()
                 raise error or MemoryError("scarce")
-            return int(poll(nic if self is nic else self, out))
+            return int(poll(self, out))
 
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
         monkeypatch.setattr(type(nic), "poll", short)
@@ -68,6 +69,25 @@ def test_a_nic_whose_poll_raises_is_polled_again_if_that_may_pass(
             with pytest.raises(FabricError, match="no NIC .*'scarce'.*; open it anew"):
                 p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 3).wait(WAIT_S)
         p.b.expect_imm_count(2, ends.count("done")).wait(WAIT_S)
+
+
+def test_a_nic_that_raises_now_and_then_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time counted for ever: after days a NIC would be given up for what had always passed."""
+    with pair(1, 1) as p:
+        nic, polls = p.a._domains[0], itertools.count()
+        healthy = type(nic).poll
+
+        def scarce(self: object, out: object) -> int:
+            if self is nic and next(polls) % 2:
+                raise MemoryError("scarce")
+            return healthy(self, out)
+
+        monkeypatch.setattr("tep.engine.worker._SHORT_MAX", 4)
+        monkeypatch.setattr(type(nic), "poll", scarce)
+        for _ in range(20):
+            p.settle(last := p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1))
+            assert last.ok, last.error
+        assert next(polls) > 20
 
 
 SCARCE = [OSError(errno.EMFILE, "scarce"), OSError(errno.EINTR, "scarce"), MemoryError("scarce")]
