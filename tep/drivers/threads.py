@@ -590,12 +590,20 @@ class ThreadDriver:
 
 
 def _leave(ref: weakref.ref[ThreadDriver]) -> None:
-    """Stop a worker at the end of the process, before the objects that it uses are gone."""
-    driver = ref()
-    if driver is not None and driver._thread is not None and thread_id() not in _WORKERS:
+    """Stop every worker at the end of the process, before the objects that it uses are gone.
+
+    All at the first call: a worker that still ran would tell that the next engine's NICs are lost.
+    """
+    mine = ref()
+    if mine is None or thread_id() in _WORKERS:
+        return
+    drivers = {mine, *_WORKERS.values()}
+    for driver in drivers:
         driver._closing = driver._left = True
         driver._ring()
-        driver._thread.join(_EXIT_S)
+    for driver in drivers:
+        if driver._thread is not None:
+            driver._thread.join(_EXIT_S)
 
 
 os.register_at_fork(after_in_child=_WORKERS.clear)

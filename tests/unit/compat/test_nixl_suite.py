@@ -307,8 +307,8 @@ def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
             asyncio.run(asyncio.wait_for(a.wait_async(handle), 0.01))
     assert "DONE" == asyncio.run(a.wait_async(handle))
     b.close()
-    a.transfer(handle)
     with pytest.raises((bindings.nixlRemoteDisconnectError, bindings.nixlBackendError)):
+        a.transfer(handle)  # raises itself where the loss is known by now
         a.wait(handle, WAIT_S)
 
 
