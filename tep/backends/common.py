@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 import socket
 import time
@@ -186,41 +187,46 @@ class ReceivePool:
     """The user's receive buffers, in rotation, where the NIC does not write them by itself."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._messages: dict[int, tuple[bytearray, bytes]] = {}  # by slot, with their senders
+        self._buffers: list[memoryview] = []
+        self._messages: dict[int, tuple[int, bytes]] = {}  # by slot: length and sender
         self._free: deque[int] = deque()
         self._longest = 0
 
     def add(self, nbytes: int, count: int) -> None:
-        """Add buffers; each has memory while it holds a message: a thousand simulated NICs would
-        need gigabytes.
+        """Add buffers.
+
+        All of their memory is set aside now, so that no message is lost for want of it; what no
+        message has used is not touched: a thousand simulated NICs would need gigabytes.
         """
-        first = len(self._sizes)
-        self._sizes.extend([nbytes] * count)
+        first, private = len(self._buffers), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            memory = memoryview(mmap.mmap(-1, nbytes * count, flags=private))
+        except OSError as error:
+            raise MemoryError(f"{count} receive buffers of {nbytes} bytes: {error}") from error
+        self._buffers.extend(memory[k * nbytes : (k + 1) * nbytes] for k in range(count))
         self._free.extend(range(first, first + count))
         self._longest = max(self._longest, nbytes)
 
     def never_fits(self, nbytes: int) -> bool:
         """Whether a message is longer than every buffer that there is."""
-        return bool(self._sizes) and nbytes > self._longest
+        return bool(self._buffers) and nbytes > self._longest
 
-    def take(self, nbytes: int, sender: bytes) -> tuple[int, bytearray] | None:
+    def take(self, nbytes: int, sender: bytes) -> tuple[int, memoryview] | None:
         """A free buffer for a message of this length, and its slot; None = there is none now.
 
         `sender` is the address of the NIC that it comes from.
         """
-        sizes = self._sizes
-        slot = next((slot for slot in self._free if sizes[slot] >= nbytes), None)
+        buffers = self._buffers
+        slot = next((slot for slot in self._free if len(buffers[slot]) >= nbytes), None)
         if slot is None:
             return None
-        self._free.remove(slot)
-        buffer = bytearray(nbytes)
-        self._messages[slot] = buffer, sender
-        return slot, buffer
+        self._messages[slot] = nbytes, sender
+        self._free.remove(slot)  # last: for want of memory the line above may raise
+        return slot, buffers[slot]
 
     def view(self, slot: int) -> memoryview:
         """The message in a buffer."""
-        return memoryview(self._messages[slot][0]).toreadonly()
+        return self._buffers[slot][: self._messages[slot][0]].toreadonly()
 
     def sender(self, slot: int) -> bytes:
         """The address of the NIC that sent the message in a buffer."""

@@ -89,8 +89,8 @@ class Queue:
         full: whether there may be more to read, or there is something in `frames` or `errors`.
         behind: something was read, and not sorted yet, for want of memory.
 
-    A MemoryError loses nothing: what was read, and not sorted, is sorted one by one by the next
-    read(), which takes next to no memory.
+    Where memory is short for the arrays of a burst, nothing is lost: what was read, and not sorted,
+    is sorted one by one by the next read(), which takes next to no memory.
     """
 
     behind = False
@@ -266,15 +266,19 @@ class Queue:
             filled = self._take_imms(self._data[:n][remote], out, filled)
         others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
         rest: list[tuple[int, int]] = []
+        landed = None
         if others.any():
             reads = others & ((flags & np.uint64(fi.FI_READ)) != 0)
             if reads.any():
-                self.landed_many(self._contexts[:n][reads])
+                landed = self._contexts[:n][reads]
                 local &= ~reads
                 others &= ~reads
             rest += [(entry[0], entry[2]) for entry in self._entries[:n][others].tolist()]
             local &= ~others
         contexts = self._contexts[:n][local]
+        # Nothing above cannot be done again, should memory be short for the arrays of a burst.
+        if landed is not None:
+            self.landed_many(landed)
         if len(contexts):
             for ctx, rows in self._slots.give_back_many(contexts).items():
                 out[filled] = (_WRITE, _OK, rows, 0, 0, ctx, 0)

@@ -286,8 +286,10 @@ class LocalDomain:
                     except MemoryError:  # nothing was taken: it stays ready
                         continue
                 if lane.mhead != lane.mtail:
-                    at = self._take_messages(inbound, out, at)
+                    at, is_short = self._take_messages(inbound, out, at)
                     n = _HALF
+                    if is_short:  # of memory: it stays ready
+                        continue
                 if n >= _HALF and at != before and lane.wanted():
                     _ring(inbound.bell)
                 if at == room and (lane.head != lane.tail or lane.mhead != lane.mtail):
@@ -303,16 +305,24 @@ class LocalDomain:
         rows["imm"], rows["count"] = lane.take_events(n)
         return at + n
 
-    def _take_messages(self, inbound: Inbound, out: Completions, at: int) -> int:
+    def _take_messages(self, inbound: Inbound, out: Completions, at: int) -> tuple[int, bool]:
+        """Take messages, as far as they go; say too whether memory was short for the next one."""
         lane = inbound.lane
         assert lane is not None
         room = len(out)
         while at < room and (nbytes := self._next_message(inbound, lane)) is not None:
-            found = self._pool.take(nbytes, inbound.sender)
+            try:
+                found = self._pool.take(nbytes, inbound.sender)
+            except MemoryError:
+                return at, True
             if found is not None:
                 slot, buffer = found
-                lane.take_message(nbytes, buffer, _OK)
                 put_completion(out, at * COMPLETION_BYTES, _RECV, _OK, 1, 0, 0, slot, nbytes)
+                try:
+                    lane.take_message(nbytes, buffer, _OK)
+                except MemoryError:
+                    self._pool.give_back(slot)
+                    return at, True
                 at += 1
             elif self._pool.never_fits(nbytes):
                 lane.take_message(nbytes, None, int(Status.LENGTH))
@@ -322,7 +332,7 @@ class LocalDomain:
                 if not inbound.gone:
                     self.port.starved[inbound] = None
                 break
-        return at
+        return at, False
 
     def _next_message(self, inbound: Inbound, lane: LaneReader) -> int | None:
         nbytes = lane.next_message()

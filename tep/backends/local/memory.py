@@ -469,7 +469,7 @@ class LaneReader:
             return NONSENSE
         return nbytes
 
-    def take_message(self, nbytes: int, into: bytearray | None, status: int) -> None:
+    def take_message(self, nbytes: int, into: memoryview | None, status: int) -> None:
         """Copy the next message out, or drop it, and acknowledge it with a status."""
         at = _MESSAGE0 + self.mhead % _MESSAGES + 8
         if into is not None:
