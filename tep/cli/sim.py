@@ -261,20 +261,15 @@ def sweep_(
     """Call a function at every point of a grid; medians over the seeds, and intervals."""
     from tep.sim.sweeps import sweep
 
-    with progress("runs", 1, quiet=json) as bar:
-
-        def done(count: int, total: int) -> None:
-            bar.update(bar.task_ids[0], completed=count, total=total)
-
-        table = sweep(
-            Named(function),
-            _grid(grid),
-            seeds=seeds,
-            guessed=guessed,
-            processes=processes,
-            path=resume,
-            done=done,
-        )
+    table = sweep(
+        Named(function),
+        _grid(grid),
+        seeds=seeds,
+        guessed=guessed,
+        processes=processes,
+        path=resume,
+        done=(lambda *_: None) if json else None,
+    )
     if out is not None:
         table.write(out)
     if json:
@@ -285,6 +280,9 @@ def sweep_(
             for row in table.rows
         ]
         print_table(function, list(rows[0]), rows)
+    if table.missing:
+        typer.echo(f"{table.missing} runs are missing: interrupted", err=True)
+        raise typer.Exit(130)
 
 
 def _grid(words: list[str]) -> dict[str, list[object]]:

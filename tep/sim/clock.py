@@ -143,12 +143,12 @@ class FabricEnv(simpy.Environment):
         return int(self._queue[0][0]) if self._queue else FOREVER_PS
 
     def skip_to(self, t_ps: int) -> None:
-        """Set the clock forward; nothing may be left to do before that time."""
+        """Set the clock forward, never back."""
         self._now = max(self._now, t_ps)
 
     # ---- turning
 
-    def revive(self) -> bool:
+    def _revive(self) -> bool:
         """Give every daemon one last look; True if that brought events that are none."""
         for _ in range(self._daemons):
             if len(self._queue) > self._daemons:
@@ -183,7 +183,7 @@ class FabricEnv(simpy.Environment):
                 return Turned.DEADLINE
             if len(queue) > self._daemons:
                 step()
-            elif not self.revive():
+            elif not self._revive():
                 return Turned.SETTLED if settled() else Turned.EMPTY
         return Turned.SETTLED
 
@@ -193,7 +193,7 @@ class FabricEnv(simpy.Environment):
         Raises:
             EmptySchedule: none is left but daemons' looks.
         """
-        if len(self._queue) <= self._daemons and not self.revive():
+        if len(self._queue) <= self._daemons and not self._revive():
             raise EmptySchedule
         super().step()
 

@@ -58,7 +58,7 @@ class SimNode:
         self.name = name
         self.epoch = epoch
         self.busy_until_ps = 0
-        self.on_drift: Callable[[int, int], object] = _takes_none
+        self.on_drift: Callable[[int, int], object] = _no_drift
 
     __reduce__ = in_one_process
 
@@ -113,9 +113,8 @@ def nobody() -> None:
     """Wake nobody: there is no owner yet, or none any more."""
 
 
-def _takes_none(_first: int, _second: int) -> bool:
-    """Take nothing: there is no driver yet."""
-    return False
+def _no_drift(_speed: int, _ahead_ps: int) -> None:
+    """Let no clock drift: there is no driver yet."""
 
 
 class _Machine(Machine, Protocol):

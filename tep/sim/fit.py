@@ -154,8 +154,8 @@ def fit(
     for k, name in enumerate(fields):
         number = _number(name, getattr(found, name), said)
         if k not in seen:
-            said = f"not seen in {source}"
-            number = msgspec.structs.replace(number, source=said, confidence="guessed")
+            guess = f"not seen in {source}"
+            number = msgspec.structs.replace(number, source=guess, confidence="guessed")
         numbers[name] = number
     profile = dataclasses.replace(found, numbers=numbers)
     return Fit(

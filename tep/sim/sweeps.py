@@ -120,6 +120,7 @@ def sweep(
     plans = [[_Run(p, s) for s in range(seeds)] + list(_doubted(p, guessed)) for p in points]
     if not points:
         raise UsageError(f"sweep: no point: {dict(grid)}")
+    several = any(len(plan) > 1 for plan in plans)
     runs = [run for plan in plans for run in plan]
     found = _read(path)
     missing = [run for run in runs if run.key not in found]
@@ -140,7 +141,7 @@ def sweep(
             if not plans:
                 raise
     left = sum(run.key not in found for run in runs)
-    return Table(tuple(_row(plan, found) for plan in plans), left)
+    return Table(tuple(_row(plan, found, several=several) for plan in plans), left)
 
 
 def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
@@ -202,14 +203,14 @@ def _values(function: Callable[..., float | Values], run: _Run) -> dict[str, flo
     return dict(found) if isinstance(found, Mapping) else {"value": found}
 
 
-def _row(plan: Sequence[_Run], found: Mapping[str, Values]) -> dict[str, Any]:
+def _row(plan: Sequence[_Run], found: Mapping[str, Values], *, several: bool) -> dict[str, Any]:
+    """Return the row of a point; all have an interval where `several` runs make up some of them."""
     all_values = [found[run.key] for run in plan]
     seeded = [found[run.key] for run in plan if not run.doubt]
     row: dict[str, Any] = dict(plan[0].point)
     for name in all_values[0]:
         row[name] = median(values[name] for values in seeded)
-        if len(plan) == 1:
-            continue
-        row[f"{name} low"] = min(values[name] for values in all_values)
-        row[f"{name} high"] = max(values[name] for values in all_values)
-    return row | ({"runs": len(plan)} if len(plan) > 1 else {})
+        if several:
+            row[f"{name} low"] = min(values[name] for values in all_values)
+            row[f"{name} high"] = max(values[name] for values in all_values)
+    return row | ({"runs": len(plan)} if several else {})

@@ -132,6 +132,7 @@ class Trial(Cluster):
                 return await main
         except TimeoutError as late:
             if not limit.expired():
+                self._look()
                 raise
             text = f"it has not ended {self._limit_s:.3f} simulated seconds after its start"
             raise Violation(f"{text}.\n{self.env.stall_report()}") from late

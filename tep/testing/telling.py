@@ -4,8 +4,9 @@ where the protocol's code stood. Nothing is run here but the finding once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from tep.backends.base import Status
@@ -17,7 +18,7 @@ from tep.testing.case import Violation
 
 __all__ = ["story"]
 
-_ROWS_MAX: Final = 10
+_ROWS_MAX: Final = 9
 _PIECES_MAX: Final = 3
 _EACH_MAX: Final = 4  # lines of each of the other parts
 
@@ -91,7 +92,7 @@ def story(finding: Violation) -> str:
         lines += [f"drawn: {text}" for text in describe(kept, nodes)[:_EACH_MAX]]
     lines += [f"fault at {text}" for text in faults[:_EACH_MAX]]
     lines += [row.told() for row in _that_matter(rows)]
-    lines += [f"out of order: {text}" for text in _overtakes(rows)[:_EACH_MAX]]
+    lines += [f"out of order: {text}" for text in islice(_overtakes(rows), _EACH_MAX)]
     lines += stood[:_EACH_MAX]
     return "\n".join([*lines, *what.splitlines()[:_EACH_MAX]])
 
@@ -126,25 +127,24 @@ def _that_matter(rows: Sequence[_Row]) -> list[_Row]:
     return sorted(ranked[:_ROWS_MAX], key=lambda row: row.post.row)
 
 
-def _overtakes(rows: Sequence[_Row]) -> list[str]:
+def _overtakes(rows: Sequence[_Row]) -> Iterator[str]:
     """Find what landed before something that was posted earlier, between the same two nodes."""
-    found = []
     written = [row for row in rows if row.post.what == "post" and row.post.nbytes]
     for at, later in enumerate(written):
+        if not later.pieces or not later.landed:
+            continue
+        when = f"row {later.post.row} is there at {_us(later.pieces[-1][0])}"
         for earlier in written[:at]:
-            same = earlier.post.node, earlier.post.peer
-            if same != (later.post.node, later.post.peer) or not later.landed or not later.pieces:
+            if (earlier.post.node, earlier.post.peer) != (later.post.node, later.post.peer):
                 continue
             if earlier.end is not None and earlier.end.what == "fail":
                 continue
-            when = f"row {later.post.row} is there at {_us(later.pieces[-1][0])}"
             if not earlier.landed:
-                found.append(f"{when}, and row {earlier.post.row}, posted before it, is not")
+                yield f"{when}, and row {earlier.post.row}, posted before it, is not"
             elif earlier.pieces and earlier.pieces[-1][0] > later.pieces[-1][0]:
                 there = _us(earlier.pieces[-1][0])
-                found.append(f"{when}, row {earlier.post.row}, posted before it, at {there}")
+                yield f"{when}, row {earlier.post.row}, posted before it, at {there}"
     for row in written:
         starts = [start for _, start, _ in row.pieces]
         if starts != sorted(starts):
-            found.append(f"the bytes of row {row.post.row} do not land from the first to the last")
-    return found
+            yield f"the bytes of row {row.post.row} do not land from the first to the last"

@@ -108,6 +108,9 @@ def test_numbers_without_points_are_guesses_and_said_to_be() -> None:
     assert {"fill_bytes", "ack_ps"} == set(found.kept)
     assert "fitted" == found.profile.numbers["wire_bps"].confidence
     assert found.profile.fill_bytes != load_profile("cx7_400").fill_bytes
+    for name in fitted_fields(found.profile):
+        is_guess = found.profile.numbers[name].source == "not seen in measured points"
+        assert is_guess == (name in found.kept), name
 
 
 def test_a_written_profile_is_read_back_as_it_was(tmp_path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from tep.base.errors import UsageError
@@ -35,6 +36,19 @@ def test_every_point_is_a_row_with_its_interval() -> None:
     assert [(2, "a"), (2, "b"), (3, "a"), (3, "b")] == [(r["size"], r["name"]) for r in table.rows]
     first = {"size": 2, "name": "a", "area": 5, "area low": 4, "area high": 6}
     assert first | {"ends": 1.0, "ends low": 1.0, "ends high": 1.0, "runs": 3} == table.rows[0]
+
+
+def test_a_machine_without_guesses_has_the_columns_of_the_others(tmp_path: Path) -> None:
+    """A table that has other columns in some rows could neither be printed nor written."""
+    usual = load_profile("efa_2x200")
+    known = {name: structs.replace(one, confidence="quoted") for name, one in usual.numbers.items()}
+    table = sweep(
+        latency, {"profile": [usual, replace(usual, numbers=known)]}, guessed=2, processes=1
+    )
+    table.write(tmp_path / "x.csv")
+
+    assert ["value", "value low", "value high", "runs"] == list(table.rows[1])[1:]
+    assert 1 == table.rows[1]["runs"] < table.rows[0]["runs"]
 
 
 def test_two_machines_of_one_name_are_two_rows() -> None:

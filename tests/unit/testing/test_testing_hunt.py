@@ -245,6 +245,20 @@ def test_a_story_says_where_the_code_stood() -> None:
     assert re.search(r"waits in line \d+ of reader: await b.expect_imm_count\(9, 3\)", told)
 
 
+def test_a_story_says_where_the_code_stood_when_its_own_patience_ended() -> None:
+    """A protocol with timeouts of its own hangs as well: without the line nobody knows where."""
+
+    async def impatient(cluster: Cluster) -> None:
+        reader = asyncio.ensure_future(two_tasks(cluster))
+        async with asyncio.timeout(1e-4):
+            await asyncio.shield(reader)
+
+    with pytest.raises(Violation) as hangs:
+        run(impatient, Case(nics=(1, 1)))
+
+    assert re.search(r"waits in line \d+ of reader", story(hangs.value))
+
+
 def test_a_hunt_says_what_was_tried() -> None:
     """A clean hunt that met no fault says little; its words say how much."""
     tried = hunt(one_write, runs=20, faults="nics")
