@@ -6,7 +6,7 @@ its count of immediates shows the receiver that the file is there; the SHA-256 i
 
 from __future__ import annotations
 
-import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -101,9 +101,16 @@ Published: arXiv 2510.27656, Table 2: a long run of pages; this file is a short 
 """
 
 
+def _largest_library_file() -> Path:
+    """Find the largest file of the running Python's own library, packages not counted."""
+    found = Path(sysconfig.get_path("stdlib")).rglob("*")
+    own = (path for path in found if path.is_file() and "site-packages" not in path.parts)
+    return max(own, key=lambda path: path.stat().st_size)
+
+
 def demo(
     file: Annotated[
-        Path | None, typer.Option("--file", help="What to move; default: the Python interpreter.")
+        Path | None, typer.Option("--file", help="What to move; default: Python's largest file.")
     ] = None,
     page_bytes: Annotated[
         int, typer.Option("--page-bytes", min=1, help="Length of a page.")
@@ -114,7 +121,7 @@ def demo(
     """Move a real file from one process to another over the real libfabric, then over the loopback,
     the chaos fabric and the timing fabric, and check every byte.
     """
-    path = file or Path(sys.executable).resolve()
+    path = file or _largest_library_file()
     data = read_file(path)
     whole = File(len(data), page_bytes, seed)
     ways: list[Callable[[], Moved | LeftOut]] = [

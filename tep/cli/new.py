@@ -38,9 +38,12 @@ def protocol(
         if path.exists():
             raise UsageError(f"{path} is there already, and is left as it is; name another folder")
     for name, path in paths.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = files("tep.cli").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"tep new: {error}; name another folder") from error
     if json:
         emit_json({"files": [str(path) for path in paths.values()]})
         return

@@ -48,8 +48,9 @@ class Shown:
         return f"<table>{''.join(lines)}</table>{more}"
 
     def __str__(self) -> str:
-        rows = [[_text(value) for value in row.values()] for row in self.table()]
-        rows[:0] = [list(row) for row in self.table()[:1]]
+        found = self.table()
+        rows = [list(row) for row in found[:1]]
+        rows += [[_text(value) for value in row.values()] for row in found]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)

@@ -217,8 +217,10 @@ class Trace(Shown):
         "gap" is the longest time between two batches. pandas.DataFrame(trace.spans) has each span.
         """
         found = []
-        for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
-            mine = [span for span in self.of("batch", engine) if span.track == track]
+        tracks: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in self.of("batch"):
+            tracks[span.engine, span.track].append(span)
+        for (engine, track), mine in sorted(tracks.items()):
             row: dict[str, Any] = {"engine": engine, "NIC": track, "batches": len(mine)}
             row |= {name: sum(span.args[name] for span in mine) for name in ("rows", "bytes")}
             busy_s, gap_s = _busy_and_gap(mine)

@@ -146,29 +146,31 @@ class Batches:
 class Agenda:
     """Row numbers by time, added in bunches and taken in order; ties in order of number."""
 
-    __slots__ = ("_at", "_more", "_numbers", "_times", "first_ps")
+    __slots__ = ("_at", "_more", "_nmore", "_numbers", "_times", "first_ps")
 
     def __init__(self) -> None:
         self._times = _NONE
         self._numbers = _NONE
         self._at = 0
         self._more: list[tuple[Ints, Ints]] = []
+        self._nmore = 0  # rows of these
         self.first_ps = NEVER_PS
         """The time of the first; NEVER_PS if there is none."""
 
     def __len__(self) -> int:
-        return len(self._times) - self._at + sum(len(times) for times, _ in self._more)
+        return len(self._times) - self._at + self._nmore
 
     def add(self, times: Ints, numbers: Ints) -> None:
         """Add rows, in any order; at least one."""
         self._more.append((times, numbers))
+        self._nmore += len(times)
         self.first_ps = min(self.first_ps, int(times.min()))
 
     def _merge(self) -> None:
         if not self._more:
             return
         bunches = [(self._times[self._at :], self._numbers[self._at :]), *self._more]
-        self._more = []
+        self._more, self._nmore = [], 0
         if len(bunches) == 2 and not len(bunches[0][0]) and len(bunches[1][0]) == 1:
             (self._times, self._numbers), self._at = bunches[1], 0  # as most rows of scatters
             return

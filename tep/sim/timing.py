@@ -47,8 +47,8 @@ from tep.sim.wakes import Fabric, Nic, Node, address_of
 __all__ = ["Node", "TimingFabric"]
 
 _WIRE: Final = np.uint8(Hold.WIRE)
-_WINDOW: Final = 1024
-"""The most quanta of one NIC that are settled in one pass. No result depends on it."""
+_WINDOW_MIN: Final = 64
+"""Quanta of one NIC that are looked at in one pass, at the least. No result depends on it."""
 
 
 class _Rows(NamedTuple):
@@ -108,6 +108,7 @@ class TimingFabric(Fabric):
         self.marks = Marks(self.profile, self.pairs) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
         self._due_ps = NEVER_PS
+        self._window = _WINDOW_MIN
         ways = None if self.pairs is None else self.pairs.latency_ps
         self.paths = Paths(machines.network, self._shortest_ps, self._receiving, ways)
 
@@ -241,16 +242,16 @@ class TimingFabric(Fabric):
 
         A pass looks at every quantum that leaves before its limit, and then keeps those that leave
         before the first wake. Without a window a write of n rows would look at all its quanta n
-        times.
+        times. The window follows what the last pass kept.
         """
         limit_ps = NEVER_PS
         if self.marks is not None:
             return self._notice_ps(nics)
         for nic in nics:
             queue, at = nic.queue, nic.queue.at
-            if len(queue) > _WINDOW:
+            if len(queue) > self._window:
                 first_ps = int(queue.starts[at])
-                limit_ps = min(limit_ps, max(int(queue.starts[at + _WINDOW]), first_ps + 1))
+                limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
         return limit_ps
 
     def _notice_ps(self, nics: list[Nic]) -> int:
@@ -297,6 +298,8 @@ class TimingFabric(Fabric):
             quanta = passing.flights[:, [SOURCE, TARGET, NBYTES]]
             self._notify(self.marks, quanta, paths.waited(passing), passing.done)
         self.free = passing.receivers
+        kept = [stop - nic.queue.at for nic, stop in taken]
+        self._window = max(_WINDOW_MIN, 2 * max(kept, default=0))
         for nic, stop in taken:
             nic.queue.at = stop
         if len(numbers):

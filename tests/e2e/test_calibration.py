@@ -4,7 +4,7 @@ the sizes, from seed to seed, and what it costs.
 
 from __future__ import annotations
 
-import time
+import cProfile
 
 import numpy as np
 import pytest
@@ -83,15 +83,16 @@ def test_kvcache_layer_is_faster_here_than_published() -> None:
 
 @pytest.mark.parametrize("name", ["cx7_400", "efa_2x200"])
 def test_a_paged_write_costs_no_event_a_page(name) -> None:
-    """16,384 pages within 10 ms of CPU is the target; turns of the engines are its measure here."""
+    """16,384 pages within 10 ms of CPU is the target; its measure here are turns of the engines
+    and calls of Python.
+    """
     cluster, mr, desc = pair(name, PAGES * 65_536)
     with cluster:
         a, b = cluster.engines
-        begin = time.thread_time()
         pages = tep.Pages(np.arange(PAGES))
-        a.submit_paged_writes(65_536, (mr, pages), (desc, pages), imm=1).wait()
-        b.expect_imm_count(1, PAGES).wait()
-        spent = time.thread_time() - begin
+        with cProfile.Profile() as profile:
+            a.submit_paged_writes(65_536, (mr, pages), (desc, pages), imm=1).wait()
+            b.expect_imm_count(1, PAGES).wait()
 
         assert a.stats().steps + b.stats().steps < 1000
-        assert spent < 0.2  # the machine may be slow, but not by a factor of twenty
+        assert sum(entry.callcount for entry in profile.getstats()) < 10 * PAGES

@@ -20,6 +20,7 @@ MISTAKES = {
     "rl plan --watermark-gib -1": ("--watermark-gib",),
     "rl plan --output /no/where/table": ("--output", "there is no folder /no/where", "make it"),
     "rl run --weights nofile --model kimi-k2": ("--weights", "'nofile' does not exist"),
+    "new protocol /proc/no": ("tep new", "/proc/no", "name another folder"),
     "sim --seed 7": ("--protocol FILE.py:NAME", "python -m tests.world SEED"),
     "sim --protocol x.py:y --nics banana": ("--nics", "'banana'", "LEAST-MOST"),
     "sim --protocol x.py:y --nics 4-1": ("--nics", "'4-1'", "LEAST-MOST"),

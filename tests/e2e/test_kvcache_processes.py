@@ -240,3 +240,11 @@ def test_what_is_generated_depends_on_the_order_of_the_pages() -> None:
     view[..., :16, :] = np.roll(view[..., :16, :], 8, axis=-2)
 
     assert model.alone(ids, 16) != model.generate(state, 64, 16, cache)
+
+
+def test_seeds_of_any_size_are_other_models() -> None:
+    """A seed that is a date or a hash ended in an OverflowError, deep inside the first layer."""
+    (ids,) = prompts([64])
+    seeds = (0, 1, 1 << 16, 20261128)
+
+    assert len(seeds) == len({tuple(ToyModel(seed=seed).alone(ids, 16)) for seed in seeds})

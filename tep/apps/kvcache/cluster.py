@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import sys
 import tempfile
@@ -157,15 +158,20 @@ class _Member:
         return PrefillerCard(self.name, tuple(one.main_address for one in engines))
 
     async def generate(
-        self, name: str, input_ids: tuple[int, ...], max_tokens: int, prefiller: PrefillerCard
+        self,
+        number: int,
+        name: str,
+        input_ids: tuple[int, ...],
+        max_tokens: int,
+        prefiller: PrefillerCard,
     ) -> Completion:
-        """See a prompt through."""
+        """See a prompt through; `number` is the launcher's own for it."""
         launcher = self.launcher
         if self._decoder is None or launcher is None:
             raise UsageError(f"{self.role} {self.name} decodes nothing")
         ids = np.array(input_ids, np.int32)
         request = Request(name, len(ids), ids, max_tokens)
-        cached = partial(launcher.tell, "cached", name)
+        cached = partial(launcher.tell, "cached", number)
         return await self._decoder.generate(request, prefiller, cached)
 
     async def fenced(self, prefiller: str, epoch: int) -> None:
@@ -200,26 +206,28 @@ class _Child:
         self.caller = caller
         self.card: PrefillerCard | None = None
         self.over: asyncio.Task[str]
-        self._cached: dict[str, Callable[[], object]] = {}
+        self._cached: dict[int, Callable[[], object]] = {}
+        self._numbers = itertools.count()  # of requests: names may come again
         caller.worker = self
 
     async def generate(
         self, request: Request, prefiller: PrefillerCard, cached: Callable[[], object]
     ) -> Completion:
         assert request.input_ids is not None, "processes compute for real"
-        asked = (request.name, request.input_ids.tolist(), request.max_tokens, prefiller)
-        self._cached[request.name] = cached
+        number = next(self._numbers)
+        asked = (number, request.name, request.input_ids.tolist(), request.max_tokens, prefiller)
+        self._cached[number] = cached
         try:
             return await self.caller.call(Completion, "generate", *asked)
         except FabricError as error:
             gone = error.code == "PEER_GONE"
             return Completion(request.name, None, await self.over if gone else str(error))
         finally:
-            del self._cached[request.name]
+            del self._cached[number]
 
-    async def cached(self, request: str) -> None:
+    async def cached(self, number: int) -> None:
         """The member has the cache of a request, and decodes now."""
-        self._cached.get(request, int)()
+        self._cached.get(number, int)()
 
     def fenced(self, prefiller: str, epoch: int) -> None:
         self.caller.tell("fenced", prefiller, epoch)

@@ -177,6 +177,8 @@ class Decoder(Instance):
         """Return a complete attempt, its pages held; or clean up behind the scenes and raise."""
         attempt = self._order(request, card, *await self._room(request, card, keys))
         try:
+            self._send(card.addr, attempt.order, attempt.order.serial)
+            self._watch(card.addr)
             await asyncio.wait((attempt.ended,))
         except BaseException:
             if attempt.ended.done() and not attempt.ended.result():  # it was complete just now
@@ -241,7 +243,7 @@ class Decoder(Instance):
         held: PageIndices,
         fresh: PageIndices,
     ) -> _Attempt:
-        """Expect the pages on every rank, the tail on the first, and order them."""
+        """Expect the pages on every rank, the tail on the first, and make out the order."""
         for other in tuple(self._open.values()):
             if other.card.name == card.name and other.card.epoch < card.epoch:
                 self.fenced(card.name, other.card.epoch)  # a later incarnation runs
@@ -263,8 +265,6 @@ class Decoder(Instance):
         self._open[order.serial] = attempt
         for load in loads:
             load.on_change(lambda: self._call(self._look, attempt))
-        self._send(card.addr, order, order.serial)
-        self._watch(card.addr)
         return attempt
 
     async def _decode(

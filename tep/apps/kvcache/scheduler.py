@@ -66,7 +66,7 @@ class _Place(Generic[T]):
     Attributes:
         name, what: of it.
         load: a prefiller's tokens to compute, or a decoder's requests.
-        blamed_s: when a try with it failed last.
+        blamed_s: of a prefiller, when a try with it failed last though the decoder was there.
     """
 
     name: str
@@ -172,7 +172,8 @@ class Scheduler:
             if done.ok:
                 attempts = 1 + len(reasons)
                 return replace(done, attempts=attempts, ttft_s=waited_s + done.ttft_s)
-            prefiller.blamed_s = loop.time()
+            if decoder.name in self._decoders:
+                prefiller.blamed_s = loop.time()
             tried |= {decoder.name, prefiller.name}
             reasons.append(f"{prefiller.name} for {decoder.name}: {done.reason}")
         return Completion(request.name, None, "; ".join(reasons), attempts=len(reasons))

@@ -95,7 +95,8 @@ class ToyModel:
             u32[2, heads, head_dim]: state of the last token, each time that a layer is in `cache`.
         """
         lanes = np.arange(2 * self.heads * self.head_dim).reshape(2, self.heads, self.head_dim)
-        salt = lanes.astype(np.uint32) + np.uint32(self.seed << 16)
+        seed = _mix(np.full(1, self.seed & 0xFFFFFFFF, np.uint32))
+        salt = lanes.astype(np.uint32) + seed
         state = _mix(_by_token(tokens) * np.uint32(0x9E3779B1) + salt)
         stop = start + len(tokens)
         for layer in range(self.layers):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tep
-from tep import MrDesc, UsageError
+from tep import BadDescriptor, MrDesc, UsageError
 from tep.apps.moe.config import (
     NOWHERE,
     Arrivals,
@@ -124,6 +124,8 @@ def unpack_hellos(config: MoeConfig, rank: int, hellos: Sequence[bytes]) -> list
     """
     mark = _MARK.pack(zlib.crc32(repr(config).encode()))
     for other, hello in enumerate(hellos):
+        if len(hello) < _MARK.size:
+            raise BadDescriptor(f"rank {other}: {hello!r} is no hello of an all-to-all")
         if hello[: _MARK.size] != mark:
             raise UsageError(f"rank {other} has another configuration than rank {rank}: {config}")
     return [MrDesc.from_bytes(hello[_MARK.size :]) for hello in hellos]

@@ -115,6 +115,7 @@ class TepWeightTransferEngine(
         self.shutdown()
         fabric = Fabric(init_info.backend, init_info.options, timeout_s=init_info.timeout_s)
         self._timeout_s = init_info.timeout_s
+        self._proven = not init_info.shards  # whole weights leave nothing unread
         self._member = Member(f"vllm-{uuid.uuid4().hex[:12]}", fabric)
         try:
             meeting = Meeting(init_info.host, init_info.port, init_info.token)

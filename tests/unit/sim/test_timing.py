@@ -64,7 +64,7 @@ def test_lands_when_the_slow_model_says(posts) -> None:
 @given(POSTS)
 def test_the_window_of_a_pass_changes_no_time(posts) -> None:
     """The number of quanta settled in one pass may change the speed only."""
-    with patch.object(timing, "_WINDOW", 2):
+    with patch.object(timing, "_WINDOW_MIN", 2):
         test_lands_when_the_slow_model_says.hypothesis.inner_test(posts)
 
 

@@ -139,8 +139,9 @@ class KvRequest:
                             async with asyncio.timeout(pause_s):
                                 await changed.wait()
         except TimeoutError:
-            reason = f"{self.request} is {self.state} after {timeout_s} s: {self.reason}"
-            raise WaitTimeout(reason) from None
+            if not self.finished:  # else it has ended in the same turn of the loop
+                reason = f"{self.request} is {self.state} after {timeout_s} s: {self.reason}"
+                raise WaitTimeout(reason) from None
         finally:
             self._wakes.discard(wake)
         return self
