@@ -321,7 +321,6 @@ BENCHES: Final[dict[str, Bench]] = {
         "rounds. A load is from vLLM's order until vLLM knows that all blocks are there, a first "
         "token from the request at the decoder. A ratio above 1 says that tep is better. The "
         "environment is made by `scripts/test --integrations vllm`.",
-        _beside,
     ),
     "sim": Bench(
         "The simulator's speed",

