@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tep.memory.source import Memory
 
 __all__ = [
-    "COMPLETION", "COMPLETION_BYTES", "SHORT", "Access", "Batch", "CallersTurn", "Column",
+    "COMPLETION", "COMPLETION_BYTES", "LATER", "SHORT", "Access", "Batch", "CallersTurn", "Column",
     "Completions", "ControlDomain", "Domain", "DomainCaps", "DomainKey", "Entry", "Kind", "Opened",
     "ReadBatch", "ReadDomain", "ReadRow", "Row", "Status", "WriteBatch", "first_completions",
     "hand_out", "new_completions", "put_completion", "take_completion",
@@ -165,6 +165,9 @@ SHORT: Final = frozenset(
     }
 )
 """Errors that may pass: a resource of this process or of the system is used up now (C23)."""
+
+LATER: Final = SHORT | {errno.EAGAIN}
+"""The same, and that there is no room at the other end now."""
 
 
 class Row(NamedTuple):

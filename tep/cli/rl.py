@@ -77,7 +77,7 @@ def plan(
         bool, typer.Option("--compare", help="The other ways to update, at their best.")
     ] = False,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Change one thing at a time, in a dozen updates.")
+        bool, typer.Option("--what-if", help="Change one thing at a time, an update each.")
     ] = False,
     output: Annotated[
         Path | None, OutFile("--output", help="Write the routing table here.")

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
-from tep.backends.base import SHORT, Domain, Status
+from tep.backends.base import LATER, Domain, Status
 from tep.base.api import EngineOptions
 from tep.base.errors import FabricError, TepError
 from tep.core.handles import Transfer
@@ -41,7 +41,7 @@ _NO_IMM: Final = frozenset(
 )
 """A row with one of these statuses has made no immediate (C11)."""
 
-_PASSING: Final = SHORT | {errno.EAGAIN, errno.EINTR}
+_PASSING: Final = LATER | {errno.EINTR}
 
 
 def may_pass(error: OSError | MemoryError) -> bool:

@@ -64,7 +64,6 @@ class Decoder(Instance):
 
     Args:
         prefix_pages: pages kept at the most for prompts that begin alike; 0 = none.
-        imms: the immediates to use.
 
     Attributes:
         prefixes: pages of past prompts, or None.
@@ -80,12 +79,11 @@ class Decoder(Instance):
         side: SideOptions,
         *,
         prefix_pages: int = 0,
-        imms: range = KVCACHE,
     ) -> None:
         super().__init__(name, engines, layout, model, side)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self._sides = self.receivers = [
-            KvReceiver(one, imms=imms, patience=side.patience) for one in self.memory.blocks
+            KvReceiver(one, imms=KVCACHE, patience=side.patience) for one in self.memory.blocks
         ]
         self._open: dict[int, _Attempt] = {}
         self._dead: dict[str, int] = {}  # prefillers, and the epochs that are certain to be dead

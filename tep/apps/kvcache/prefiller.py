@@ -51,7 +51,6 @@ class Prefiller(Instance):
 
     Args:
         chunk_tokens: tokens of one step of a chunked prefill.
-        turns: prompts computed at a time.
 
     Attributes:
         senders: one a rank.
@@ -66,7 +65,6 @@ class Prefiller(Instance):
         side: SideOptions,
         *,
         chunk_tokens: int,
-        turns: int = 1,
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
         super().__init__(name, engines, layout, model, side)
@@ -74,7 +72,7 @@ class Prefiller(Instance):
             KvSender(one, patience=side.patience) for one in self.memory.blocks
         ]
         self._chunk_tokens = chunk_tokens
-        self._turns = asyncio.Semaphore(turns)
+        self._computing = asyncio.Lock()  # one prompt at a time
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
         self._jobs: set[_Job] = set()
         self._leaving = False
@@ -169,7 +167,7 @@ class Prefiller(Instance):
         held = []
         job.computing = True
         try:
-            async with self._turns:
+            async with self._computing:
                 await self._healthy.wait()
                 for pool, n in (
                     (self.pool, self._layout.npages(job.order.ntokens)),

@@ -344,9 +344,7 @@ class FabricDomain:
                     self._ring(slots.unended)
                 now_s = time.monotonic()
                 if now_s >= self._next_look_s:
-                    first = (
-                        self._next_look_s == 0.0
-                    )  # since nothing was outstanding, long ago perhaps
+                    first = self._next_look_s == 0.0  # nothing was outstanding, perhaps for long
                     late = not first and self._next_look_s < now_s - _LATE_S
                     self._next_look_s = now_s + _LOOK_S
                     self._excused = late and not self._excused  # what they sent may wait to be read

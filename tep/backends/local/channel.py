@@ -45,7 +45,7 @@ from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
-from tep.backends.base import SHORT
+from tep.backends.base import LATER, SHORT
 from tep.backends.ffi.libc import Timer
 from tep.base.errors import BackendUnavailable, BadDescriptor
 
@@ -62,7 +62,6 @@ CONTROL_BYTES_MAX: Final = 2048
 _FDS_MAX: Final = 4
 _HEARD_MAX: Final = 1 << 16
 _EVENTS_MAX: Final = 32  # taken in one look; room for all that could be is 12 KB each time
-_LATER: Final = SHORT | {errno.EAGAIN}
 _EVENTFD: Final = "anon_inode:[eventfd]"
 _UCRED: Final = struct.Struct("=iII")  # struct ucred { pid_t pid; uid_t uid; gid_t gid; };
 
@@ -209,7 +208,7 @@ class Channel:
             try:
                 socket.send_fds(self._socket, [data], fds)
             except OSError as error:
-                if error.errno in _LATER:
+                if error.errno in LATER:
                     return
                 self.open = False
             self._waiting.popleft()
@@ -226,7 +225,7 @@ class Channel:
                     self._socket, _BYTES_MAX, _FDS_MAX, socket.MSG_CMSG_CLOEXEC
                 )
             except OSError as error:
-                if error.errno in _LATER:
+                if error.errno in LATER:
                     break
                 data, fds, flags = b"", [], 0
             if flags & socket.MSG_CTRUNC:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from tep.backends.base import SHORT, Batch, Status
+from tep.backends.base import LATER, SHORT, Batch, Status
 from tep.backends.columns import HostRegion, bounds, part
 from tep.backends.fences import STRONG
 from tep.backends.local.channel import (
@@ -185,7 +185,7 @@ class Outbound:
         try:
             self._knock()
         except OSError as error:
-            if error.errno in SHORT or error.errno == errno.EAGAIN:  # its queue of callers is full
+            if error.errno in LATER:  # its queue of callers is full
                 self._call_again(f"it cannot be called: {why(error.errno or 0)}")
             else:
                 self.end(f"nobody listens there ({why(error.errno or 0)})")

@@ -427,9 +427,8 @@ class Registry:
 
     def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
         """Find the region of each row."""
-        held: list[tuple[Region, Any]] = []
         with self.lock:
-            held += self._held() if remote is None else remote.regions
+            held = self._held() if remote is None else list(remote.regions)
         where = find_regions([region for region, _ in held], int(mem), rows)
         if (where < 0).any():
             start, nbytes, device = rows[int(np.argmax(where < 0))].tolist()
