@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -24,11 +26,11 @@ from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, median_ns
 from tep.bench.engine import kind_of
 from tep.cli.bench import show_figures
-from tep.drivers.threads import InlineDriver, Machine
+from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
 from tests.support.verbs_stub import Knob, Stub, build
 
-FIGURES: Final = 13
+FIGURES: Final = 17
 """The number of figures that verbs_stub_figures() yields."""
 
 _PAGE_BYTES: Final = 4096
@@ -42,6 +44,13 @@ _RUST: Final = (
 _RUST_NS: Final = 90.0
 _SCATTER: Final = "Rust engine, ConnectX-7, EP64 scatter: arXiv 2510.27656 Table 9; quoted"
 _SCATTER_US: Final = 8.5
+_BUSY_PAGES: Final = 2048
+_BUSY_PAGE_BYTES: Final = 16384
+_BUSY_WORKS: Final[tuple[tuple[str, str, Callable[[float], float], float], ...]] = (
+    ("8 B there and back", "us", lambda s: 1e6 * s, 4.0),
+    ("32 MiB in 16 KiB pages", "GB/s", lambda s: _BUSY_PAGES * _BUSY_PAGE_BYTES / 1e9 / s, 0.8),
+)
+"""Name, unit, a time in seconds in that unit, aim of the ratio."""
 
 
 def verbs_stub_figures(rounds: int = 40) -> Iterator[Figure]:
@@ -62,6 +71,7 @@ def verbs_stub_figures(rounds: int = 40) -> Iterator[Figure]:
         yield _single(stub, rounds * 50, prepared=prepared)
     for prepared in (False, True):
         yield _scatter(stub, rounds * 25, prepared=prepared)
+    yield from _busy(stub, max(3, rounds // 4))
 
 
 class _Rig:
@@ -253,6 +263,83 @@ def _scatter(stub: Stub, rounds: int, *, prepared: bool) -> Figure:
         reference=_SCATTER_US,
         reference_source=_SCATTER,
     )
+
+
+def _busy(stub: Stub, rounds: int) -> Iterator[Figure]:
+    """Two engines of one process, each with its worker thread, alone and beside a busy thread.
+
+    One interpreter turns both ends. Each round measures alone and beside in turn.
+    """
+    stub.reset()
+    opened = [open_domains([f"stub{k}"], name=f"busy{k}", library=stub.path) for k in range(2)]
+    here, there = (
+        TransferEngine(one.domains, driver=ThreadDriver(), name=f"busy{k}", epoch=one.epoch)
+        for k, one in enumerate(opened)
+    )
+    memory = [np.zeros((_BUSY_PAGES, _BUSY_PAGE_BYTES), np.uint8) for _ in range(2)]
+    (source, back), (target, desc) = here.reg_mr(memory[0]), there.reg_mr(memory[1])
+    pages = Pages(range(_BUSY_PAGES))
+
+    def trip() -> None:
+        arrived, answer = there.expect_imm_count(1, 1), here.expect_imm_count(2, 1)
+        here.submit_single_write(8, (source, 0), (desc, 0), imm=1)
+        arrived.wait(_WARM_S)
+        there.submit_single_write(8, (target, 0), (back, 0), imm=2)
+        answer.wait(_WARM_S)
+
+    def bulk() -> None:
+        arrived = there.expect_imm_count(3, _BUSY_PAGES)
+        here.submit_paged_writes(_BUSY_PAGE_BYTES, (source, pages), (desc, pages), imm=3)
+        arrived.wait(_WARM_S)
+
+    trip()
+    found = [_beside(((trip, 20), (bulk, 4))) for _ in range(rounds)]
+    for engine in (here, there):
+        engine.close()
+    for at, (what, unit, of_s, aim) in enumerate(_BUSY_WORKS):
+        less, name = aim > 1, f"{what}, both ends in one process"
+        sizes = [of_s(one[at][0]) for one in found]
+        ratios = [of_s(one[at][1]) / size for one, size in zip(found, sizes, strict=True)]
+        for values, suffix, of, goal in (
+            (sizes, "alone", unit, None),
+            (ratios, "beside a thread in Python", "x alone", aim),
+        ):
+            yield Figure(
+                what=f"{name}, {suffix}",
+                value=statistics.median(values),
+                best=min(values) if less else max(values),
+                worst=max(values) if less else min(values),
+                unit=of,
+                aim=goal,
+                more_is_better=not less,
+            )
+
+
+def _beside(works: Sequence[tuple[Callable[[], None], int]]) -> list[tuple[float, float]]:
+    """Return of each work its median time alone and beside a thread that computes, seconds."""
+    alone = [_median_s(*one) for one in works]
+    ended = threading.Event()
+
+    def compute() -> None:
+        while not ended.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        return list(zip(alone, [_median_s(*one) for one in works], strict=True))
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _median_s(work: Callable[[], None], times: int) -> float:
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
 
 
 def _timed(rig: _Rig, submit: Callable[[], object]) -> int:
