@@ -109,7 +109,7 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
     about = f"device {device}: NICs {names} ({how})"
     pin = None
     if device != "cpu":
-        from tep.cuda.words import pinner
+        from tep.cuda.memory import pinner
 
         pin = pinner(device)
         if "cuda" not in opened.domains[0].caps.memory_kinds:

@@ -35,8 +35,20 @@ from tep.backends.base import (
     WriteBatch,
     hand_out,
 )
-from tep.backends.columns import HostRegion, at, copy_rows, most, offsets, part
-from tep.backends.common import ReceivePool, Unread, check_memory, closed, meaning, orphan_at_fork
+from tep.backends.common import (
+    HostRegion,
+    ReceivePool,
+    Unread,
+    at,
+    check_memory,
+    closed,
+    copy_rows,
+    meaning,
+    most,
+    offsets,
+    orphan_at_fork,
+    part,
+)
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
 from tep.memory.source import Memory

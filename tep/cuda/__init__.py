@@ -5,8 +5,15 @@ scripts/gpu_check would.
 """
 
 from tep.cuda.arena import Arena, Staged, alloc
-from tep.cuda.memory import Pointer, export_dmabuf, flush, inspect, needs_flush, set_sync_memops
-from tep.cuda.words import GpuFlag
+from tep.cuda.memory import (
+    GpuFlag,
+    Pointer,
+    export_dmabuf,
+    flush,
+    inspect,
+    needs_flush,
+    set_sync_memops,
+)
 from tep.host.cuda import list_devices
 
 __all__ = [

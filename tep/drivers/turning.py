@@ -17,8 +17,7 @@ from tep.backends.base import CallersTurn, Opened
 from tep.base.checks import check_seconds
 from tep.base.errors import ClosedError, UsageError
 from tep.base.waiting import Interrupts, Process, escaped, system_s, thread_id
-from tep.drivers.pace import Pace, wake_on_time
-from tep.drivers.threads import _WORKERS, Driver, Machine, Settles, ThreadDriver
+from tep.drivers.threads import _WORKERS, Driver, Machine, Pace, Settles, ThreadDriver, wake_on_time
 
 __all__ = ["TurnDriver", "driver_for"]
 

@@ -26,8 +26,7 @@ import msgspec
 
 from tep.base.errors import BadDescriptor, FabricError, TepError, UsageError
 from tep.rendezvous.door import Door, listen
-from tep.rendezvous.proof import challenge, enter, refuse, welcome
-from tep.rendezvous.wire import Peer, frame
+from tep.rendezvous.wire import Peer, challenge, enter, frame, refuse, welcome
 
 __all__ = ["Call", "Caller", "Hello", "Listener", "Remote", "answer", "connect"]
 

@@ -15,8 +15,21 @@ from tep.base.checks import check_seconds, unpicklable
 from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door, listen
 from tep.rendezvous.place import Place
-from tep.rendezvous.proof import challenge, enter, refuse, welcome
-from tep.rendezvous.wire import PART_BYTES_MAX, TROUBLE, Got, Late, Message, Peer, Put, Who, frame
+from tep.rendezvous.wire import (
+    PART_BYTES_MAX,
+    TROUBLE,
+    Got,
+    Late,
+    Message,
+    Peer,
+    Put,
+    Who,
+    challenge,
+    enter,
+    frame,
+    refuse,
+    welcome,
+)
 
 __all__ = ["AsyncGroup"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import COMPLETION, Kind, Status
-from tep.backends.columns import copy_rows
+from tep.backends.common import copy_rows
 from tep.sim.ledger import Hold
 from tep.sim.machines import ack_ps
 from tep.sim.queues import Ints, has_all, has_any, is_alike

@@ -31,8 +31,7 @@ from tep.backends.base import (
     WriteBatch,
     put_completion,
 )
-from tep.backends.columns import part
-from tep.backends.common import check_memory
+from tep.backends.common import check_memory, part
 from tep.base.errors import BadDescriptor, ClosedError
 from tep.memory.source import Memory
 from tep.sim.ledger import Hold

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.columns import HostRegion
+from tep.backends.common import HostRegion
 from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv

@@ -8,7 +8,7 @@ import mmap
 import pytest
 
 from tep import BadRequest, ClosedError, FabricError, TransferEngine
-from tep.cuda import GpuFlag, words
+from tep.cuda import GpuFlag, memory
 
 PAGE = mmap.PAGESIZE
 
@@ -79,7 +79,7 @@ def test_a_gpu_without_memory_operations_of_streams_has_no_flags(fake):
 def test_watched_words_are_pinned_once_and_given_back(fake):
     """A kernel can write only what is mapped for it; a page registered twice is an error."""
     engine = TransferEngine.open("loopback")
-    engine._worker.watch.pin = words.pinner("cuda:1")
+    engine._worker.watch.pin = memory.pinner("cuda:1")
     first = engine.alloc_uvm_watcher(lambda *_: None)
     second = engine.alloc_uvm_watcher(lambda *_: None)
     (registered,) = fake.calls("cuMemHostRegister")

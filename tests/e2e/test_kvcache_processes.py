@@ -21,7 +21,7 @@ from tep.base.wire import NetAddr
 from tep.rendezvous import Place
 from tep.rendezvous.calls import Caller, Hello, connect
 from tep.rendezvous.launch import launch
-from tep.rendezvous.proof import enter
+from tep.rendezvous.wire import enter
 from tests.support.here import require
 
 TOKEN = "t"  # noqa: S105  # no secret

@@ -14,7 +14,7 @@ from tep.backends.base import (
     ReadRow,
     Status,
 )
-from tep.backends.columns import at
+from tep.backends.common import at
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.memory.source import Memory
 from tests.spoiled.base import ByRow, announce, breaks

@@ -240,7 +240,6 @@ READS_PEERS = [
     "tep/backends/local/memory.py",
     "tep/backends/libfabric/frames.py",
     "tep/control/messages.py",
-    "tep/rendezvous/proof.py",
     "tep/rendezvous/wire.py",
     "tep/base/wire.py",
 ]

@@ -11,7 +11,7 @@ import pytest
 
 from tep.backends.ffi.ibverbs import load
 from tep.backends.verbs import survey
-from tep.backends.verbs.settings import Settings
+from tep.backends.verbs.device import Settings
 
 DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 

@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 
 from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi.efa import SESSION_OFFSETS, Dv, Efa
-from tep.backends.ffi.ibverbs import ENUMS, C, Struct
-from tep.backends.ibevents import Events
+from tep.backends.ffi.ibverbs import ENUMS, C, Events, Struct
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [

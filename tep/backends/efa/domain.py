@@ -33,12 +33,11 @@ from tep.backends.base import (
     WriteBatch,
     put_completion,
 )
-from tep.backends.columns import part
+from tep.backends.common import part
 from tep.backends.efa.device import Nic
 from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers, Span
-from tep.backends.ffi.ibverbs import ENUMS
-from tep.backends.ibevents import rights
-from tep.backends.libfabric import completions, regions, slots
+from tep.backends.ffi.ibverbs import ENUMS, rights
+from tep.backends.libfabric import completions, objects, slots
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.objects import CqError
@@ -48,8 +47,7 @@ from tep.base.units import MiB
 from tep.memory.source import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.objects import Endpoint
-    from tep.backends.libfabric.regions import Region
+    from tep.backends.libfabric.objects import Endpoint, Region
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["STEP", "EfaDomain", "Mailbox", "Queue", "Regions", "Slots"]
@@ -95,7 +93,7 @@ class EfaDomain(FabricDomain):
 
     def _parts(
         self, nic: Any, rules: Rules, dmabuf: DmabufExport | None
-    ) -> tuple[Slots, regions.Regions, completions.Mailbox, completions.Queue]:
+    ) -> tuple[Slots, objects.Regions, completions.Mailbox, completions.Queue]:
         del nic  # libfabric's
         rows = Slots(rules.window_rows, self._way, self._device)
         frame_bytes = rules.msg_bytes_max + HEAD_BYTES_MAX
@@ -394,7 +392,7 @@ _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
 
 
-class Regions(regions.Regions):
+class Regions(objects.Regions):
     """Registered memory.
 
     Args:
@@ -408,7 +406,7 @@ class Regions(regions.Regions):
         self._turn = 0
         self.by_lkey, self.by_rkey, self.readable, self.dying = {}, {}, {}, []
 
-    def add(self, memory: Memory, access: Access) -> regions.Region:
+    def add(self, memory: Memory, access: Access) -> objects.Region:
         target = access.target
         flags = rights(access)
         if self._dmabuf is not None and memory.kind != "cpu":
@@ -420,7 +418,7 @@ class Regions(regions.Regions):
         # and a mix-up should fail.
         self._turn += 1
         key = DomainKey(_LOCAL | self._turn << 24 | handle.lkey, handle.rkey, memory.ptr)
-        region = regions.Region((handle,), memory, key, handle.lkey, target)
+        region = objects.Region((handle,), memory, key, handle.lkey, target)
         self.by_lkey[key.lkey] = region
         if target or access.readable:
             self.by_rkey[key.rkey] = region
@@ -428,7 +426,7 @@ class Regions(regions.Regions):
             self.readable[key.rkey] = region
         return region
 
-    def cut(self, key: DomainKey, reads_at: Callable[[regions.Region], list[bool]]) -> None:
+    def cut(self, key: DomainKey, reads_at: Callable[[objects.Region], list[bool]]) -> None:
         """End a registration at once where peers may read, or reads in flight write.
 
         The device ends such rows by itself. Others wait for the rows in flight that read there.
@@ -471,7 +469,7 @@ class Mailbox(completions.Mailbox):
         memory = self._map(frame_bytes, receives, sends)
         handle = nic.register(memory.ptr, memory.nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
         self._lkey = handle.lkey
-        self.region = regions.Region(
+        self.region = objects.Region(
             (handle,), memory, DomainKey(0, 0, 0), handle.lkey, target=False
         )
         self._contexts = first * STEP

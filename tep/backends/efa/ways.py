@@ -46,8 +46,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
+from tep.backends.common import new_fence
 from tep.backends.efa.device import Nic, Place
-from tep.backends.fences import new_fence
 from tep.backends.ffi.ibverbs import layout
 from tep.base.errors import BackendUnavailable
 
@@ -132,7 +132,7 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
     aarch64. Every fence of libc, and a lock, is `dmb ish` or less, which orders nothing for
     a device outside of the inner shareable domain. rdma-core uses `dsb st`, and executes it at the
     start of each posting session: ibv_wr_start and ibv_wr_abort, a session without requests, is
-    that fence, and changes nothing. Between loads the fence of tep.backends.fences suffices:
+    that fence, and changes nothing. Between loads the fence of tep.backends.common suffices:
     completions are in ordinary memory of this host. Not verified, for want of a machine.
 
     Raises:

@@ -17,12 +17,14 @@ import ctypes
 import errno
 import os
 import platform
+import select
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
+from tep.backends.base import Access
 from tep.backends.ffi.load import (
     Step,
     call_of,
@@ -36,9 +38,27 @@ from tep.backends.ffi.load import (
 )
 
 __all__ = [
-    "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "OPTIONAL", "PROTOTYPES", "RECV_WR",
-    "SEND_WR", "SGE", "WC", "C", "CreateQp", "DataPath", "Library", "Ref", "Struct", "fail",
-    "layout", "load", "ref",
+    "ABI_COMPAT_OFFSETS",
+    "ENUMS",
+    "NOT_FORK_SAFE",
+    "OPTIONAL",
+    "PROTOTYPES",
+    "RECV_WR",
+    "SEND_WR",
+    "SGE",
+    "WC",
+    "C",
+    "CreateQp",
+    "DataPath",
+    "Events",
+    "Library",
+    "Ref",
+    "Struct",
+    "fail",
+    "layout",
+    "load",
+    "ref",
+    "rights",
 ]  # fmt: skip
 
 _SONAME: Final = "libibverbs.so.1"
@@ -739,3 +759,55 @@ def _accept(lib: ctypes.CDLL) -> str:
 def _typed(path: str) -> Library:
     # Opened again for the sake of errno, which ctypes keeps for calls of such handles only.
     return Library(ctypes.CDLL(path, use_errno=True), path)
+
+
+def rights(access: Access) -> int:
+    """The rights to a region, as ibv_reg_mr takes them."""
+    local = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
+    remote = ENUMS["IBV_ACCESS_REMOTE_WRITE"] if access.target else 0
+    return local | remote | (ENUMS["IBV_ACCESS_REMOTE_READ"] if access.readable else 0)
+
+
+class Events:
+    """The two descriptors of a device's context, joined behind an epoll.
+
+    Args:
+        lib: the library.
+        context: of the device.
+
+    Attributes:
+        channel: for ibv_create_cq; who made this object destroys it, after the completion queue.
+        fd: readable once either has news.
+    """
+
+    def __init__(self, lib: Library, context: int) -> None:
+        self._lib = lib
+        self._context = context
+        self.channel = lib.make("ibv_create_comp_channel", context)
+        channel_fd = int(C.ibv_comp_channel.from_address(self.channel).fd)
+        self._async_fd = int(C.ibv_context.from_address(context).async_fd)
+        self.epoll = select.epoll()
+        self.fd = self.epoll.fileno()
+        for fd in (channel_fd, self._async_fd):
+            os.set_blocking(fd, False)
+            self.epoll.register(fd, select.EPOLLIN)
+
+    def take_completions(self) -> int:
+        """Take completion events off the channel; return how many, to be acknowledged."""
+        found, context, taken = ctypes.c_void_p(), ctypes.c_void_p(), 0
+        arguments = (self.channel, ctypes.byref(found), ctypes.byref(context))
+        while self._lib.ask("ibv_get_cq_event", *arguments) == 0:
+            taken += 1
+        return taken
+
+    def take_device(self) -> list[tuple[int, int]]:
+        """Take what the device itself reports: (type, the queue's pointer or the port's number)."""
+        event, found = C.ibv_async_event(), []
+        while self._lib.ask("ibv_get_async_event", self._context, ctypes.byref(event)) == 0:
+            found.append((int(event.event_type), int(event.element.cq or 0)))
+            self._lib.do("ibv_ack_async_event", ctypes.byref(event))
+        return found
+
+    def ignore_device(self) -> None:
+        """The device is dead: its own descriptor may stay readable for ever."""
+        self.epoll.unregister(self._async_fd)

@@ -32,8 +32,7 @@ from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import Timer
 from tep.backends.ffi.load import check
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.objects import CqError, Endpoint, Nic
-from tep.backends.libfabric.regions import Region, mr_attr
+from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Region, mr_attr
 from tep.backends.libfabric.slots import I64, Slots
 from tep.memory.source import Memory, adapt
 

@@ -30,10 +30,9 @@ from tep.backends.common import Unread, check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.completions import Mailbox, Queue, Sleeper
-from tep.backends.libfabric.objects import CqError, Nic, Option
+from tep.backends.libfabric.objects import CqError, Nic, Option, Regions
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Inbox, Outgoing, Peers
-from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import STATUSES, NicAddress, Rules, check_device, engine_of
 from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked

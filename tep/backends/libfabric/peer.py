@@ -13,8 +13,7 @@ from typing import Any, Final
 from tep.backends.base import ReadRow, Status, WriteBatch
 from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
 from tep.backends.libfabric.frames import Frame
-from tep.backends.libfabric.objects import Endpoint
-from tep.backends.libfabric.regions import Region
+from tep.backends.libfabric.objects import Endpoint, Region
 from tep.backends.libfabric.rules import NicAddress
 
 __all__ = ["Peer", "PeersReads", "Piece", "Row", "State"]

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
-from tep.backends.columns import at, most, part, row_of
+from tep.backends.common import at, most, part, row_of
+from tep.backends.libfabric.objects import Region, Regions
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Peers
-from tep.backends.libfabric.regions import Region, Regions
 from tep.backends.libfabric.slots import READ, Slots, Ticket
 from tep.base.units import MiB
 

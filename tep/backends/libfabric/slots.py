@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, ReadBatch, WriteBatch
-from tep.backends.columns import part
+from tep.backends.common import part
 from tep.backends.ffi import libfabric as fi
 
 if TYPE_CHECKING:
+    from tep.backends.libfabric.objects import Region
     from tep.backends.libfabric.peer import Peer
-    from tep.backends.libfabric.regions import Region
 
 __all__ = ["I64", "READ", "Slots", "Ticket", "marked"]
 

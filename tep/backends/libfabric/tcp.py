@@ -49,15 +49,14 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.columns import at, bounds, part
+from tep.backends.common import at, bounds, part
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.objects import CqError, Nic, Region, Regions, mr_attr
 from tep.backends.libfabric.peer import Peer, PeersReads, Piece, State
 from tep.backends.libfabric.peer import Row as Accepted
 from tep.backends.libfabric.peers import Peers
-from tep.backends.libfabric.regions import Region, Regions, mr_attr
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules, is_loopback, parse
 from tep.backends.libfabric.slots import I64, Ticket, descriptors

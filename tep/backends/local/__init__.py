@@ -55,18 +55,18 @@ from tep.backends.base import (
     hand_out,
     put_completion,
 )
-from tep.backends.columns import HostRegion
 from tep.backends.common import (
+    HostRegion,
     ReceivePool,
     all_or_none,
     check_memory,
     closed,
     identity,
     meaning,
+    new_fence,
     orphan_at_fork,
     says,
 )
-from tep.backends.fences import new_fence
 from tep.backends.ffi.libc import libc
 from tep.backends.local.channel import (
     CONTROL_BYTES_MAX,

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import Column
-from tep.backends.columns import HostRegion, Offsets, copy_rows, offsets
+from tep.backends.common import HostRegion, Offsets, copy_rows, offsets
 from tep.backends.ffi.libc import libc
 
 __all__ = [

@@ -31,7 +31,7 @@ own, so `fence()` stands between, on both sides. "copying" and the withdrawal of
 
 Rule 3. One word is one aligned store of 8 bytes: memoryview and numpy copy u64 items whole.
 
-The fence is the one of tep.backends.fences: 0.1 us (measured), once a burst. membarrier(2) would be
+The fence is the one of tep.backends.common: 0.1 us (measured), once a burst. membarrier(2) would be
 dearer: it interrupts the other CPU.
 """
 
@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Status
-from tep.backends.fences import STRONG, order_of
+from tep.backends.common import STRONG, order_of
 from tep.backends.ffi.libc import libc
 from tep.backends.local.channel import why
 from tep.base.checks import check_int

@@ -20,8 +20,7 @@ from enum import Enum, auto
 from typing import Final
 
 from tep.backends.base import LATER, SHORT, Batch, Status
-from tep.backends.columns import HostRegion, bounds, part
-from tep.backends.fences import STRONG
+from tep.backends.common import STRONG, HostRegion, bounds, part
 from tep.backends.local.channel import (
     Address,
     Channel,

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tep.backends.base import SHORT, Status
-from tep.backends.columns import HostRegion
+from tep.backends.common import HostRegion
 from tep.backends.local.channel import (
     Address,
     Channel,

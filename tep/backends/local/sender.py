@@ -26,9 +26,7 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
-from tep.backends.columns import HostRegion, at, part
-from tep.backends.common import Unread
-from tep.backends.fences import STRONG
+from tep.backends.common import STRONG, HostRegion, Unread, at, part
 from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
 from tep.backends.local.copying import (
     ROWS_MAX,

@@ -9,11 +9,10 @@
     conns.py      queue pairs, the ids of what is posted on them, draining, fences
     messages.py   messages, datagrams and their routes
     handshake.py  addresses, and how two NICs agree on queue pairs; no I/O
-    device.py     one RDMA device, its address and the depth of its queues
-    settings.py   what a user or NCCL's environment may set
+    device.py     one RDMA device, its address, the depth of its queues, and what a user may set
 
 It needs rdma-core 33 or later, and 34 for dma-bufs. A peer takes 136 KiB of send queues on each NIC
-of ConnectX (settings.py says how to have less), which `describe()` and `tep info --json` say too.
+of ConnectX (device.py says how to have less), which `describe()` and `tep info --json` say too.
 
 Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,
 pulled cables) and on a stub provider (queues that fail, partitions, InfiniBand subnets, depths,
@@ -33,9 +32,8 @@ from typing import Any, Final
 from tep.backends.base import Opened
 from tep.backends.common import identity
 from tep.backends.ffi.ibverbs import Library, load
-from tep.backends.verbs.device import ROWS, Device, peer_bytes
+from tep.backends.verbs.device import NO_HINTS, ROWS, Device, Hints, Settings, peer_bytes
 from tep.backends.verbs.domain import VerbsDomain
-from tep.backends.verbs.settings import NO_HINTS, Hints, Settings
 from tep.base.checks import nearest
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.host.nics import Found, choose, gpu_paths, natural

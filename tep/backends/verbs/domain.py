@@ -31,9 +31,8 @@ from tep.backends.base import (
     hand_out,
 )
 from tep.backends.common import check_memory, closed, orphan_at_fork, says
-from tep.backends.ffi.ibverbs import ENUMS, Struct
+from tep.backends.ffi.ibverbs import ENUMS, Events, Struct, rights
 from tep.backends.ffi.libc import Timer
-from tep.backends.ibevents import Events, rights
 from tep.backends.verbs.conns import Queues
 from tep.backends.verbs.device import Device, peer_bytes, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of

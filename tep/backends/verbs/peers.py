@@ -32,7 +32,7 @@ from tep.backends.base import Batch, Entry, ReadBatch, Status
 from tep.backends.base import Kind as Completed
 from tep.backends.common import Unread
 from tep.backends.verbs.conns import Conn, Draining, Queues
-from tep.backends.verbs.device import Device
+from tep.backends.verbs.device import Device, Settings
 from tep.backends.verbs.handshake import (
     Address,
     Hello,
@@ -44,7 +44,6 @@ from tep.backends.verbs.handshake import (
 )
 from tep.backends.verbs.messages import Datagrams, Messages
 from tep.backends.verbs.send import Writer
-from tep.backends.verbs.settings import Settings
 from tep.base.errors import BadDescriptor, FabricError, UsageError
 
 __all__ = ["STEPS_MAX", "Peers", "ended_as"]

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status, WriteBatch
-from tep.backends.columns import at, most, part, row_of
+from tep.backends.common import at, most, part, row_of
 from tep.backends.ffi.ibverbs import ENUMS, SEND_WR, SGE, Ref, ref
 from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, RowQueue, Tag, tag
 from tep.backends.verbs.device import Depths, Device

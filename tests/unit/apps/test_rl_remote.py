@@ -10,8 +10,7 @@ import pytest
 import tep
 from tep.integrations.weights.member import Fabric, Meeting, Worker
 from tep.rendezvous.calls import Hello, Listener, answer
-from tep.rendezvous.proof import enter, prove
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer
+from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, enter, prove
 
 TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
 

@@ -18,7 +18,7 @@ from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import discover, frames, rules
-from tep.backends.libfabric.regions import bounds, mr_attr
+from tep.backends.libfabric.objects import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, NicAddress, Rules, is_loopback, parse
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError, UsageError

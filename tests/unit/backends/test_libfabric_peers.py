@@ -14,9 +14,9 @@ import pytest
 from tep.backends.base import Column, DomainKey, Status, WriteBatch
 from tep.backends.ffi.libfabric import FI_EAGAIN, ready
 from tep.backends.libfabric import frames
+from tep.backends.libfabric.objects import Region
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Outgoing, Peers
-from tep.backends.libfabric.regions import Region
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import RULES, NicAddress
 from tep.backends.libfabric.slots import Slots

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
-from tep.backends.columns import HostRegion
+from tep.backends.common import HostRegion
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
 from tep.backends.local import outbound as outbound_room

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.backends.fences import new_fence
+from tep.backends.common import new_fence
 from tep.backends.local import memory as rings
 from tep.backends.local.memory import (
     ACKS,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tep.backends import base as seam
 from tep.backends import local as local_room
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
-from tep.backends.fences import new_fence
+from tep.backends.common import new_fence
 from tep.backends.local import LocalDomain, alloc_shared, memory, open_domains, outbound
 from tep.backends.local import channel as channel_room
 from tep.backends.local import sender as sender_room

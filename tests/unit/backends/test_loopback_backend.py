@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tep.backends import open_backend
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
-from tep.backends.columns import HostRegion, copy_rows
+from tep.backends.common import HostRegion, copy_rows
 from tep.backends.loopback import Hub, open_domains, probe
 from tep.base.errors import ClosedError, FabricError, UsageError
 from tep.memory.source import adapt

@@ -12,7 +12,7 @@ import tep
 from tep.backends import BACKENDS, common
 from tep.backends.auto import choose
 from tep.backends.common import identity
-from tep.backends.verbs.settings import Settings
+from tep.backends.verbs.device import Settings
 
 
 def options_of(backend: str) -> list[str]:

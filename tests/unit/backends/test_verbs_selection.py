@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tep.backends.base import Access, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs import ENUMS, Library, load
 from tep.backends.verbs import facts, open_domains, probe, survey
-from tep.backends.verbs.device import Device
-from tep.backends.verbs.settings import Settings
+from tep.backends.verbs.device import Device, Settings
 from tep.base.errors import BackendUnavailable, UsageError
 from tep.host.hostfiles import LiveFiles
 from tep.host.nics import Found, choose, gpu_paths

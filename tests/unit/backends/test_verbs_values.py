@@ -8,7 +8,7 @@ import pytest
 
 from tep.backends.base import Status
 from tep.backends.verbs.conns import Tag, number_of, tag
-from tep.backends.verbs.device import GidSeen, rank_gids
+from tep.backends.verbs.device import GidSeen, Settings, rank_gids
 from tep.backends.verbs.handshake import (
     DATAGRAM_BYTES_MAX,
     Address,
@@ -20,7 +20,6 @@ from tep.backends.verbs.handshake import (
     identity_of,
 )
 from tep.backends.verbs.receive import STATUS_TEXT, send_status, write_status
-from tep.backends.verbs.settings import Settings
 from tep.base.errors import BadDescriptor, UsageError
 
 

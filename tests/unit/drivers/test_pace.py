@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.drivers.pace import Pace, wake_on_time
-from tep.drivers.threads import Driver, ThreadDriver
+from tep.drivers.threads import Driver, Pace, ThreadDriver, wake_on_time
 from tep.drivers.turning import TurnDriver
 from tests.support.machines import FakeMachine, Handle
 

@@ -10,8 +10,7 @@ import pytest
 from tep import rendezvous
 from tep.base.errors import RendezvousError, WaitTimeout
 from tep.rendezvous import Place
-from tep.rendezvous.proof import join_proof, prove
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused
+from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, join_proof, prove
 from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_rank
 
 
