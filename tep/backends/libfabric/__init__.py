@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from tep.backends.base import CallersTurn, DomainCaps, Opened
 from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libc import libc
 from tep.backends.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
 from tep.backends.libfabric.discover import (
     Offer,
@@ -34,16 +30,6 @@ from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
-
-_SIGACTION_BYTES: Final = 512  # more than any Linux libc's struct sigaction
-_SIGNALS: Final = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGBUS,
-    signal.SIGSEGV,
-    signal.SIGILL,
-    signal.SIGABRT,
-)
 
 
 class _How(NamedTuple):
@@ -100,11 +86,10 @@ def open_domains(
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
     nics, about = _environment(rules, nics)
-    with _keep_signals():
-        opened = _open_all(how, nics, epoch)
-        # tcp moves the bytes in the thread that polls: let it be the one that waits.
-        driver = CallersTurn() if rules.software else None
-        return Opened(opened, epoch, name, driver, about=about)
+    opened = _open_all(how, nics, epoch)
+    # tcp moves the bytes in the thread that polls: let it be the one that waits.
+    driver = CallersTurn() if rules.software else None
+    return Opened(opened, epoch, name, driver, about=about)
 
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
@@ -220,9 +205,8 @@ def facts() -> dict[str, object]:
     Raises:
         BackendUnavailable: with each place looked at, and why it failed.
     """
-    with _keep_signals():
-        lib = load()
-        offered = list_providers(lib)
+    lib = load()
+    offered = list_providers(lib)
     filtered = os.environ.get("FI_PROVIDER")
     why = "no device of its kind here, or its module or a library that it needs is missing"
     if filtered:
@@ -247,31 +231,5 @@ def probe() -> str:
     Raises:
         BackendUnavailable: with each place looked at, and why it failed.
     """
-    with _keep_signals():
-        lib = load()
-        return f"{lib.describe()}; providers: {', '.join(list_providers(lib)) or 'none'}"
-
-
-@contextmanager
-def _keep_signals() -> Iterator[None]:
-    """Put the process's signal handlers back after a call that may have replaced some.
-
-    Debian's libfabric takes six signals over as soon as it is loaded (PSM).
-
-    By sigaction() and not by the signal module: that works in the main thread only, and does not
-    see handlers that C code installed, such as faulthandler's.
-    """
-    # int sigaction(int sig, const struct sigaction *act, struct sigaction *oact);
-    sigaction = libc().sigaction
-    sigaction.argtypes, sigaction.restype = (
-        (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        ctypes.c_int,
-    )
-    before = {sig: ctypes.create_string_buffer(_SIGACTION_BYTES) for sig in _SIGNALS}
-    for sig, action in before.items():
-        sigaction(sig, None, action)
-    try:
-        yield
-    finally:
-        for sig, action in before.items():
-            sigaction(sig, action, None)
+    lib = load()
+    return f"{lib.describe()}; providers: {', '.join(list_providers(lib)) or 'none'}"
