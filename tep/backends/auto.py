@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from tep.backends import open_backend
 from tep.backends.base import Opened
 from tep.base.errors import BackendUnavailable
-from tep.host.environment import HCA, read_list, said
 from tep.host.hostfiles import HostFiles, LiveFiles
+from tep.host.nics import HCA, read_list, said
 from tep.host.topology import Place, check_files, detect, survey
 
 __all__ = ["Choice", "check_all", "choose", "open_at", "open_domains", "options_at", "probe"]

@@ -20,9 +20,9 @@ from tep.base.checks import check_int, shown, unpicklable
 from tep.base.errors import BadRequest
 from tep.base.units import IMM_MAX
 from tep.base.wire import MrDesc
+from tep.core.group import Laid, Ready
 from tep.core.handles import Transfer, names_of
 from tep.core.imm import check_imm
-from tep.core.ready import Laid, Ready
 from tep.core.regions import Job, MrHandle, PeerBook, PeerGroup, Remote, Targets, check_source
 from tep.core.requests import (
     ImmArg,

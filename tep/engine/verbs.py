@@ -49,7 +49,7 @@ from tep.core.requests import (
 from tep.core.stats import EngineStats
 from tep.drivers.threads import Driver
 from tep.drivers.turning import driver_for
-from tep.engine.machine import Machine
+from tep.engine.machine import Machine, engine_stats, explain
 from tep.engine.prepared import (
     Prepared,
     prepared_barrier,
@@ -57,7 +57,6 @@ from tep.engine.prepared import (
     prepared_scatter,
     prepared_single,
 )
-from tep.engine.report import engine_stats, explain
 from tep.memory.source import Buffer, Memory, adapt, copied
 from tep.memory.watch import Watcher
 from tep.observe.trace import Trace

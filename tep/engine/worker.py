@@ -34,7 +34,7 @@ from tep.base.wire import NetAddr
 from tep.control.channel import CONTROL_CTX, Channel, Notices, sooner
 from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
-from tep.core.group import DomainGroup, may_pass
+from tep.core.group import DomainGroup, Ready, may_pass
 from tep.core.handles import (
     PENDING,
     Expectation,
@@ -49,7 +49,6 @@ from tep.core.imm import ImmTable
 from tep.core.outbox import Outbox
 from tep.core.path import Arrivals, Link, PathShut, PeerHeard, PeerNicDown, PeerRestarted
 from tep.core.reads import Reads
-from tep.core.ready import Ready
 from tep.core.regions import PeerBook, deregistered
 from tep.core.requests import refuse_burnt
 from tep.core.stats import Journal

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tep.base.errors import BackendUnavailable, UsageError
-from tep.host.environment import HCA, read_list
 from tep.host.hostfiles import CudaDevice, HostFiles, LiveFiles
-from tep.host.nics import Choice, Found, choose, gpu_paths, natural
+from tep.host.nics import HCA, Choice, Found, choose, gpu_paths, natural, read_list
 
 __all__ = [
     "FILES_CURE", "Gpu", "Place", "Topology", "check_files", "cpus_in", "detect", "number",

@@ -4,9 +4,9 @@
     peers = tep.rendezvous.exchange(engine.main_address.to_bytes())  # by rank, under torchrun
 
 Rank 0 listens, the others connect; everything goes through rank 0, over asyncio's TCP. It is made
-for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. This
-module has the functions for users; `place` has the rank of this process, `door` and `proof` admit
-others to rank 0, `ranks` has the collective calls and `wire` the messages.
+for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. Here
+are the functions for users; `door` and `wire` admit others to rank 0, `ranks` has places and the
+collective calls, and `wire` the messages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Self, TypeVar
 
 from tep.base.checks import check_seconds, unpicklable
 from tep.base.errors import UsageError
-from tep.rendezvous.place import Place
-from tep.rendezvous.ranks import AsyncGroup
+from tep.rendezvous.ranks import AsyncGroup, Place
 
 __all__ = ["AsyncGroup", "Group", "Place", "exchange", "exchange_async", "join", "join_async"]
 

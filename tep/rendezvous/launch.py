@@ -24,7 +24,7 @@ from typing import IO, Final, TypeVar
 
 from tep.base.errors import FabricError, RendezvousError, TepError, UsageError, WaitTimeout
 from tep.host import ways
-from tep.rendezvous.place import Place
+from tep.rendezvous.ranks import Place
 
 __all__ = ["METHODS", "RankProcesses", "launch", "own_address", "place_here", "run_rank"]
 

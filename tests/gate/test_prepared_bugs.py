@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tep.core.group import DomainGroup
-from tep.core.ready import Dealt, Laid
+from tep.core.group import Dealt, DomainGroup, Laid
 from tep.engine import prepared
 from tep.engine.prepared import Prepared
 from tests.gate.registry import Change, changed

@@ -1,35 +1,380 @@
 """The libfabric backend: AWS EFA, and tcp on any Linux machine; opened here.
 
-`open_domains` finds the library and the NICs; the rest of this folder drives them.
+`open_domains` finds the library and the NICs: those that a provider offers, those that the user
+asked for, and on tcp their addresses. The rest of this folder drives them. Hints are allocated by
+libfabric and filled here; what comes back is one fi_info a NIC. Errors name the environment's
+FI_PROVIDER, which filters providers in silence. Peers get the address that an endpoint is opened
+on, so one that only this host reaches, or that names no host at all, is told apart here and not by
+a time-out over there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
+import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from ctypes import string_at
+from typing import Final, NamedTuple
 
 from tep.backends.base import CallersTurn, DomainCaps, Opened
 from tep.backends.common import all_or_none, check_timeout, identity
 from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import Interface, interfaces
 from tep.backends.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
-from tep.backends.libfabric.discover import (
-    Offer,
-    check_nics,
-    check_offer,
-    default_addresses,
-    find_offers,
-    list_providers,
-)
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.peers import CONTROL_BYTES_MAX
-from tep.backends.libfabric.rules import RULES, Rules, check_version, endpoint_options
+from tep.backends.libfabric.rules import (
+    ROW_BYTES_MAX,
+    RULES,
+    Rules,
+    check_version,
+    endpoint_options,
+)
 from tep.backends.libfabric.tcp import READS_MAX, TcpDomain
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
+from tep.host.nics import SOCKET_IFNAME, read_list, said
+from tep.host.ways import is_loopback, own_address
 from tep.memory.source import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
+
+_NICS_MAX: Final = 64
+_IMM_BYTES: Final = 4
+_PORT_MAX: Final = 65535
+
+
+class Offer(NamedTuple):
+    """One NIC that can be opened.
+
+    Attributes:
+        info: its fi_info, owned by whoever holds this.
+        nic: its name, for people.
+        link_bps: nominal rate, or 0.
+        row_bytes_max: longest row.
+    """
+
+    info: fi.Info
+    nic: str
+    link_bps: int
+    row_bytes_max: int
+
+
+def find_offers(
+    lib: fi.Libfabric, rules: Rules, nics: Sequence[str] | int | None, *, cuda: bool = False
+) -> list[Offer]:
+    """Find the NICs that were asked for.
+
+    Args:
+        lib: the library.
+        rules: of the provider.
+        nics: names: see addresses() for tcp, else devices' names; or how many; or None for one
+            (all that there are on EFA).
+        cuda: whether CUDA memory will be registered.
+
+    Raises:
+        UsageError: impossible names or numbers.
+        BackendUnavailable: nothing fits; says what was tried.
+    """
+    if not rules.software:
+        return _devices(lib, rules, nics, cuda=cuda)
+    assert isinstance(nics, Sequence)
+    return [_one(lib, rules, name) for name in addresses(nics)]
+
+
+def check_nics(nics: Sequence[str] | int | None) -> None:
+    """Refuse impossible numbers, and what is no list of names."""
+    if isinstance(nics, int):
+        if not 1 <= nics <= _NICS_MAX:
+            raise UsageError(f"libfabric: nics={nics}; 1 to {_NICS_MAX} are possible")
+    elif nics is not None and (isinstance(nics, str) or not nics or len(nics) > _NICS_MAX):
+        raise UsageError(f"libfabric: nics={nics!r}; give a list of 1 to {_NICS_MAX} names")
+
+
+def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
+    node, service = node_and_service(name)
+    first, *others = _ask(lib, rules, node, service or None)
+    for info in others:
+        lib.freeinfo(info)
+    return _named(first, name)
+
+
+def _devices(
+    lib: fi.Libfabric, rules: Rules, nics: Sequence[str] | int | None, *, cuda: bool
+) -> list[Offer]:
+    """One NIC a device, by its own name."""
+    found: dict[str, fi.Info] = {}
+    longest: dict[str, int] = {}
+    for info in _ask(lib, rules, None, None, cuda=cuda):
+        fabric = _text(info.contents.fabric_attr.contents.name)
+        name = _text(info.contents.domain_attr.contents.name)
+        # Both fabrics of a device have its name; `efa` knows no limit, see ROW_BYTES_MAX.
+        size = int(info.contents.ep_attr.contents.max_msg_size)
+        longest[name] = min(size, longest.get(name, ROW_BYTES_MAX))
+        # Releases give EFA's usual fabric several names; the other one has had one only.
+        if (fabric == "efa-direct") != (rules.fabric == "efa-direct") or name in found:
+            lib.freeinfo(info)
+        else:
+            found[name] = info
+    if (isinstance(nics, int) and nics > len(found)) or not found:
+        raise BackendUnavailable(
+            f"provider {rules.provider!r}: {len(found)} NICs of fabric {rules.fabric!r} here "
+            f"({', '.join(found) or 'none'}), asked for: {nics}"
+        )
+    names = list(found)[:nics] if nics is None or isinstance(nics, int) else nics
+    # libfabric adds what kind of endpoint it is to the device's own name: "rdmap79s0-rdm".
+    names = [name if name in found else f"{name}-rdm" for name in names]
+    missing = [name for name in names if name not in found]
+    if missing:
+        for info in found.values():
+            lib.freeinfo(info)
+        given = missing[0].removesuffix("-rdm")
+        raise UsageError(f"libfabric: no NIC {given!r}; there are: {', '.join(found)}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"libfabric: nics={nics!r} names one NIC twice")
+    for name in set(found) - set(names):
+        lib.freeinfo(found[name])
+    return [_named(found[name], name, longest[name]) for name in names]
+
+
+def check_offer(info: fi.Info, nic: str) -> None:
+    """Refuse a NIC that could not carry an immediate.
+
+    Raises:
+        BackendUnavailable: with what was found and what is needed.
+    """
+    size = int(info.contents.domain_attr.contents.cq_data_size)
+    if size < _IMM_BYTES:
+        raise BackendUnavailable(
+            f"{nic}: its completions carry {size} bytes of immediate, tep needs {_IMM_BYTES}"
+        )
+
+
+def _named(info: fi.Info, name: str, row_bytes_max: int = 1 << 62) -> Offer:
+    nic = info.contents.nic
+    link_bps = 0
+    if nic and nic.contents.link_attr:
+        link_bps = int(nic.contents.link_attr.contents.speed)
+    longest = min(int(info.contents.ep_attr.contents.max_msg_size), row_bytes_max)
+    return Offer(info, name, link_bps, longest)
+
+
+def _ask(
+    lib: fi.Libfabric, rules: Rules, node: str | None, service: str | None, *, cuda: bool = False
+) -> list[fi.Info]:
+    """Ask what a provider offers under any of its names; the first that has something."""
+    tried = []
+    for name in rules.names:
+        with lib.hints() as hints:
+            fill(lib, hints, rules, name, cuda=cuda)
+            try:
+                return lib.getinfo(hints, node, service, fi.FI_SOURCE if node else 0)
+            except OSError as error:
+                tried.append((f"fi_getinfo(prov={name!r}, node={node!r})", str(error)))
+    if cuda and _offers_host_memory(lib, rules):
+        raise BackendUnavailable(
+            f"{lib.describe()} was built without CUDA: its provider {rules.provider!r} takes host "
+            "memory only. Use the libfabric of AWS's EFA installer (/opt/amazon/efa, or "
+            "TEP_LIBFABRIC=its libfabric.so.1), the backend efa, or copies by tep.cuda.Staged",
+            tuple(tried),
+        )
+    filtered = os.environ.get("FI_PROVIDER")
+    note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
+    raise BackendUnavailable(
+        f"{lib.describe()} offers no provider {rules.provider!r}"
+        f"{f' at {node}' if node else ''}{note}; FI_LOG_LEVEL=warn makes libfabric say why",
+        tuple(tried),
+    )
+
+
+def _offers_host_memory(lib: fi.Libfabric, rules: Rules) -> bool:
+    """Tell whether the provider is there for an engine that registers no CUDA memory."""
+    try:
+        infos = _ask(lib, rules, None, None)
+    except BackendUnavailable:
+        return False
+    for info in infos:
+        lib.freeinfo(info)
+    return True
+
+
+def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bool) -> None:
+    """Write what we ask for into empty hints.
+
+    Args:
+        lib: the library.
+        hints: empty.
+        rules: of the provider.
+        name: what libfabric calls it.
+        cuda: whether CUDA memory will be registered.
+    """
+    hint = hints.contents
+    hint.caps = fi.FI_MSG | fi.FI_RMA | rules.caps | (fi.FI_HMEM if cuda else 0)
+    hint.mode = fi.FI_CONTEXT | fi.FI_CONTEXT2 | fi.FI_RX_CQ_DATA
+    hint.ep_attr.contents.type = fi.FI_EP_RDM
+    domain = hint.domain_attr.contents
+    domain.mr_mode = rules.mr_mode | (fi.FI_MR_HMEM if cuda else 0)
+    domain.threading = fi.FI_THREAD_DOMAIN  # one thread turns an engine and its NICs
+    if rules.tx_entries:
+        hint.tx_attr.contents.size = rules.tx_entries
+        hint.rx_attr.contents.size = rules.rx_entries
+    hint.fabric_attr.contents.prov_name = lib.strdup(name)
+
+
+def list_providers(lib: fi.Libfabric) -> list[str]:
+    """The names of the providers that tep drives and this libfabric offers here, each once."""
+    with lib.hints() as hints:
+        hints.contents.ep_attr.contents.type = fi.FI_EP_RDM
+        try:
+            infos = lib.getinfo(hints, None, None, 0)
+        except OSError:
+            return []
+    names = dict.fromkeys(_text(info.contents.fabric_attr.contents.prov_name) for info in infos)
+    for info in infos:
+        lib.freeinfo(info)
+    driven = {name for rules in RULES.values() for name in rules.names}
+    return [name for name in names if name in driven]
+
+
+def _text(pointer: int | None) -> str:
+    return string_at(pointer).decode(errors="replace") if pointer else ""
+
+
+# ------------------------------------------------------------------ addresses of this host
+
+
+class Chosen(NamedTuple):
+    """Addresses where none were named, and why these, for `explain`."""
+
+    names: list[str]
+    about: str
+
+
+def addresses(names: Sequence[str]) -> list[str]:
+    """One address a name, as "ADDRESS", "ADDRESS:PORT" or "[IPV6]:PORT".
+
+    Args:
+        names: addresses; interfaces ("eth0"), each for its first address; networks ("10.0.0.0/8"),
+            each for the first address of this host in it; names of this host. Any with ":PORT".
+
+    Raises:
+        UsageError: an interface or a network that is not here, or an address of no host.
+    """
+    return [_address(name) for name in names]
+
+
+def default_addresses(nics: int | None) -> Chosen:
+    """Addresses for so many NICs, None = one.
+
+    Those of NCCL_SOCKET_IFNAME where it is set; else, where a launcher has given this process
+    ranks on other hosts, the one on the way to rank 0 (MASTER_ADDR); else loopback addresses, which
+    are there on every Linux machine, all 16 million of them.
+
+    Raises:
+        UsageError: NCCL_SOCKET_IFNAME leaves too few.
+    """
+    count = nics or 1
+    wanted = read_list(SOCKET_IFNAME, os.environ.get)
+    if wanted.entries:
+        usable = [one for one in _best_of_each(interfaces()) if wanted.takes(one.name)]
+        if len(usable) < count:
+            raise UsageError(
+                f"libfabric: {SOCKET_IFNAME}={wanted.text} leaves {len(usable)} interfaces with an "
+                f"address, wanted: {count}; here are {_listed()}"
+            )
+        names = [one.address for one in usable[:count]]
+        return Chosen(names, said([wanted], {SOCKET_IFNAME: "which interfaces are taken"}))
+    master = os.environ.get("MASTER_ADDR", "")
+    if nics is None and master and os.environ.get("WORLD_SIZE", "1") != "1":
+        own = ""
+        with contextlib.suppress(OSError):
+            own = own_address(master)
+        if own and not is_loopback(own):
+            return Chosen([own], f"{own} is on the way to MASTER_ADDR={master}")
+    about = "only this host reaches loopback addresses; name interfaces or networks for others: "
+    return Chosen([f"127.0.0.{k + 1}" for k in range(count)], f'{about}nics=["eth0"]')
+
+
+def node_and_service(name: str) -> tuple[str, str]:
+    """Take "ADDRESS:PORT" or "[IPV6]:PORT" apart; no port is ""."""
+    if name.startswith("["):
+        node, _, rest = name[1:].partition("]")
+        return node, rest.removeprefix(":")
+    node, _, service = name.partition(":") if name.count(":") == 1 else (name, "", "")
+    return node, service
+
+
+def _address(name: str) -> str:
+    """The address that a name stands for: itself, or of an interface, or in a network."""
+    node, service = node_and_service(name)
+    if service and not (service.isdecimal() and int(service) <= _PORT_MAX):
+        raise UsageError(f"libfabric: nics={name!r}: {service!r} is no port")
+    try:
+        literal = ipaddress.ip_address(node.partition("%")[0])
+    except ValueError:
+        literal = None
+    if literal is not None:
+        if literal.is_unspecified:
+            raise UsageError(
+                f"libfabric: nics={name!r} names no host, and peers are given it; name an address, "
+                f"an interface or a network: {_listed()}"
+            )
+        return name
+    here = interfaces()
+    if "/" in node:
+        return _join(_in_network(node, here), service)
+    found = [one for one in _best_of_each(here) if one.name == node]
+    if found:
+        return _join(found[0].address, service)
+    if any(one.name == node for one in here) or node in {n for _, n in socket.if_nameindex()}:
+        raise UsageError(f"libfabric: interface {node!r} has no address; here are {_listed()}")
+    if not node:
+        raise UsageError(f"libfabric: nics={name!r} is empty; here are {_listed()}")
+    try:  # a host's name, of this one
+        infos = socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(
+            f"libfabric: nics={name!r} is no address, no interface of this host and no name "
+            f"({error}); here are {_listed()}"
+        ) from error
+    return _join(str(infos[0][4][0]), service)
+
+
+def _in_network(text: str, here: Sequence[Interface]) -> str:
+    try:
+        network = ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        raise UsageError(f"libfabric: nics={text!r} is no network ({error})") from error
+    for one in here:
+        if ipaddress.ip_address(one.address.partition("%")[0]) in network:
+            return one.address
+    raise UsageError(f"libfabric: no address of this host is in {text}; here are {_listed()}")
+
+
+def _join(address: str, service: str) -> str:
+    if not service:
+        return address
+    return f"[{address}]:{service}" if ":" in address else f"{address}:{service}"
+
+
+def _best_of_each(here: Sequence[Interface]) -> list[Interface]:
+    """One address an interface: IPv4 before IPv6, and no link-local one if there is another."""
+    best: dict[str, Interface] = {}
+    for one in here:
+        if one.name not in best or _rank(one) < _rank(best[one.name]):
+            best[one.name] = one
+    return list(best.values())
+
+
+def _rank(one: Interface) -> tuple[bool, int]:
+    address = ipaddress.ip_address(one.address.partition("%")[0])
+    return address.is_link_local, address.version
+
+
+def _listed() -> str:
+    return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none that is up"
 
 
 class _How(NamedTuple):

@@ -24,7 +24,7 @@ from tep.backends.base import DomainCaps
 from tep.backends.ffi.ibverbs import ENUMS, NOT_FORK_SAFE, C, DataPath, Library, Struct, fail
 from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
-from tep.host.environment import HCA, Environ, NameList, Number, read_list, read_number, said
+from tep.host.nics import HCA, Environ, NameList, Number, read_list, read_number, said
 
 __all__ = [
     "DATAGRAMS_IN", "DATAGRAMS_OUT", "MESSAGES_OUT", "NO_HINTS", "READS", "ROWS", "SPARE_WRS",

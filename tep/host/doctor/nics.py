@@ -9,8 +9,8 @@ from typing import Final
 from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs.device import GidSeen, rank_gids
 from tep.host.doctor import Finding, Level, bad, good, note, warn
-from tep.host.environment import read_number
 from tep.host.hostfiles import HostFiles
+from tep.host.nics import read_number
 from tep.host.topology import FILES_CURE, Topology, detect, number
 
 __all__ = ["acs_control", "check_acs", "check_nics", "read_counters"]

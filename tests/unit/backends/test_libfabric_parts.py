@@ -17,7 +17,7 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.ffi import libfabric as fi
-from tep.backends.libfabric import discover, frames, rules
+from tep.backends.libfabric import frames, rules
 from tep.backends.libfabric.objects import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, NicAddress, Rules, is_loopback, parse
 from tep.backends.libfabric.slots import Slots, Ticket
@@ -380,10 +380,10 @@ def test_loopback_addresses_are_known(text, expected):
 @pytest.mark.parametrize("nics", [0, 65, [], ["lo"] * 65, "lo"])
 def test_impossible_numbers_of_nics_are_refused(nics):
     """A typo is found before anything is opened, and the largest number is no typo."""
-    discover.check_nics(64)
-    discover.check_nics(["lo"] * 64)
+    libfabric.check_nics(64)
+    libfabric.check_nics(["lo"] * 64)
     with pytest.raises(UsageError, match="1 to 64"):
-        discover.check_nics(nics)
+        libfabric.check_nics(nics)
 
 
 @pytest.mark.parametrize("filtered", ["", "tcp"])
@@ -447,7 +447,7 @@ def test_efa_hints_ask_for_what_efa_needs(cuda):
     """Dry run: the hints for an instance, read back from libfabric's own fi_info."""
     lib = need_libfabric()
     with lib.hints() as hints:
-        discover.fill(lib, hints, RULES["efa"], "efa", cuda=cuda)
+        libfabric.fill(lib, hints, RULES["efa"], "efa", cuda=cuda)
         hint = hints.contents
         mode = hint.domain_attr.contents.mr_mode
         caps = fi.FI_MSG | fi.FI_RMA | fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM
@@ -463,12 +463,12 @@ def test_efa_hints_ask_for_what_efa_needs(cuda):
 def test_a_nic_that_carries_too_short_immediates_is_refused():
     """Half an immediate counts for another one."""
     lib = need_libfabric()
-    info = discover.find_offers(lib, RULES["tcp"], ["127.0.0.1"])[0].info
+    info = libfabric.find_offers(lib, RULES["tcp"], ["127.0.0.1"])[0].info
     try:
-        discover.check_offer(info, "lo")
+        libfabric.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 2
         with pytest.raises(BackendUnavailable, match="carry 2 bytes of immediate, tep needs 4"):
-            discover.check_offer(info, "lo")
+            libfabric.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 4
         with pytest.raises(BackendUnavailable, match=r"1\.20 is too old for EFA"):
             rules.check_version("rdmap0s6", (1, 20))

@@ -7,9 +7,9 @@ import re
 import pytest
 
 import tep
+from tep.backends import libfabric
 from tep.backends.ffi.libc import Interface, interfaces
-from tep.backends.libfabric import discover
-from tep.backends.libfabric.discover import addresses, default_addresses, node_and_service
+from tep.backends.libfabric import addresses, default_addresses, node_and_service
 from tep.base.errors import FabricError, UsageError
 from tests.support.here import require
 
@@ -28,7 +28,7 @@ def machine(monkeypatch):
     """A host with two cards, and nothing that a launcher or NCCL's user has set."""
     for name in ("NCCL_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(discover, "interfaces", lambda: HERE)
+    monkeypatch.setattr(libfabric, "interfaces", lambda: HERE)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ranks_of_other_hosts_are_given_an_address_that_they_reach(
 def test_an_engine_says_that_only_its_host_reaches_it(monkeypatch):
     """The time-out over there named no cause."""
     require("tcp")
-    monkeypatch.setattr(discover, "interfaces", interfaces)
+    monkeypatch.setattr(libfabric, "interfaces", interfaces)
     options = {"provider": "tcp", "peer_timeout_s": 0.5}
     with (
         tep.TransferEngine.open("libfabric", **options) as a,

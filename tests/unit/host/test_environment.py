@@ -8,7 +8,7 @@ import tep
 from tep.backends import auto, open_backend
 from tep.backends.verbs import facts, open_domains
 from tep.base.errors import BackendUnavailable, UsageError
-from tep.host.environment import HCA, read_list, read_number, said
+from tep.host.nics import HCA, read_list, read_number, said
 from tep.host.topology import detect
 from tests.support.trees import dgx_h100
 
