@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tep.core.plan import count_imms
     from tep.core.regions import MrHandle
     from tep.cuda.arena import alloc
+    from tep.cuda.checksum import checksum
     from tep.drivers.threads import InlineDriver, ThreadDriver
     from tep.engine import PeerGroup, Prepared, TransferEngine
     from tep.memory.watch import Watcher
@@ -61,7 +62,7 @@ __all__ = [
     "RendezvousError", "Routing", "Scatter", "ScatterDst", "Sender", "Single", "Span",
     "StaleEpoch", "StallError", "TepError", "ThreadDriver", "Trace", "Transfer", "TransferEngine",
     "UsageError", "WaitTimeout", "Watcher", "__version__", "alloc", "alloc_shared", "apps",
-    "count_imms", "cuda", "rendezvous", "sim", "testing",
+    "checksum", "count_imms", "cuda", "rendezvous", "sim", "testing",
 ]  # fmt: skip
 
 _ROOM_OF = {
@@ -80,6 +81,7 @@ _ROOM_OF = {
         "tep.core.plan": "count_imms",
         "tep.backends.base": "Access",
         "tep.cuda.arena": "alloc",
+        "tep.cuda.checksum": "checksum",
         "tep.backends.local.memory": "alloc_shared",
         "tep.core.regions": "MrHandle",
         "tep.core.handles": "Expectation Message Removal Transfer",

@@ -5,6 +5,7 @@ scripts/gpu_check would.
 """
 
 from tep.cuda.arena import Arena, Staged, alloc
+from tep.cuda.checksum import checksum
 from tep.cuda.memory import (
     GpuFlag,
     Pointer,
@@ -17,6 +18,6 @@ from tep.cuda.memory import (
 from tep.host.cuda import list_devices
 
 __all__ = [
-    "Arena", "GpuFlag", "Pointer", "Staged", "alloc", "export_dmabuf", "flush", "inspect",
-    "list_devices", "needs_flush", "set_sync_memops",
+    "Arena", "GpuFlag", "Pointer", "Staged", "alloc", "checksum", "export_dmabuf", "flush",
+    "inspect", "list_devices", "needs_flush", "set_sync_memops",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ class Engine(vllm_forked.Engine):
 
     def __init__(self, role: str, model: str) -> None:
         times = {"lease_s": 20, "load_s": 60, "lost_after_s": 2, "beat_s": 0.1, "doubt_s": 2}
+        times["checksums"] = True  # a load whose bytes differ would fail, and be computed again
         transfer = tep_transfer(role, backend="local", **times)
         # Chunked: layers are sent while others are computed.
         super().__init__(model, transfer, max_num_batched_tokens=128)

@@ -50,6 +50,22 @@ def test_without_trouble_every_request_is_complete(tp):
         assert case.requests == found.done
 
 
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_bit_that_a_nic_turns_is_a_failed_load_with_checksums_alone(checksums):
+    """Nothing else notices it: without them the model answers with garbage, and says nothing."""
+    wrong, failed = [], 0
+    for seed in range(effort(40, 12)):
+        case = Case.draw(random.Random(f"corrupt {seed}"))
+        if case.checksums is checksums:
+            case.corrupt = 16
+            found = run_case(case)
+            wrong += found.violations
+            failed += found.failed
+
+    assert checksums is not bool(wrong), wrong
+    assert failed
+
+
 @bug
 def blocks_are_free_before_the_sender_has_ended(patch):
     def settle(self, load, grant):
@@ -186,10 +202,10 @@ def a_cancel_is_not_heard(patch):
 
 @bug
 def failed_rows_count_as_written(patch):
-    def written(self, claim, group, span, ntensors, transfer):
-        method(self, claim, group, span, ntensors, transfer)
+    def written(self, claim, run, span, transfer):
+        method(self, claim, run, span, transfer)
         if not transfer.ok:
-            claim.missing[group][slice(*span)] -= ntensors
+            claim.missing[run.group][slice(*span)] -= len(run.rows)
 
     method = KvSender._written
     patch.setattr(KvSender, "_written", written)

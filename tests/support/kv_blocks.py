@@ -42,11 +42,17 @@ class Case:
     cancel_us: tuple[float, ...]
     crash: bool = False
     lost: int = 0  # of 16 messages
+    corrupt: int = 0  # of 256 rows
 
     @property
     def joined(self) -> bool:
         """Whether K and V of a layer are two planes of one tensor."""
         return self.seed % 2 == 1
+
+    @property
+    def checksums(self) -> bool:
+        """Whether senders add checksums."""
+        return self.seed // 2 % 2 == 1
 
     @classmethod
     def draw(cls, dice: random.Random, *, trouble: bool = True) -> Case:
@@ -129,7 +135,7 @@ def run_case(case: Case) -> Run:
     """Play one case to its end."""
     found = Run()
     names = [f"s{k}" for k in range(case.tp[0])] + [f"r{k}" for k in range(case.tp[1])]
-    chaos = replace(sim.Chaos.draw(case.seed), message_loss=case.lost)
+    chaos = replace(sim.Chaos.draw(case.seed), message_loss=case.lost, corrupt=case.corrupt)
     probing = EngineOptions(probe_first_s=50 * US, probe_max_s=400 * US)
     with sim.Cluster(
         len(names), names=names, seed=case.seed, chaos=chaos, options=probing
@@ -144,7 +150,7 @@ async def _play(case: Case, cluster: sim.Cluster, found: Run) -> None:
     engines = cluster.engines
     sources = [Rank(engines[k], case, 0, k, GARBAGE) for k in range(case.tp[0])]
     sinks = [Rank(engines[case.tp[0] + k], case, 1, k, PAINT) for k in range(case.tp[1])]
-    senders = [KvSender(one.blocks, patience=PATIENCE) for one in sources]
+    senders = [KvSender(one.blocks, patience=PATIENCE, checksums=case.checksums) for one in sources]
     receivers = [KvReceiver(one.blocks, patience=PATIENCE) for one in sinks]
     for sender in senders:
         for sink in sinks:
@@ -221,7 +227,8 @@ async def _request(case, index, ranks, sides, lists, found: Run) -> None:
             for load in loads:
                 loop.call_later(case.cancel_us[index] * US, load.cancel)
     await asyncio.gather(*(_check(sink, load, lists, found) for sink, load in zip(sinks, loads)))
-    spared = kind == "none" and not (case.crash or case.lost)  # a lost message means a lost peer
+    # A lost message means a lost peer.
+    spared = kind == "none" and not (case.crash or case.lost or case.corrupt)
     if spared and not all(load.ok for load in loads):
         found.violations.append(f"{name} failed without a cause: {[x.reason for x in loads]}")
     for send, task in zip(sends, tasks, strict=True):

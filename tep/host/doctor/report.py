@@ -19,6 +19,7 @@ from tep.host.doctor.devices import (
     check_libraries,
     self_test,
 )
+from tep.host.doctor.gpus import check_gpus
 from tep.host.doctor.host import check_host
 from tep.host.doctor.nics import check_nics
 from tep.host.hostfiles import HostFiles, LiveFiles, Recorder
@@ -44,7 +45,7 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
     Args:
         files: the machine's files.
         try_backends: also ask the RDMA devices of this machine for their abilities, and move bytes
-            over its backends.
+            over its backends, and between its GPUs and NICs.
     """
     yield from check_host(files)
     yield from check_nics(files)
@@ -53,6 +54,7 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
         yield from check_gpu_libraries(files)
         yield from check_devices()
         yield from self_test(files)
+        yield from check_gpus()
 
 
 def passed(findings: list[Finding]) -> bool:

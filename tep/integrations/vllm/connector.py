@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -66,8 +67,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     """The connector that moves KV blocks between prefill and decode instances by tep.
 
     Options, in `kv_connector_extra_config`: `backend` ("auto"), `backend_options` (that backend's),
-    `name` (the instance's: keep it over restarts; default: vLLM's engine_id), and the times of
-    `Terms`.
+    `name` (the instance's: keep it over restarts; default: vLLM's engine_id), and those of `Terms`.
     """
 
     def __init__(
@@ -84,11 +84,12 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
                 raise UsageError(f"TepConnector: {what}={getattr(parallel, what)} is not supported")
         config = vllm_config.kv_transfer_config
         self._extra = dict(config.kv_connector_extra_config)
-        times = {one.name for one in fields(Terms)}
-        unknown = self._extra.keys() - times - {"backend", "backend_options", "name"}
+        terms = {one.name for one in fields(Terms)}
+        unknown = self._extra.keys() - terms - {"backend", "backend_options", "name"}
         if unknown:
-            raise UsageError(f"TepConnector: unknown options {sorted(unknown)}; times: {times}")
-        self._terms = Terms(**{k: float(v) for k, v in self._extra.items() if k in times})
+            raise UsageError(f"TepConnector: unknown options {sorted(unknown)}; there are {terms}")
+        given = {name: value for name, value in self._extra.items() if name in terms}
+        self._terms = msgspec.convert(given, Terms, strict=False)
         self._name = str(self._extra.get("name") or config.engine_id)
         groups = kv_cache_config.kv_cache_groups
         for group in groups:

@@ -59,7 +59,7 @@ class Holds:
 
     def __init__(self, blocks: KvBlocks, terms: Terms, meet: Callable[[NetAddr], object]) -> None:
         patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
-        self.sender = KvSender(blocks, patience=patience)
+        self.sender = KvSender(blocks, patience=patience, checksums=terms.checksums)
         self._blocks, self._terms, self._meet = blocks, terms, meet
         self._held: dict[str, _Held] = {}
         self._by_request: dict[str, _Held] = {}

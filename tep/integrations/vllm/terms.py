@@ -32,7 +32,7 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The timeouts, in seconds; each is an option of `kv_connector_extra_config`.
+    """The timeouts, in seconds, and what else is an option of `kv_connector_extra_config`.
 
     Attributes:
         lease_s: time that a prefiller keeps finished blocks after a decoder's last message.
@@ -41,6 +41,7 @@ class Terms:
         lost_after_s: silence after which a peer is lost; twice beat_s or more.
         doubt_s: time from the failure of a load until it is reported although a write may still
             arrive; its blocks are kept out of use then.
+        checksums: of a prefiller: each load is checked, see KvSender; a load that differs fails.
     """
 
     lease_s: float = 30.0
@@ -48,6 +49,7 @@ class Terms:
     beat_s: float = 0.5
     lost_after_s: float = 5.0
     doubt_s: float = 5.0
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         """Refuse times that contradict each other."""

@@ -176,7 +176,9 @@ def test_answers_to_a_claim_count_only_from_its_receiver(engines):
         until(lambda: monitor.foreign >= 4)
         assert "open" == send.state
         assert sender._claims[number].imm is None
-    end = Ended(friend.main_address.epoch, number, victim.main_address.to_bytes(), 1, (), False, "")
+    end = Ended(
+        friend.main_address.epoch, number, victim.main_address.to_bytes(), 1, (), False, "", {}
+    )
     evil.submit_send(friend.main_address, encode(end)).wait(WAIT_S)
     until(lambda: receiver.blocks.foreign)
     send.layer_done(0)

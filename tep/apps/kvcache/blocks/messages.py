@@ -80,6 +80,7 @@ class Claim(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
         serial, request: of the ticket.
         tp, rank: the sender's.
         rows: length of a row of each tensor that it will write, by the tensor's name.
+        sums: its end will bring the checksum of each tensor's rows.
     """
 
     addr: bytes
@@ -88,6 +89,7 @@ class Claim(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     tp: Ranks
     rank: Rank
     rows: dict[str, int]
+    sums: bool
 
 
 class Go(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -125,6 +127,7 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
         good: for each group, a bitmap of the blocks that were written whole.
         doubt: a failed row may still land.
         reason: why it ended early, else "".
+        sums: `tep.checksum` of the rows of each tensor, by its name, if the claim announced it.
     """
 
     addr: bytes
@@ -132,6 +135,7 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     good: tuple[bytes, ...]
     doubt: bool
     reason: str
+    sums: dict[str, int]
 
 
 class Stopping(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

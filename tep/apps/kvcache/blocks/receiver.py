@@ -1,11 +1,12 @@
 """KvReceiver: grants senders the right to write blocks, counts what arrives, and takes it back.
 
-Rule 1: a request is complete when every head of every tensor was claimed by one sender and each
-claim's immediates are counted. Rule 2: its blocks are free when it is complete, or when each claim
-has ended: by its sender's word, or because that incarnation is certain to be dead or is fenced off.
-A sender that is silent when it is asked to stop is removed from the engine, which fences it off
-where NICs can. Rule 3: each claim has an immediate of its own, which is given out again only if all
-that was expected of it has arrived. Rule 4: the lock of the cache guards everything here.
+Rule 1: a request is complete when every head of every tensor was claimed by one sender, each
+claim's immediates are counted, and its checksums, if it announced any, are those of the blocks.
+Rule 2: its blocks are free when it is complete, or when each claim has ended: by its sender's word,
+or because that incarnation is certain to be dead or is fenced off. A sender that is silent when it
+is asked to stop is removed from the engine, which fences it off where NICs can. Rule 3: each claim
+has an immediate of its own, which is given out again only if all that was expected of it has
+arrived. Rule 4: the lock of the cache guards everything here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tep import (
     Sender,
     TepError,
     UsageError,
+    checksum,
 )
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
@@ -43,7 +45,7 @@ from tep.apps.kvcache.blocks.messages import (
     Ticket,
     encode,
 )
-from tep.apps.kvcache.layout import served_heads
+from tep.apps.kvcache.layout import rows_of, served_heads
 
 __all__ = ["ImmSpace", "KvLoad", "KvReceiver"]
 
@@ -103,8 +105,11 @@ class ImmSpace:
 class _Grant:
     """The grant of one sender for one request."""
 
-    def __init__(self, addr: NetAddr, claim: int, imm: int, count: int) -> None:
-        self.addr, self.claim, self.imm, self.count = addr, claim, imm, count
+    def __init__(self, addr: NetAddr, message: Claim, imm: int, count: int) -> None:
+        self.addr, self.claim, self.imm, self.count = addr, message.claim, imm, count
+        self.message = message
+        self.checked = not message.sums
+        self.wrong = ""  # checksums that differ
         self.expectation: Expectation | None = None
         self.ended: Ended | None = None
         self.counted = self.settled = self.dead = False
@@ -298,7 +303,7 @@ class KvReceiver(KvSide):
             raise UsageError(f"rank {message.rank} of {message.tp}; others have {load._tp} ranks")
         heads, rows = self._covered(load, message)
         imm = self.imms.take()
-        grant = _Grant(addr, message.claim, imm, rows)
+        grant = _Grant(addr, message, imm, rows)
         try:
             grant.expectation = self.blocks.engine.expect_imm_count(
                 imm, rows, sender=addr, on_done=partial(self._counted, load, grant)
@@ -417,6 +422,9 @@ class KvReceiver(KvSide):
         """Look what has ended, and say so."""
         for grant in load._grants.values():
             self._settle_grant(load, grant)
+            if grant.wrong and load.state == "open":
+                self._fail(load, grant.wrong)
+                return
         if not all(grant.settled for grant in load._grants.values()):
             return
         if load.state == "failed":
@@ -431,7 +439,14 @@ class KvReceiver(KvSide):
         expectation = grant.expectation
         if grant.settled or expectation is None:
             return
-        if expectation.ok:  # all that this sender writes is here
+        if expectation.ok and not (grant.checked or grant.wrong) and grant.ended is not None:
+            try:
+                grant.wrong = self._compare(load, grant, grant.ended.sums)
+            except TepError as error:  # of the GPU
+                grant.wrong = f"checksums: {error}"
+            grant.checked = not grant.wrong
+        if expectation.ok and (grant.checked or load.state == "failed"):
+            # All that this sender writes is here.
             self.imms.end(grant.imm)
             grant.settled = True
             return
@@ -446,14 +461,37 @@ class KvReceiver(KvSide):
         self.imms.burn(grant.imm)
         grant.settled = True
 
+    def _compare(self, load: KvLoad, grant: _Grant, sums: dict[str, int]) -> str:
+        """Compare the checksums of all rows that a sender wrote; return what differs, or ""."""
+        claim, mine = grant.message, (self.blocks.tp, self.blocks.rank)
+        for name, length in claim.rows.items():
+            at = self.blocks.placed[name]
+            _, first, count = served_heads(at.tensor.heads, (claim.tp, claim.rank), mine, name)
+            whole, offsets, _ = rows_of(at, at, (first, first, count))
+            if whole % length:
+                return f"{grant.addr.name}: rows of {length} bytes of {name!r}, of {whole} here"
+            ids = np.array(load.blocks[at.tensor.group], np.int64)[:, None, None]
+            parts = offsets[:, None] + np.arange(0, whole, length)
+            starts = at.start + ids * at.block_stride + parts
+            here = checksum(self.blocks.mr(at.region), starts, length)
+            if here != sums.get(name):
+                return (
+                    f"{grant.addr.name}: checksums of {name!r} differ: {starts.size} rows of "
+                    f"{length} bytes in region {at.region} from offset {starts.min()} on; written "
+                    f"{sums.get(name, 0):#010x}, here {here:#010x}. A NIC that moves other bytes "
+                    "than it was given: `tep doctor` tests the way between GPUs and NICs"
+                )
+        return ""
+
     def _failed_blocks(self, load: KvLoad) -> tuple[tuple[int, ...], ...]:
         found = []
         for group, ids in enumerate(load.blocks):
             good = np.full(len(ids), not any(load._uncovered.values()))
             for grant in load._grants.values():
-                if grant.expectation is not None and grant.expectation.ok:
+                checked = grant.checked
+                if checked and grant.expectation is not None and grant.expectation.ok:
                     continue
-                told = grant.ended.good if grant.ended is not None else ()
+                told = grant.ended.good if checked and grant.ended is not None else ()
                 bits = np.frombuffer(told[group] if group < len(told) else b"", np.uint8)
                 some = np.unpackbits(bits)[: len(ids)].astype(bool)
                 good &= some if len(some) == len(ids) else False
@@ -484,7 +522,11 @@ class KvReceiver(KvSide):
         return patience.cancel_s
 
     def _late(self, load: KvLoad) -> str:
-        told = [g.expectation.describe() for g in load._grants.values() if g.expectation]
+        told = [
+            "its checksums did not come" if g.expectation.ok else g.expectation.describe()
+            for g in load._grants.values()
+            if g.expectation and not g.settled
+        ]
         missing = sum(load._uncovered.values())
         unclaimed = [f"nobody claimed {missing} heads of it"] if missing else []
         return "not complete before its deadline: " + "; ".join(told + unclaimed)

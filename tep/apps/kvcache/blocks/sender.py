@@ -8,7 +8,8 @@ said again until the receiver knows. Rule 3: the lock of the cache guards everyt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from weakref import WeakKeyDictionary
@@ -16,7 +17,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from tep import BadDescriptor, NetAddr, Pages, Prepared, Sender, TepError, Transfer, UsageError
+from tep import (
+    BadDescriptor,
+    NetAddr,
+    Pages,
+    Prepared,
+    Sender,
+    TepError,
+    Transfer,
+    UsageError,
+    checksum,
+)
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache, PeerLayout
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide, Patience
 from tep.apps.kvcache.blocks.messages import (
@@ -90,6 +101,7 @@ class _Claim:
         self.sent: dict[tuple[int, int], int] = {}  # blocks of (layer, group) that were sent
         self.unsent = 0  # those that were not sent whole
         self.missing = [np.zeros(len(dst), np.int64) for dst in self.dst]  # writes yet to succeed
+        self.sums: Counter[str] = Counter()  # of the rows of each tensor that were submitted
         self.imm: int | None = None
         self.open: set[Transfer] = set()
         self.under_way = 0
@@ -149,17 +161,22 @@ class KvSender(KvSide):
         blocks: this rank's cache.
         patience: `cancel_s` between repeats of a message, `request_s` for one request, `linger_s`
             how long the end of a request is told to a receiver that does not answer.
+        checksums: the end of a request brings `tep.checksum` of the rows that were written; the
+            receiver compares it with its memory before the load is done.
 
     Attributes:
-        blocks, patience: as given.
+        blocks, patience, checksums: as given.
         layers: of the model that this cache holds.
         writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
     """
 
-    def __init__(self, blocks: KvBlocks, *, patience: Patience = Patience()) -> None:
+    def __init__(
+        self, blocks: KvBlocks, *, patience: Patience = Patience(), checksums: bool = False
+    ) -> None:
         stop = self._on_stop
         blocks.handle({Go: self._on_go, Refuse: stop, Cancel: stop, Over: self._on_over})
         super().__init__(blocks, patience)
+        self.checksums = checksums
         self.layers = {one.tensor.layer for one in blocks.placed.values()}
         self._peers: dict[tuple[str, int], PeerCache] = {}
         self._runs: WeakKeyDictionary[PeerLayout, dict[int, list[_Run]]] = WeakKeyDictionary()
@@ -309,7 +326,7 @@ class KvSender(KvSide):
         }
         ticket, mine = claim.ticket, self.blocks
         what = (mine.address, ticket.serial, ticket.request, mine.tp, mine.rank, rows)
-        mine.send(claim.peer.addr, Claim(ticket.epoch, claim.number, *what))
+        mine.send(claim.peer.addr, Claim(ticket.epoch, claim.number, *what, self.checksums))
 
     # ------------------------------------------------------------------ writing
 
@@ -340,25 +357,29 @@ class KvSender(KvSide):
         total = held if ntokens == math.inf else max(held, -(-int(ntokens) // tokens))
         return min(wanted, max(0, int(done) // tokens - (total - wanted)))
 
-    def _prepare(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> Prepared:
+    @staticmethod
+    def _starts(
+        claim: _Claim, run: _Run, span: tuple[int, int]
+    ) -> Iterator[tuple[str, Blocks, Blocks]]:
+        """Name of each tensor of a run, and where the rows of some blocks begin, here and there."""
         src, dst = (blocks[run.group][slice(*span), None] for blocks in (claim.src, claim.dst))
-        starts = [
-            np.concatenate([
-                (blocks * at.block_stride + (at.start + offsets)).ravel()
-                for at, offsets in sides
-            ])
-            for blocks, sides in (
-                (src, [(here, r[1]) for here, _, r in run.rows]),
-                (dst, [(there, r[2]) for _, there, r in run.rows]),
+        for here, there, (_, mine, theirs) in run.rows:
+            starts = src * here.block_stride + (here.start + mine)
+            yield (
+                here.tensor.name,
+                starts.ravel(),
+                (dst * there.block_stride + (there.start + theirs)).ravel(),
             )
-        ]  # fmt: skip
-        source = (self.blocks.mr(run.regions[0]), Pages(starts[0], stride=1))
-        sink = (claim.peer.descs[run.regions[1]], Pages(starts[1], stride=1))
+
+    def _prepare(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> Prepared:
+        _, here, there = zip(*self._starts(claim, run, span))
+        source = (self.blocks.mr(run.regions[0]), Pages(np.concatenate(here), stride=1))
+        sink = (claim.peer.descs[run.regions[1]], Pages(np.concatenate(there), stride=1))
         return self.blocks.engine.prepare_paged_writes(run.length, source, sink)
 
     def _submit(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> None:
         """Write some blocks of a run: the layers of a chunk are one prepared write."""
-        on_done = partial(self._written, claim, run.group, span, len(run.rows))
+        on_done = partial(self._written, claim, run, span)
         claim.under_way += 1
         try:
             of_span, laid, prepared = claim.prepared.get(run.kind, (None, run, None))
@@ -378,9 +399,20 @@ class KvSender(KvSide):
         if not transfer.finished:
             claim.open.add(transfer)
 
-    def _written(
-        self, claim: _Claim, group: int, span: tuple[int, int], ntensors: int, transfer: Transfer
-    ) -> None:
+    def _add_sums(self, claim: _Claim, run: _Run, span: tuple[int, int]) -> None:
+        """Add the checksums of rows that were written.
+
+        Before NICs have read them a copy to the host would wait for what else the GPU does, and so
+        hide that the layer was not computed when it was said to be.
+        """
+        try:
+            for name, here, there in self._starts(claim, run, span):
+                mr = self.blocks.mr(run.regions[0])
+                claim.sums[name] += checksum(mr, here, run.length, places=there)
+        except TepError as error:
+            self._stop(claim, f"checksums: {error}")
+
+    def _written(self, claim: _Claim, run: _Run, span: tuple[int, int], transfer: Transfer) -> None:
         with self.blocks.lock:
             claim.open.discard(transfer)
             claim.under_way -= 1
@@ -388,7 +420,9 @@ class KvSender(KvSide):
             self.rows += transfer.rows
             self.nbytes += transfer.job.total
             if transfer.ok:
-                claim.missing[group][slice(*span)] -= ntensors
+                claim.missing[run.group][slice(*span)] -= len(run.rows)
+                if self.checksums:
+                    self._add_sums(claim, run, span)
             else:
                 claim.doubt = claim.doubt or bool(transfer.failed_rows)
                 self._stop(claim, str(transfer.error))
@@ -445,7 +479,8 @@ class KvSender(KvSide):
 
     def _tell(self, claim: _Claim) -> None:
         good = tuple(np.packbits(left == 0).tobytes() for left in claim.missing)
-        end = (self.blocks.address, claim.ticket.serial, good, claim.doubt, claim.why)
+        sums = {name: total & 0xFFFFFFFF for name, total in claim.sums.items()}
+        end = (self.blocks.address, claim.ticket.serial, good, claim.doubt, claim.why, sums)
         self.blocks.send(claim.peer.addr, Ended(claim.ticket.epoch, claim.number, *end))
 
     def _tell_forgotten(self, message: Cancel, sender: Sender) -> None:
@@ -453,7 +488,7 @@ class KvSender(KvSide):
         peer = self.blocks.peer_of(message.addr, sender)
         if peer is not None:
             end = (self.blocks.address, message.serial, (), False, "ended long ago")
-            self.blocks.send(peer, Ended(peer.epoch, message.claim, *end))
+            self.blocks.send(peer, Ended(peer.epoch, message.claim, *end, {}))
 
     # ------------------------------------------------------------------ messages and time
 
