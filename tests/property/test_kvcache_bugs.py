@@ -15,7 +15,6 @@ from tep.apps.kvcache.blocks import KvLoad, KvReceiver, KvSend
 from tep.apps.kvcache.blocks import sender as block_sender
 from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.memory import PrefixCache
 from tep.apps.kvcache.prefiller import Prefiller, _Job
 from tep.base.errors import StallError
 from tests.support.kv_trial import Trial, run_trial
@@ -107,11 +106,6 @@ def heads_are_read_from_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def a_known_prefix_is_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
-    around(patch, PrefixCache, "find", lambda method, cache, keys: method(cache, keys)[::-1])
-
-
-@bug
 def pages_of_failed_attempts_never_come_back(patch: pytest.MonkeyPatch) -> None:
     def look(method: Callable[..., None], side: Decoder, attempt: Any) -> None:
         if not (attempt.ended.done() and attempt.ended.result()):
@@ -143,8 +137,6 @@ def a_prefiller_keeps_its_lost_keys(patch: pytest.MonkeyPatch) -> None:
 CALM: dict[str, Any] = {"event": "none", "more": 0, "harm": False, "impatient": False}
 
 FIXED: dict[str, dict[str, Any]] = {
-    "a_known_prefix_is_taken_for_the_end": CALM
-    | {"requests": 10, "prefix_pages": 6, "decoders": 1, "npages": 30},
     "a_decoder_keeps_its_lost_keys": CALM | {"event": "revoke", "requests": 10, "decoders": 1},
     "a_prefiller_keeps_its_lost_keys": CALM | {"event": "revoke", "requests": 10},
     "a_request_that_was_given_up_is_not_taken_back": {"requests": 10, "cancels": 0.6},

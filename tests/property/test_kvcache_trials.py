@@ -24,7 +24,6 @@ def trials(draw: st.DrawFn) -> Trial:
         decoders=draw(st.integers(1, 2)),
         requests=draw(st.integers(1, 8)),
         npages=draw(st.integers(10, 30)),
-        prefix_pages=draw(st.sampled_from([0, 6])),
         cancels=draw(st.sampled_from([0.0, 0.4])),
         event=draw(st.sampled_from(EVENTS)),
         event_us=draw(st.floats(1.0, 250.0)),
@@ -56,7 +55,6 @@ def test_every_layout_between_all_degrees(layout: int, degrees: tuple[int, int])
         decode_tp=degrees[1],
         requests=5,
         npages=30,
-        prefix_pages=6,
     )
     verdict = run_trial(trial)
 

@@ -15,21 +15,35 @@ from typing import Any
 
 import numpy as np
 
+from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.layout import KvBuffer
+from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool
-from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request, page_keys
+from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.world import Member, World
 
 _PAINT = 0xA5
+
+LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 3, 2, 8, planes=2),))
+
+
+def page_keys(request: Request, page_tokens: int) -> list[bytes]:
+    """A key for each page of a prompt that names all tokens up to its end; 16 bytes each."""
+    assert request.input_ids is not None
+    data, keys, before = np.ascontiguousarray(request.input_ids, "<i4").tobytes(), [], b""
+    for start in range(0, len(data), 4 * page_tokens):
+        text = before + data[start : start + 4 * page_tokens]
+        before = hashlib.blake2b(text, digest_size=16).digest()
+        keys.append(before)
+    return keys
 
 
 def head_bytes_of(key: bytes, buffer: KvBuffer, place: tuple[int, int, int], nbytes: int) -> bytes:
     """The bytes of one head of one page.
 
     Args:
-        key: of the page; see page_keys().
+        key: of the page.
         buffer: whose.
         place: layer of the buffer, plane, head of the model.
         nbytes: how long.
@@ -49,24 +63,31 @@ class CheckedModel:
     Args:
         layer_s: seconds that one layer of a chunk of so many tokens takes, from a function.
         decode_s: seconds that a decode takes.
+        layout: of its cache.
 
     Attributes:
+        layout, chunk_tokens: of its cache, and of a step: two pages.
         violations: what was not as it has to be, in words.
         checked: pages checked, over all ranks, layers and planes.
     """
 
     def __init__(
-        self, layer_s: Callable[[int], float] = lambda _: 0.0, decode_s: float = 0.0
+        self,
+        layer_s: Callable[[int], float] = lambda _: 0.0,
+        decode_s: float = 0.0,
+        layout: KvLayout = LAYOUT,
     ) -> None:
         self._layer_s = layer_s
         self._decode_s = decode_s
+        self.layout, self.chunk_tokens = layout, 2 * layout.page_tokens
         self.violations: list[str] = []
         self.checked = 0
 
     async def prefill(self, work: PrefillWork) -> bytes:
         """Fill layer by layer."""
         memory, request = work.memory, work.request
-        keys, per = page_keys(request, memory.layout), memory.layout.page_tokens
+        per = self.layout.page_tokens
+        keys = page_keys(request, per)
         for chunk in work.chunks:
             for layer in range(work.layers):
                 await asyncio.sleep(self._layer_s(chunk.stop - chunk.start))
@@ -80,7 +101,7 @@ class CheckedModel:
         await asyncio.sleep(self._decode_s)
         memory, request = work.memory, work.request
         good = 0
-        for page, key in enumerate(page_keys(request, memory.layout)):
+        for page, key in enumerate(page_keys(request, self.layout.page_tokens)):
             wrong = page_flaw(memory, key, int(work.pages[page]))
             if wrong:
                 self.violations.append(f"{request.name}: page {page} of the prompt: {wrong}")
@@ -168,12 +189,16 @@ class FreePaint:
 class PaintedWorld(World):
     """A world whose free pages are painted, and whose loop hides no error.
 
+    Args:
+        imms: immediates of each decoder; None: as many as there are.
+
     Attributes:
         violations: errors of the event loop's callbacks, in words.
     """
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, imms: range | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._imms = imms
         self._paints: dict[int, FreePaint] = {}
         self.violations: list[str] = []
 
@@ -184,6 +209,9 @@ class PaintedWorld(World):
     def enrol(self, side: Prefiller | Decoder) -> None:
         """Paint the pages of an instance, too."""
         super().enrol(side)
+        if isinstance(side, Decoder) and self._imms is not None:
+            for receiver in side.receivers:
+                receiver.imms = ImmSpace(self._imms)
         self._paints[id(self.members[side.name])] = FreePaint(side.pool, side.memory)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:

@@ -84,7 +84,6 @@ class Trial:
         requests: how many.
         npages: pages of every cache.
         imms: immediates of each decoder; few, so that they come round.
-        prefix_pages: kept by each decoder; 0 = none.
         cancels: share of the requests that their client gives up.
         event: what happens: one of EVENTS.
         event_us: when.
@@ -103,7 +102,6 @@ class Trial:
     requests: int = 6
     npages: int = 14
     imms: int = 12
-    prefix_pages: int = 0
     cancels: float = 0.0
     event: str = "none"
     event_us: float = 60.0
@@ -127,7 +125,6 @@ class Trial:
             "requests": dice.choice((3, 6, 10)),
             "npages": dice.choice((12, 14, 30)),
             "imms": dice.choice((12, 40, 1000)),
-            "prefix_pages": dice.choice((0, 0, 6)),
             "cancels": dice.choice((0.0, 0.0, 0.3)),
             "event": dice.choice(("none", *EVENTS)),
             "event_us": dice.uniform(1.0, 250.0),
@@ -178,19 +175,14 @@ def run_trial(trial: Trial, change: Callable[[PaintedWorld], object] | None = No
         linger_s=max(unit_s, 10_000 * _US),  # longer than a clog that ends, or a worker's pause
     )
     side = SideOptions(npages=trial.npages, tail_slots=4, tail_bytes=24, patience=patience)
-    model = CheckedModel(lambda tokens: tokens * 0.5 * _US, decode_s=5 * _US)
+    layout = LAYOUTS[trial.layout]
+    model = CheckedModel(lambda tokens: tokens * 0.5 * _US, decode_s=5 * _US, layout=layout)
     with PaintedWorld(
         fabric,
-        LAYOUTS[trial.layout],
         model,
-        prefiller=side,
-        decoder=side,
-        chunk_tokens=2 * LAYOUTS[trial.layout].page_tokens,
+        side,
         fence_s=1.5 * unit_s,
-        decoder_options={
-            "imms": range(1, 1 + trial.imms),
-            "prefix_pages": trial.prefix_pages,
-        },
+        imms=range(1, 1 + trial.imms),
         scheduler=Scheduler(wait_s=20 * unit_s, cool_s=unit_s),
         options=EngineOptions(probe_first_s=50 * _US, probe_max_s=400 * _US),
     ) as world:
@@ -365,15 +357,13 @@ def _leaks(member: Member) -> list[str]:
     side = member.side
     found: list[str] = []
     if isinstance(side, Decoder):
-        if side.prefixes is not None:
-            side.prefixes.clear()
         for what, left in (
-            ("attempts", side.nopen),
+            ("attempts", len(side._open)),
             ("live immediates", sum(len(one.imms.live) for one in side.receivers)),
         ):
             if left:
                 found.append(f"{side.name}: {left} {what} left")
     for what, pool in (("page", side.pool), ("tail slot", side.tails)):
         if pool.nfree != pool.npages:
-            found.append(f"{side.name}: {pool.nheld} {what}s leaked")
+            found.append(f"{side.name}: {pool.npages - pool.nfree} {what}s leaked")
     return found

@@ -150,11 +150,10 @@ class _Member:
         for rank in range(shape.prefill_tp if prefills else shape.decode_tp):
             opened = TransferEngine.open(shape.backend, name=f"{self.name}.{rank}", **shape.options)
             engines.append(self.engines.enter_context(opened))
-        given = (self.name, engines, model.layout, model, side)
         if prefills:
-            self._prefiller = Prefiller(*given, chunk_tokens=model.chunk_tokens)
+            self._prefiller = Prefiller(self.name, engines, model, side)
         else:
-            self._decoder = Decoder(*given)
+            self._decoder = Decoder(self.name, engines, model, side)
         return PrefillerCard(self.name, tuple(one.main_address for one in engines))
 
     async def generate(

@@ -18,10 +18,9 @@ from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
 from tep.apps.kvcache.instance import Instance
-from tep.apps.kvcache.layout import KvLayout
-from tep.apps.kvcache.memory import PageIndices, PrefixCache, SideOptions
+from tep.apps.kvcache.memory import PageIndices, SideOptions
 from tep.apps.kvcache.messages import Answer, Beat, Message, Order
-from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request, page_keys
+from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request
 from tep.apps.kvcache.scheduler import PrefillerCard
 
 __all__ = ["Decoder"]
@@ -38,8 +37,7 @@ class _Attempt:
     Attributes:
         card: of the prefiller.
         order: the message; its serial is this decoder's number of the attempt, and of the note.
-        fresh, held: pages it brought, and those of a known prefix.
-        slot: of its tail.
+        pages, slot: of its cache, and of its tail.
         loads: one a rank.
         ended: "" when the cache is complete, else why it will not be.
         taken: whether the prefiller has it.
@@ -47,41 +45,24 @@ class _Attempt:
 
     card: PrefillerCard
     order: Order
-    fresh: PageIndices
-    held: PageIndices
+    pages: PageIndices
     slot: PageIndices
     loads: list[KvLoad]
     ended: asyncio.Future[str]
     taken: bool = False
 
-    @property
-    def pages(self) -> PageIndices:
-        return np.concatenate([self.held, self.fresh])
-
 
 class Decoder(Instance):
     """One decode instance; see Instance.
 
-    Args:
-        prefix_pages: pages kept at the most for prompts that begin alike; 0 = none.
-
     Attributes:
-        prefixes: pages of past prompts, or None.
         receivers: one a rank.
     """
 
     def __init__(
-        self,
-        name: str,
-        engines: Sequence[TransferEngine],
-        layout: KvLayout,
-        model: Model,
-        side: SideOptions,
-        *,
-        prefix_pages: int = 0,
+        self, name: str, engines: Sequence[TransferEngine], model: Model, side: SideOptions
     ) -> None:
-        super().__init__(name, engines, layout, model, side)
-        self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
+        super().__init__(name, engines, model, side)
         self._sides = self.receivers = [
             KvReceiver(one, imms=KVCACHE, patience=side.patience) for one in self.memory.blocks
         ]
@@ -89,11 +70,6 @@ class Decoder(Instance):
         self._dead: dict[str, int] = {}  # prefillers, and the epochs that are certain to be dead
         self._busy = 0
         self._cards = self._describe()
-
-    @property
-    def nopen(self) -> int:
-        """Attempts that have not ended, with those whose pages may still be written."""
-        return len(self._open)
 
     async def settled(self) -> None:
         """Return when the pages of every failed attempt are free."""
@@ -149,64 +125,57 @@ class Decoder(Instance):
             cached: called once its cache is here.
         """
         start_s = self._loop.time()
-        keys = page_keys(request, self._layout) if self.prefixes is not None else []
         self._busy += 1
         try:
             try:
-                attempt = await self._attempt(request, prefiller, keys)
+                attempt = await self._attempt(request, prefiller)
             except TepError as error:
                 return Completion(request.name, None, str(error))
             cached()
             ttft_s = self._loop.time() - start_s
             return Completion(
                 request.name,
-                await self._decode(request, attempt, keys),
+                await self._decode(request, attempt),
                 prefiller=prefiller.name,
                 ttft_s=ttft_s,
-                pages_sent=self._layout.npages(request.ntokens) - len(attempt.held),
+                pages_sent=self._layout.npages(request.ntokens),
             )
         finally:
             self._busy -= 1
             self._changed.set()
 
-    async def _attempt(
-        self, request: Request, card: PrefillerCard, keys: Sequence[bytes]
-    ) -> _Attempt:
+    async def _attempt(self, request: Request, card: PrefillerCard) -> _Attempt:
         """Return a complete attempt, its pages held; or clean up behind the scenes and raise."""
-        attempt = self._order(request, card, *await self._room(request, card, keys))
+        attempt = self._order(request, card, *await self._room(request, card))
         try:
             self._send(card.addr, attempt.order, attempt.order.serial)
             self._watch(card.addr)
             await asyncio.wait((attempt.ended,))
         except BaseException:
             if attempt.ended.done() and not attempt.ended.result():  # it was complete just now
-                self.pool.free(attempt.pages)
-                self.tails.free(attempt.slot)
+                self._give_back(attempt)
             self._fail(attempt, "given up")
             raise
         if reason := attempt.ended.result():
             raise FabricError(reason)
         return attempt
 
-    async def _room(
-        self, request: Request, card: PrefillerCard, keys: Sequence[bytes]
-    ) -> tuple[PageIndices, PageIndices, PageIndices]:
-        """Get a tail slot, pages of a known prefix and fresh ones; or raise, and keep nothing."""
+    async def _room(self, request: Request, card: PrefillerCard) -> tuple[PageIndices, PageIndices]:
+        """Get a tail slot and pages; or raise, and keep nothing."""
         total = self._layout.npages(request.ntokens + request.max_tokens)
-        full = keys[: request.ntokens // self._layout.page_tokens]
         with contextlib.ExitStack() as undo:
             try:
                 async with asyncio.timeout(self._patience.request_s):
                     slot = await self.tails.acquire(1)
                     undo.callback(self.tails.free, slot)
-                    held, fresh = await self._acquire(total, full)
-                    undo.callback(self.pool.free, np.concatenate([held, fresh]))
+                    pages = await self.pool.acquire(total)
+                    undo.callback(self.pool.free, pages)
             except TimeoutError:
                 raise FabricError(self._no_room(total)) from None
             if card.epoch <= self._dead.get(card.name, -1):
                 raise FabricError(f"prefiller {card.name} is dead")  # it was picked before
             undo.pop_all()
-        return slot, held, fresh
+        return slot, pages
 
     def _no_room(self, wanted: int) -> str:
         pool, tails = self.pool, self.tails
@@ -215,37 +184,18 @@ class Decoder(Instance):
             f"{pool.nfree} of {pool.npages} free; {tails.nfree} of {tails.npages} tail slots free"
         )
 
-    async def _acquire(self, total: int, keys: Sequence[bytes]) -> tuple[PageIndices, PageIndices]:
-        """Pages of a known prefix, and fresh ones, together `total`.
-
-        Who waits for pages holds none meanwhile: others may need just these.
-        """
-        held = self._find(keys)
-        fresh = self.pool.take(total - len(held))
-        if fresh is None:
-            self.pool.free(held)
-            fresh = await self.pool.acquire(total)
-            held = self._find(keys)
-            self.pool.free(fresh[: len(held)])
-            fresh = fresh[len(held) :]
-        return held, fresh
-
-    def _find(self, keys: Sequence[bytes]) -> PageIndices:
-        return np.zeros(0, np.int64) if self.prefixes is None else self.prefixes.find(keys)
-
     def _order(
         self,
         request: Request,
         card: PrefillerCard,
         slot: PageIndices,
-        held: PageIndices,
-        fresh: PageIndices,
+        pages: PageIndices,
     ) -> _Attempt:
         """Expect the pages on every rank, the tail on the first, and make out the order."""
         for other in tuple(self._open.values()):
             if other.card.name == card.name and other.card.epoch < card.epoch:
                 self.fenced(card.name, other.card.epoch)  # a later incarnation runs
-        wanted = fresh[: self._layout.npages(request.ntokens) - len(held)].tolist()
+        wanted = pages[: self._layout.npages(request.ntokens)].tolist()
         loads = [
             receiver.expect(request.name, [wanted, [] if rank else slot.tolist()])
             for rank, receiver in enumerate(self.receivers)
@@ -259,26 +209,22 @@ class Decoder(Instance):
             request.ntokens,
             b"" if ids is None else np.ascontiguousarray(ids, "<i4").tobytes(),
         )
-        attempt = _Attempt(card, order, fresh, held, slot, loads, self._loop.create_future())
+        attempt = _Attempt(card, order, pages, slot, loads, self._loop.create_future())
         self._open[order.serial] = attempt
         for load in loads:
             load.on_change(lambda: self._call(self._look, attempt))
         return attempt
 
-    async def _decode(
-        self, request: Request, attempt: _Attempt, keys: Sequence[bytes]
-    ) -> tuple[int, ...]:
-        pages, slot = attempt.pages, int(attempt.slot[0])
+    async def _decode(self, request: Request, attempt: _Attempt) -> tuple[int, ...]:
         try:
-            work = DecodeWork(request, self.memory, pages, slot)
-            tokens = tuple(await self._model.decode(work))
-            if self.prefixes is not None:
-                full = keys[: request.ntokens // self._layout.page_tokens]
-                self.prefixes.keep(full, pages[: len(full)])
-            return tokens
+            work = DecodeWork(request, self.memory, attempt.pages, int(attempt.slot[0]))
+            return tuple(await self._model.decode(work))
         finally:
-            self.pool.free(pages)
-            self.tails.free(attempt.slot)
+            self._give_back(attempt)
+
+    def _give_back(self, attempt: _Attempt) -> None:
+        self.pool.free(attempt.pages)
+        self.tails.free(attempt.slot)
 
     # ------------------------------------------------------------------ ends
 
@@ -296,8 +242,7 @@ class Decoder(Instance):
                 self._forget(attempt)
                 return
         if attempt.ended.done() and all(one.finished for one in attempt.loads):
-            self.pool.free(attempt.fresh)
-            self.tails.free(attempt.slot)
+            self._give_back(attempt)
             self._forget(attempt)
 
     def _fail(self, attempt: _Attempt, reason: str) -> None:
@@ -305,7 +250,6 @@ class Decoder(Instance):
         if attempt.ended.done():
             return
         attempt.ended.set_result(reason)
-        self.pool.free(attempt.held)  # nobody was told to write there
         for load in attempt.loads:
             load.cancel(reason)
         if _KEY_LOST in reason and attempt.order.cards == self._cards:

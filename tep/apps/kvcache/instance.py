@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from tep import BadDescriptor, NetAddr, TransferEngine
 from tep.apps.kvcache.blocks import KvReceiver, KvSender
-from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import KvMemory, PagePool, SideOptions
 from tep.apps.kvcache.messages import Message, decode, encode
 from tep.apps.kvcache.model import Model
@@ -28,7 +27,6 @@ class Instance(ABC):
     Args:
         name: of the instance; unique.
         engines: one a rank.
-        layout: of the model.
         model: computes.
         side: sizes, times and memory.
 
@@ -38,18 +36,13 @@ class Instance(ABC):
     """
 
     def __init__(
-        self,
-        name: str,
-        engines: Sequence[TransferEngine],
-        layout: KvLayout,
-        model: Model,
-        side: SideOptions,
+        self, name: str, engines: Sequence[TransferEngine], model: Model, side: SideOptions
     ) -> None:
         self.name = name
-        self.memory = KvMemory(engines, layout, side)
+        self.memory = KvMemory(engines, model.layout, side)
         self.pool = PagePool(side.npages)
         self.tails = PagePool(side.tail_slots)
-        self._model, self._layout, self._patience = model, layout, side.patience
+        self._model, self._layout, self._patience = model, model.layout, side.patience
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)  # of messages
         self._heard: dict[NetAddr, float] = {}  # the watched peers, and when each spoke last

@@ -13,7 +13,6 @@ element bytes.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
@@ -35,7 +34,7 @@ class KvBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of the cache, as the whole model sees it.
 
     Attributes:
-        name: for people, and part of the fingerprint.
+        name: unique among the buffers.
         layers: how many layers it holds.
         heads: KV heads of the model; 1 for a compressed (MLA) cache, which every rank keeps whole.
         token_bytes: of one token, one head and one plane.
@@ -82,11 +81,6 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def layers(self) -> int:
         """Layers of the model: one more than the last that any buffer holds."""
         return max(buffer.first_layer + buffer.layers for buffer in self.buffers)
-
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes that are equal for equal layouts only; keys of pages begin with them."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
     def npages(self, ntokens: int) -> int:
         """Pages that `ntokens` tokens need."""

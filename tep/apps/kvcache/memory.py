@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +20,7 @@ from tep.apps.kvcache.blocks import KvBlocks, Patience
 from tep.apps.kvcache.layout import KvLayout, RankShape
 
 __all__ = [
-    "Allocate", "KvMemory", "PageIndices", "PagePool", "PrefixCache", "SideOptions", "host_memory",
-    "no_memory",
+    "Allocate", "KvMemory", "PageIndices", "PagePool", "SideOptions", "host_memory", "no_memory",
 ]  # fmt: skip
 
 _log = logging.getLogger("tep.kvcache")
@@ -40,10 +39,9 @@ class PagePool:
 
     Attributes:
         npages: as given.
-        nfree, nheld: how many of them are free, and how many somebody holds.
+        nfree: how many of them are free.
         on_take: called with the pages that are handed out; None: nothing.
         on_free: called with the pages that come back, before they can be handed out again.
-        reclaim: called with a number of pages that are wanted; gives back what it can by free().
     """
 
     def __init__(self, npages: int) -> None:
@@ -54,23 +52,11 @@ class PagePool:
         # late hits a page in use, in every test.
         self._stack: PageIndices = np.arange(npages - 1, -1, -1)
         self.nfree = npages
-        self._refs = np.zeros(npages, np.int32)
+        self._held = np.zeros(npages, np.bool_)
         self._waiting: deque[tuple[int, asyncio.Future[PageIndices]]] = deque()
-        self._serving = self._closed = False
+        self._closed = False
         self.on_take: Callable[[PageIndices], object] | None = None
         self.on_free: Callable[[PageIndices], object] | None = None
-        self.reclaim: Callable[[int], object] | None = None
-
-    @property
-    def nheld(self) -> int:
-        """Pages that somebody holds."""
-        return self.npages - self.nfree
-
-    def take(self, n: int) -> PageIndices | None:
-        """Hand out n pages now, or None if there are fewer or others wait."""
-        if self._waiting or not self._make_room(n):
-            return None
-        return self._pop(n)
 
     async def acquire(self, n: int) -> PageIndices:
         """Hand out n pages, in the order of asking; waits for those that are missing.
@@ -83,7 +69,7 @@ class PagePool:
             raise ClosedError(_CLOSED)
         if not 0 <= n <= self.npages:
             raise UsageError(f"{n} pages wanted of a pool of {self.npages}; enlarge the pool")
-        if not self._waiting and self._make_room(n):
+        if not self._waiting and self.nfree >= n:
             return self._pop(n)
         place: asyncio.Future[PageIndices] = asyncio.get_running_loop().create_future()
         self._waiting.append((n, place))
@@ -105,45 +91,27 @@ class PagePool:
             if not place.done():
                 place.set_exception(ClosedError(_CLOSED))
 
-    def share(self, pages: PageIndices) -> None:
-        """Hold pages once more: each needs one more free()."""
-        assert (self._refs[pages] > 0).all(), "a page that nobody holds cannot be shared"
-        self._refs[pages] += 1
-
     def free(self, pages: PageIndices) -> None:
-        """Give pages back. Those that nobody else holds can be handed out again."""
-        assert (self._refs[pages] > 0).all(), f"freed twice: {pages[self._refs[pages] <= 0]}"
-        self._refs[pages] -= 1
-        self._push(pages[self._refs[pages] == 0])
-
-    def _make_room(self, n: int) -> bool:
-        if self.nfree < n and self.reclaim is not None:
-            self._serving = True  # what comes back is for the one who asked
-            try:
-                self.reclaim(n - self.nfree)
-            finally:
-                self._serving = False
-        return self.nfree >= n
+        """Give pages back: they can be handed out again."""
+        n = len(pages)
+        if not n:
+            return
+        assert self._held[pages].all(), f"freed twice: {pages[~self._held[pages]]}"
+        self._held[pages] = False
+        if self.on_free is not None:
+            self.on_free(pages)
+        self._stack[self.nfree : self.nfree + n] = pages
+        self.nfree += n
+        self._serve()
 
     def _pop(self, n: int) -> PageIndices:
         assert self.nfree >= n, (self.nfree, n)
         found = self._stack[self.nfree - n : self.nfree].copy()
         self.nfree -= n
-        self._refs[found] = 1
+        self._held[found] = True
         if self.on_take is not None:
             self.on_take(found)
         return found
-
-    def _push(self, pages: PageIndices) -> None:
-        n = len(pages)
-        if not n:
-            return
-        if self.on_free is not None:
-            self.on_free(pages)
-        self._stack[self.nfree : self.nfree + n] = pages
-        self.nfree += n
-        if not self._serving:
-            self._serve()
 
     def _serve(self) -> None:
         """Hand pages to those who wait, in their order, as far as they go."""
@@ -151,68 +119,11 @@ class PagePool:
             n, place = self._waiting[0]
             if place.done():  # cancelled
                 self._waiting.popleft()
-            elif self._make_room(n):
+            elif self.nfree >= n:
                 self._waiting.popleft()
                 place.set_result(self._pop(n))
             else:
                 break
-
-
-class PrefixCache:
-    """Full pages of past prompts, by the key of all tokens up to their end; oldest out first.
-
-    It holds each of its pages once in the pool, and gives them back when the pool runs short.
-
-    Args:
-        pool: whose pages. Its `reclaim` becomes this cache's.
-        limit: pages kept at the most.
-    """
-
-    def __init__(self, pool: PagePool, limit: int) -> None:
-        self._pool = pool
-        self._limit = limit
-        self._pages: OrderedDict[bytes, int] = OrderedDict()
-        pool.reclaim = self.give_back
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    def find(self, keys: Sequence[bytes]) -> PageIndices:
-        """The longest known prefix, held once more for the caller."""
-        found: list[int] = []
-        for key in keys:
-            page = self._pages.get(key)
-            if page is None:
-                break
-            self._pages.move_to_end(key)
-            found.append(page)
-        pages = np.array(found, np.int64)
-        self._pool.share(pages)
-        return pages
-
-    def keep(self, keys: Sequence[bytes], pages: PageIndices) -> None:
-        """Remember full, complete pages; the cache holds those that it did not know."""
-        for key, page in zip(keys, pages.tolist(), strict=True):
-            if key not in self._pages:
-                self._pool.share(np.array([page]))
-                self._pages[key] = page
-        while len(self._pages) > self._limit:
-            self._drop()
-
-    def give_back(self, n: int) -> None:
-        """Let go of pages until n have become free, or none is left."""
-        goal = self._pool.nfree + n
-        while self._pages and self._pool.nfree < goal:
-            self._drop()
-
-    def clear(self) -> None:
-        """Let go of all."""
-        while self._pages:
-            self._drop()
-
-    def _drop(self) -> None:
-        _, page = self._pages.popitem(last=False)
-        self._pool.free(np.array([page]))
 
 
 Allocate = Callable[[int, str, int], object]

@@ -5,7 +5,6 @@ Types only; `toy` holds a model.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,10 +16,7 @@ from tep import UsageError
 from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import KvMemory, PageIndices
 
-__all__ = [
-    "Chunk", "Completion", "DecodeWork", "Model", "PrefillWork", "Request", "cut_chunks",
-    "page_keys",
-]  # fmt: skip
+__all__ = ["Chunk", "Completion", "DecodeWork", "Model", "PrefillWork", "Request", "cut_chunks"]
 
 Tokens = npt.NDArray[np.int32]
 
@@ -60,7 +56,7 @@ class Completion:
         attempts: how often it was tried.
         prefiller: whose pages were used, "" if none.
         ttft_s: from submission to the cache being complete; NaN if it never was.
-        pages_sent: pages that travelled, without those reused.
+        pages_sent: pages that travelled.
     """
 
     request: str
@@ -98,25 +94,6 @@ def cut_chunks(ntokens: int, chunk_tokens: int, page_tokens: int) -> tuple[Chunk
         )
     starts = range(0, ntokens, chunk_tokens)
     return tuple(Chunk(start, min(start + chunk_tokens, ntokens)) for start in starts)
-
-
-def page_keys(request: Request, layout: KvLayout) -> list[bytes]:
-    """A key for each page of a prompt that names all tokens up to its end; 16 bytes each.
-
-    Requests whose prompts begin alike share the keys of the full pages of that beginning. Without
-    token ids there are none.
-    """
-    ids = request.input_ids
-    if ids is None:
-        return []
-    data = np.ascontiguousarray(ids, "<i4").tobytes()
-    step = 4 * layout.page_tokens
-    keys, before = [], layout.fingerprint
-    for page in range(layout.npages(request.ntokens)):
-        text = before + data[page * step : (page + 1) * step]
-        before = hashlib.blake2b(text, digest_size=16).digest()
-        keys.append(before)
-    return keys
 
 
 @dataclass(slots=True)
@@ -173,6 +150,14 @@ class DecodeWork:
 
 class Model(Protocol):
     """A model, or one half of it: a prefiller uses `prefill`, a decoder `decode`."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of its cache."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one step of a chunked prefill: whole pages."""
 
     async def prefill(self, work: PrefillWork) -> bytes | None:
         """Fill work.pages layer by layer, calling work.layer_done() after each layer of each chunk.

@@ -18,7 +18,6 @@ import numpy as np
 from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
 from tep.apps.kvcache.instance import Instance
-from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.messages import Answer, Beat, Message, Order
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
@@ -49,29 +48,18 @@ class _Job:
 class Prefiller(Instance):
     """One prefill instance; see Instance.
 
-    Args:
-        chunk_tokens: tokens of one step of a chunked prefill.
-
     Attributes:
         senders: one a rank.
     """
 
     def __init__(
-        self,
-        name: str,
-        engines: Sequence[TransferEngine],
-        layout: KvLayout,
-        model: Model,
-        side: SideOptions,
-        *,
-        chunk_tokens: int,
+        self, name: str, engines: Sequence[TransferEngine], model: Model, side: SideOptions
     ) -> None:
-        cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
-        super().__init__(name, engines, layout, model, side)
+        cut_chunks(1, model.chunk_tokens, model.layout.page_tokens)  # raises for all prompts alike
+        super().__init__(name, engines, model, side)
         self._sides = self.senders = [
             KvSender(one, patience=side.patience) for one in self.memory.blocks
         ]
-        self._chunk_tokens = chunk_tokens
         self._computing = asyncio.Lock()  # one prompt at a time
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
         self._jobs: set[_Job] = set()
@@ -192,7 +180,7 @@ class Prefiller(Instance):
         order, layers = job.order, self._layout.layers
         ids = np.frombuffer(order.input_ids, "<i4").astype(np.int32) if order.input_ids else None
         request = Request(order.request, order.ntokens, ids)
-        chunks = cut_chunks(order.ntokens, self._chunk_tokens, self._layout.page_tokens)
+        chunks = cut_chunks(order.ntokens, self._model.chunk_tokens, self._layout.page_tokens)
         for sender in self.senders:
             send = sender.begin(
                 order.request, [pages, [slot]], order.tickets, ntokens=order.ntokens

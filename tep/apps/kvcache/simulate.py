@@ -189,6 +189,7 @@ class TimedModel:
         blocks: request -> ids of the blocks that its prompt is made of.
 
     Attributes:
+        layout, chunk_tokens: of the plant's model.
         first_s: the time of the first token of each request that is not over.
         compute_s: the compute of each request's prefill.
         tokens, tokens_found: of all prompts; those that a prefiller had.
@@ -197,6 +198,7 @@ class TimedModel:
     def __init__(self, plant: Plant, blocks: Mapping[str, tuple[int, ...]]) -> None:
         self._plant = plant
         self._blocks = blocks
+        self.layout, self.chunk_tokens = plant.model.layout, plant.model.chunk_tokens
         self._known: defaultdict[KvMemory, OrderedDict[int, None]] = defaultdict(OrderedDict)
         self.first_s: dict[str, float] = {}
         self.compute_s: dict[str, float] = {}
@@ -315,11 +317,8 @@ def _world(
     )
     world = World(
         fabric,
-        plant.model.layout if toy is None else toy.layout,
         toy or timed,
-        prefiller=side,
-        decoder=side,
-        chunk_tokens=plant.model.chunk_tokens if toy is None else toy.chunk_tokens,
+        side,
         fence_s=2 * plant.patience.silent_s,
         scheduler=Scheduler(wait_s=plant.patience.request_s, attempts_max=plant.attempts_max),
         decode_profile=None if toy else plant.decode_profile,

@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 
 from tep import EngineOptions, TransferEngine
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.layout import KvLayout
 from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Model
 from tep.apps.kvcache.prefiller import Prefiller
@@ -48,12 +47,10 @@ class World:
 
     Args:
         fabric: where hosts are made.
-        layout, model: of all instances.
-        prefiller, decoder: their settings.
-        chunk_tokens: of the prefillers.
+        model: of all instances.
+        side: their settings.
         nics: of every host, on the chaos fabric.
         fence_s: from a death to the certainty of it.
-        decoder_options: more arguments of Decoder.
         options: of every engine.
         decode_profile: the decoders' machine, one of a fabric that has several.
 
@@ -67,31 +64,25 @@ class World:
     def __init__(
         self,
         fabric: Any,
-        layout: KvLayout,
         model: Model,
+        side: SideOptions,
         *,
-        prefiller: SideOptions,
-        decoder: SideOptions,
-        chunk_tokens: int,
         nics: int = 2,
         fence_s: float = 0.05,
-        decoder_options: dict[str, Any] | None = None,
         scheduler: Scheduler | None = None,
         options: EngineOptions | None = None,
         decode_profile: Profile | str | None = None,
     ) -> None:
         self.fabric = fabric
         self.env: FabricEnv = fabric.env
-        self.layout, self.model = layout, model
+        self.model = model
         self.scheduler = scheduler or Scheduler()
         self.members: dict[str, Member] = {}
         self.past: list[Member] = []
-        self._sides = prefiller, decoder
-        self._chunk_tokens = chunk_tokens
+        self._side = side
         self._nics = nics
         self._fence_s = fence_s
         self._options = options or EngineOptions()
-        self._decoder_options = decoder_options or {}
         self._decode_profile = decode_profile
         self._fences: set[asyncio.Task[None]] = set()
 
@@ -111,15 +102,13 @@ class World:
         return [self.fabric.node(name, what) for name in names]
 
     def _start_prefiller(self, name: str, nodes: Sequence[SimNode]) -> Prefiller:
-        given = (name, self._engines(nodes), self.layout, self.model, self._sides[0])
-        side = Prefiller(*given, chunk_tokens=self._chunk_tokens)
+        side = Prefiller(name, self._engines(nodes), self.model, self._side)
         self.enrol(side)
         self.scheduler.join_prefiller(side.card)
         return side
 
     def _start_decoder(self, name: str, nodes: Sequence[SimNode]) -> Decoder:
-        given = (name, self._engines(nodes), self.layout, self.model, self._sides[1])
-        side = Decoder(*given, **self._decoder_options)
+        side = Decoder(name, self._engines(nodes), self.model, self._side)
         self.enrol(side)
         self.scheduler.join_decoder(side)
         return side

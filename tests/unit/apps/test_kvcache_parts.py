@@ -1,4 +1,4 @@
-"""The parts of the KV cache that need no peer: pages, prefixes, immediates, messages, chunks."""
+"""The parts of the KV cache that need no peer: pages, immediates, messages, chunks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
-from tep.apps.kvcache.memory import PagePool, PrefixCache
+from tep.apps.kvcache.memory import PagePool
 from tep.apps.kvcache.messages import Answer, Beat, Order, decode, encode
-from tep.apps.kvcache.model import Request, cut_chunks, page_keys
+from tep.apps.kvcache.model import cut_chunks
 
 LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 1, 1, 8),))
 
@@ -72,13 +72,15 @@ def test_who_gives_up_waiting_takes_nothing() -> None:
 
 def test_a_page_freed_twice_is_a_bug() -> None:
     """The second free gives a page to two requests."""
-    pool = PagePool(2)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.free(pages)
 
-    with pytest.raises(AssertionError, match="freed twice"):
+    async def main() -> None:
+        pool = PagePool(2)
+        pages = await pool.acquire(1)
         pool.free(pages)
+        with pytest.raises(AssertionError, match="freed twice"):
+            pool.free(pages)
+
+    tep.sim.run(main())
 
 
 def test_a_closed_pool_tells_those_who_wait() -> None:
@@ -111,52 +113,20 @@ def test_more_pages_than_there_are_is_refused() -> None:
 @given(st.lists(st.integers(1, 5), max_size=20), st.integers(0, 2**32))
 def test_no_page_is_held_twice(sizes: list[int], seed: int) -> None:
     """Two requests on one page read each other's cache."""
-    dice, pool = np.random.default_rng(seed), PagePool(12)
-    held: list[np.ndarray] = []
-    for n in sizes:
-        pages = pool.take(n)
-        if pages is None:
-            pool.free(held.pop(int(dice.integers(len(held)))))
-        else:
-            held.append(pages)
-        together = np.concatenate([*held, np.zeros(0, np.int64)])
-        assert len(together) == len(set(together.tolist()))
-        assert pool.npages == pool.nfree + len(together)
 
+    async def main() -> None:
+        dice, pool = np.random.default_rng(seed), PagePool(12)
+        held: list[np.ndarray] = []
+        for n in sizes:
+            if pool.nfree < n:
+                pool.free(held.pop(int(dice.integers(len(held)))))
+            else:
+                held.append(await pool.acquire(n))
+            together = np.concatenate([*held, np.zeros(0, np.int64)])
+            assert len(together) == len(set(together.tolist()))
+            assert pool.npages == pool.nfree + len(together)
 
-def test_a_prefix_is_shared_and_given_back_when_pages_run_short() -> None:
-    """Known prefixes save transfers; kept for ever they would starve new requests."""
-    pool = PagePool(4)
-    cache = PrefixCache(pool, limit=3)
-    keys = [b"a", b"ab", b"abc"]
-    pages = pool.take(3)
-    assert pages is not None
-    cache.keep(keys, pages)
-    pool.free(pages)
-    assert (3, 1) == (len(cache), pool.nfree)
-
-    found = cache.find([b"a", b"ab", b"xyz"])
-    assert pages[:2].tolist() == found.tolist()
-    taken = pool.take(2)  # one is free; the page of "abc" is let go for the other
-    assert taken is not None
-    assert pages[2] in taken
-    assert None is pool.take(1)  # the two found are in use
-    pool.free(found)
-    pool.free(taken)
-    cache.clear()
-    assert 4 == pool.nfree
-
-
-def test_prompts_that_begin_alike_share_keys_up_to_there() -> None:
-    """A key that forgot the tokens before its page would hand out another prompt's cache."""
-    one = Request("one", 12, np.arange(12, dtype=np.int32))
-    two = Request("two", 12, np.array([*range(4), 99, *range(5, 12)], np.int32))
-
-    a, b = page_keys(one, LAYOUT), page_keys(two, LAYOUT)
-
-    assert a[0] == b[0]
-    assert a[1] != b[1]
-    assert a[2] != b[2]  # its tokens are the same, those before are not
+    tep.sim.run(main())
 
 
 def test_chunks_end_with_pages() -> None:
@@ -233,7 +203,7 @@ def test_a_decoder_is_drained_once_its_requests_have_ended(error: type[BaseExcep
         raise error("it fails")
 
     async def main() -> None:
-        decoder = SimpleNamespace(_busy=0, _open={}, _changed=asyncio.Event(), prefixes=None)
+        decoder = SimpleNamespace(_busy=0, _open={}, _changed=asyncio.Event())
         decoder._loop, decoder._attempt = asyncio.get_running_loop(), attempt
         decoder._until = lambda condition: Decoder._until(decoder, condition)
         wanted = SimpleNamespace(name="r")

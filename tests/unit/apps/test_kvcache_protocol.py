@@ -21,9 +21,8 @@ from tep.apps.kvcache.model import Completion, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.world import World
-from tests.support.kv_check import CheckedModel, PaintedWorld
+from tests.support.kv_check import LAYOUT, CheckedModel, PaintedWorld
 
-LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 3, 2, 8, planes=2),))
 PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, cancel_s=1e-3, request_s=0.1, linger_s=0.01)
 SIDE = SideOptions(npages=16, tail_slots=4, tail_bytes=32, patience=PATIENCE)
 IDS = np.arange(10, dtype=np.int32)
@@ -59,8 +58,8 @@ class Held(CheckedModel):
 def world(model: CheckedModel, **more: Any) -> World:
     env = tep.sim.FabricEnv()
     fabric = tep.sim.ChaosFabric(env, tep.sim.Chaos(seed=3, poll_delay_ps=20_000))
-    settings: dict[str, Any] = {"prefiller": SIDE, "decoder": SIDE, "chunk_tokens": 8} | more
-    return settings.pop("kind", PaintedWorld)(fabric, LAYOUT, model, **settings)
+    kind, side = more.pop("kind", PaintedWorld), more.pop("side", SIDE)
+    return kind(fabric, model, side, **more)
 
 
 def run(model: CheckedModel, main: Any, **more: Any) -> Any:
@@ -71,7 +70,7 @@ def run(model: CheckedModel, main: Any, **more: Any) -> Any:
         coroutine: Coroutine[Any, Any, Any] = whole(one)
         found = one.run(coroutine)
         for member in one.everybody if isinstance(one, PaintedWorld) else ():
-            one.paint(member).look(np.flatnonzero(member.side.pool._refs == 0))
+            one.paint(member).look(np.flatnonzero(~member.side.pool._held))
             assert [] == one.paint(member).violations + one.violations
         assert [] == model.violations
         return found
@@ -132,7 +131,7 @@ def test_tensors_of_other_libraries_are_caches_as_well() -> None:
         assert (3,) == done.tokens
         assert decoder.memory.pages(0, 0).any()
 
-    run(CheckedModel(lambda _: 1e-6), main, prefiller=side, decoder=side)
+    run(CheckedModel(lambda _: 1e-6), main, side=side)
 
 
 def test_memory_that_is_none_is_not_looked_at() -> None:
@@ -144,7 +143,7 @@ def test_memory_that_is_none_is_not_looked_at() -> None:
             decoder.memory.tail(0)
 
     side = replace(SIDE, allocate=no_memory)
-    run(CheckedModel(), main, prefiller=side, decoder=side, kind=World)
+    run(CheckedModel(), main, side=side, kind=World)
 
 
 def test_mismatched_layouts_are_refused_with_both_shown() -> None:
@@ -152,7 +151,7 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
 
     async def main(one: World) -> str:
         prefiller = one.add_prefiller("p", 1)
-        one.layout = KvLayout("m", 8, LAYOUT.buffers)
+        one.model = CheckedModel(layout=KvLayout("m", 8, LAYOUT.buffers))
         decoder = one.add_decoder("d", 1)
         done = await one.scheduler.submit(Request("r", 10, IDS))
         assert not done.ok
@@ -186,7 +185,7 @@ def test_a_cache_of_another_model_is_refused(layout: KvLayout, why: str) -> None
 
     async def main(one: World) -> str:
         one.add_prefiller("p", 1)
-        one.layout = layout
+        one.model = CheckedModel(layout=layout)
         one.add_decoder("d", 1)
         return (await one.scheduler.submit(Request("r", 10, IDS))).reason
 
@@ -245,12 +244,12 @@ def test_pages_of_a_dead_prefiller_are_used_again_once_it_is_fenced() -> None:
         one.crash("p")
         assert not (await task).ok
         await asyncio.sleep(0.05)
-        assert 3 == decoder.pool.nheld
+        assert 13 == decoder.pool.nfree
         decoder.fenced("p", prefiller.card.epoch)
         await decoder.settled()
         assert 16 == decoder.pool.nfree
 
-    run(CheckedModel(), main, decoder=replace(SIDE, patience=patience), fence_s=1e3)
+    run(CheckedModel(), main, side=replace(SIDE, patience=patience), fence_s=1e3)
 
 
 def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
@@ -387,22 +386,6 @@ def test_beats_do_not_pile_up_in_front_of_a_dead_peer() -> None:
         return len(waiting)
 
     assert 3 == run(CheckedModel(), main)
-
-
-def test_a_known_prefix_does_not_travel() -> None:
-    """Sent again it would cost what the cache was kept for; counted, it would hang."""
-
-    async def main(one: World) -> list[int]:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 2)
-        card = prefiller.card
-        found = []
-        for name, ids in (("a", IDS), ("b", IDS), ("c", np.r_[IDS[:4], IDS[:6]])):
-            done = await decoder.generate(Request(name, 10, ids.astype(np.int32)), card)
-            assert (3,) == done.tokens
-            found.append(done.pages_sent)
-        return found
-
-    assert [3, 1, 2] == run(CheckedModel(lambda _: 1e-6), main, decoder_options={"prefix_pages": 8})
 
 
 def test_a_scheduler_without_members_says_so() -> None:
