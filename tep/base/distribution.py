@@ -26,7 +26,7 @@ def need(module: str, extra: str, what: str) -> Any:  # a module of any kind
 
     Args:
         module: name of the module.
-        extra: name of the extra in pyproject.toml.
+        extra: name of the extra in pyproject.toml; "" where none has it.
         what: what cannot be done without it, as the subject of a sentence.
 
     Raises:
@@ -36,6 +36,6 @@ def need(module: str, extra: str, what: str) -> Any:  # a module of any kind
         return import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise BackendUnavailable(
-            f"{what} needs {name}: {install(extra)}", ((name, str(error)),)
-        ) from error
+        command = install(extra) if extra else f"pip install {name}"
+        why = ((name, str(error)),)
+        raise BackendUnavailable(f"{what} needs {name}: {command}", why) from error

@@ -148,9 +148,9 @@ def fit(
     rows = [
         {
             "point": f"{point.kind} {point.nbytes}",
-            "Gb/s": f"{point.gbps:.4g}",
-            "residual": f"{residual:+.1%}",
-            "left out": f"{other / point.gbps - 1:+.1%}",
+            "measured, Gb/s": f"{point.gbps:.4g}",
+            "the fit is off by": f"{residual:+.1%}",
+            "a fit without it by": f"{other / point.gbps - 1:+.1%}",
         }
         for point, residual, other in zip(points, found.residuals, without, strict=True)
     ]

@@ -451,7 +451,7 @@ class Reopening:
             return
         # Lift our own fence against the other direction, if there is one.
         self._fencing.lift(path.link.addr.domains[path.nic], path.domain)
-        self._group.reopen(path)
+        path.to(PathEvent.OPENED)
         self._opened(path)
 
     # ------------------------------------------------------------------ the receiver's half

@@ -490,10 +490,6 @@ class DomainGroup(Posting):
             path.silent &= not alive[path.nic]
             path.pace = 1.0
 
-    def reopen(self, path: Path) -> None:
-        """Use a path again: the peer has lifted its fence."""
-        path.to(PathEvent.OPENED)
-
     def lose(
         self,
         transfer: Transfer,

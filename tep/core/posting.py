@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -341,6 +341,8 @@ class Posting:
                 columns = cut(columns, slice(start, stop))
             src, dst, imm = columns
             self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
+        if weights and any(is_long(cast("Pending", each)) for each in transfer.batches()):
+            transfer.pace = Pace(nlocal)  # its shares differ, and a short one is to be cut as well
         if is_seen(len(plan.shares), job.total):
             self._watch(len(plan.shares))
 

@@ -6,7 +6,6 @@ names its unit last: "TTFT p50, s". All else follows from that.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
@@ -56,8 +55,8 @@ class Shown:
         return "\n".join(lines)
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame, where pandas is installed."""
-        return importlib.import_module("pandas").DataFrame(list(self.table()))
+        """Return a pandas DataFrame. Raises BackendUnavailable where pandas is not installed."""
+        return need("pandas", "", "to_pandas()").DataFrame(list(self.table()))
 
     def plot(self, axes: Any = None, *, x: str | None = None, y: str | None = None) -> Any:
         """Draw one column over another; see `draw`."""
@@ -114,6 +113,8 @@ def draw(
     elif min(places) > 0 and max(places) > _DECADES * min(places) and len(places) < _TICKS_MAX:
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(places), [f"{value:,}" for value in places])
+    if words and len(lines) > 1:
+        axes.margins(y=0.1 * (len(lines) + 1))  # room for the legend
     axes.set(xlabel="" if words else x, ylabel=y, ylim=(0, None))
     if len(lines) > 1:
         axes.legend(title=", ".join(others))

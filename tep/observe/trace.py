@@ -24,6 +24,10 @@ SpanKind = Literal["transfer", "wait", "batch", "step"]
 """Transfer or message; expectation; rows of one transfer on one NIC; step of the engine."""
 
 _US: Final = 1e6
+_MS: Final = 1e3
+_LONG_S: Final = 0.01
+"""A longer run is drawn in ms."""
+
 _COLOURS: Final = {"transfer": "#4c78a8", "wait": "#bab0ac", "batch": "#54a24b", "step": "#f58518"}
 
 
@@ -240,6 +244,8 @@ class Trace(Shown):
             pyplot = need("matplotlib.pyplot", "plot", "a timeline")
             axes = pyplot.figure(figsize=(10, 4), layout="constrained").add_subplot()
         zero, labels = self.start_s, list[str]()
+        stop_s = max((span.stop_s for span in self.spans), default=zero)
+        unit, scale = ("ms", _MS) if stop_s - zero > _LONG_S else ("us", _US)
         tracks = sorted({(s.engine, s.track) for s in self.spans if s.kind != "wait"})
         for engine, track in tracks:
             bars = [s for s in self.spans if (s.engine, s.track) == (engine, track)]
@@ -250,7 +256,7 @@ class Trace(Shown):
                 colour = _COLOURS[mine[0].kind]
                 # The edge keeps a bar that is thinner than a pixel from vanishing.
                 axes.broken_barh(
-                    [((s.start_s - zero) * _US, (s.stop_s - s.start_s) * _US) for s in mine],
+                    [((s.start_s - zero) * scale, (s.stop_s - s.start_s) * scale) for s in mine],
                     (len(labels) - 0.4, 0.8),
                     facecolors=colour,
                     edgecolors=colour,
@@ -260,10 +266,10 @@ class Trace(Shown):
                 labels.append(f"{engine} {track}" if lane == 0 else "")
         for mark in self.marks:
             if mark.kind == "fault":
-                axes.axvline((mark.at_s - zero) * _US, color="#e45756", linewidth=1)
+                axes.axvline((mark.at_s - zero) * scale, color="#e45756", linewidth=1)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        axes.set_xlabel(f"us of {self.clock} time")
+        axes.set_xlabel(f"{unit} of {self.clock} time")
         return axes
 
 

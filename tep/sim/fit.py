@@ -46,11 +46,13 @@ class Measured(NamedTuple):
         kind: "single": one write outstanding at a time. "paged": a long run of page writes.
         nbytes: of the write, or of a page.
         gbps: throughput, Gb/s, over all NICs of the device.
+        nics: so many; 0: those of the base profile.
     """
 
     kind: str
     nbytes: int
     gbps: float
+    nics: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def fit(
 
     Args:
         points: measured; of several sizes and both kinds, or some numbers stay the base's.
-        base: the machine's kind; gives all other numbers.
+        base: the machine's kind; gives all other numbers, but NICs where the points have theirs.
         source: the origin that the fitted numbers state.
         held: fields that stay the base's.
 
@@ -142,6 +144,10 @@ def fit(
             raise UsageError(f"fit: {point} is no measurement: kind, bytes and Gb/s above 0")
     if not given:
         raise UsageError("fit: no points")
+    counts = {point.nics for point in given} - {0}
+    if len(counts) > 1:
+        raise UsageError(f"fit: points of {sorted(counts)} NICs; a machine has one number of them")
+    base = dataclasses.replace(base, nics=max(counts, default=base.nics))
     fields = tuple(name for name in fitted_fields(base) if name not in held)
     values = _solve(given, base, fields, _start(base, fields))
     seen = [k for k in range(len(fields)) if _is_seen(given, base, fields, values, k)]
@@ -273,6 +279,7 @@ class _Entry(msgspec.Struct):
     kind: str
     bytes: int
     gbps: float
+    nics: int = 0
 
 
 class _Results(msgspec.Struct):
@@ -284,6 +291,8 @@ class _Results(msgspec.Struct):
 def read_results(path: Path) -> list[Measured]:
     """Read measurements from JSON: {"points": [{"kind", "bytes", "gbps"}, ...]}, or that list.
 
+    A point may also have "nics".
+
     Raises:
         UsageError: the file cannot be read or is something else; names the entry.
     """
@@ -294,4 +303,4 @@ def read_results(path: Path) -> list[Measured]:
     points = found.points if isinstance(found, _Results) else found
     if not points:
         raise UsageError(f"{path}: no points; each needs kind, bytes and gbps")
-    return [Measured(one.kind, one.bytes, one.gbps) for one in points]
+    return [Measured(one.kind, one.bytes, one.gbps, one.nics) for one in points]

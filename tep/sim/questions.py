@@ -48,8 +48,8 @@ def transfer_time(
         UsageError: a number below 1, or no such machine.
     """
 
-    def time(seed: int, **point: Any) -> dict[str, float]:
-        us, moved = _transfer(seed, **point)
+    def time(**point: Any) -> dict[str, float]:
+        us, moved = _transfer(**point)
         return {"time, ms": us / _MS, "rate, Gb/s": moved * 8 / us / 1e3}
 
     return _ask(time, nbytes=nbytes, machine=machine, page_bytes=page_bytes, nics=nics, parts=parts)
@@ -81,17 +81,17 @@ def fault_cost(
         UsageError: as `transfer_time`.
     """
 
-    def cost(seed: int, **point: Any) -> dict[str, float]:
+    def cost(**point: Any) -> dict[str, float]:
         def slow_down(cluster: Cluster) -> None:
             cluster.slow_down(0, 0, slow)
 
         def kill(cluster: Cluster) -> None:
             cluster.at(sound_us / 2, lambda: cluster.kill_nic(0, 0))
 
-        n = _with_nics(point["machine"], point["nics"]).nics
-        sound_us, _ = _transfer(seed, **point, mortal=True)
-        slow_us, _ = _transfer(seed, **point, mortal=True, fault=slow_down)
-        dead_us = float("inf") if n == 1 else _transfer(seed, **point, mortal=True, fault=kill)[0]
+        n = _with_nics(point["machine"], point.get("nics")).nics
+        sound_us, _ = _transfer(**point, mortal=True)
+        slow_us, _ = _transfer(**point, mortal=True, fault=slow_down)
+        dead_us = float("inf") if n == 1 else _transfer(**point, mortal=True, fault=kill)[0]
         return {
             "sound, ms": sound_us / _MS,
             "slow NIC, times": slow_us / sound_us,
@@ -134,7 +134,11 @@ def compare(
 
 
 def _ask(function: Callable[..., dict[str, float]], seeds: int = 1, **grid: Any) -> Table:
-    lists = {k: v if isinstance(v, list | tuple | range) else [v] for k, v in grid.items()}
+    lists = {
+        name: value if isinstance(value, list | tuple | range) else [value]
+        for name, value in grid.items()
+        if value is not None
+    }
     return sweep(function, lists, seeds=seeds, processes=1)
 
 
@@ -144,13 +148,13 @@ def _with_nics(machine: Machine, nics: int | None) -> Profile:
 
 
 def _transfer(
-    seed: int,
     *,
     nbytes: int,
     machine: Machine,
     page_bytes: int,
-    nics: int | None,
     parts: int,
+    seed: int,
+    nics: int | None = None,
     mortal: bool = False,
     fault: Callable[[Cluster], object] = lambda _: None,
 ) -> tuple[float, int]:

@@ -49,9 +49,9 @@ class Table(Shown):
     """The results of a sweep, or of a question of `tep.sim`.
 
     Attributes:
-        rows: one a point: its values by name, and its figures. Of a sweep a figure is the median
-            over the seeds; where there are several runs, "NAME low" and "NAME high" are the least
-            and the most of them, and `runs` is their number.
+        rows: one a point: its values by name, a Profile as its name, and its figures. A figure is
+            the median over the seeds; where there are several runs, "NAME low" and "NAME high" are
+            the least and the most of them, and `runs` is their number.
         missing: runs that an interrupt left out, with their points.
     """
 
@@ -111,7 +111,7 @@ def sweep(
         done: called with the number of runs that have ended, and of all; None: a progress bar.
 
     Raises:
-        UsageError: an empty grid, or numbers that cannot be.
+        UsageError: an empty grid, numbers that cannot be, or two profiles of one name.
     """
     check_int("sweep: seeds", seeds, 1)
     if guessed < 1:
@@ -120,6 +120,7 @@ def sweep(
     plans = [[_Run(p, s) for s in range(seeds)] + list(_doubted(p, guessed)) for p in points]
     if not points:
         raise UsageError(f"sweep: no point: {dict(grid)}")
+    _check_names(grid)
     several = any(len(plan) > 1 for plan in plans)
     runs = [run for plan in plans for run in plan]
     found = _read(path)
@@ -142,6 +143,17 @@ def sweep(
                 raise
     left = sum(run.key not in found for run in runs)
     return Table(tuple(_row(plan, found, several=several) for plan in plans), left)
+
+
+def _check_names(grid: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse profiles that a table could not tell apart."""
+    for column in grid.values():
+        names = [value.name for value in column if isinstance(value, Profile)]
+        if len(names) > len(set(names)):
+            raise UsageError(
+                f"sweep: of {', '.join(names)} two have one name; give each its own: "
+                "dataclasses.replace(profile, name=...)"
+            )
 
 
 def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
@@ -207,7 +219,8 @@ def _row(plan: Sequence[_Run], found: Mapping[str, Values], *, several: bool) ->
     """Return the row of a point; all have an interval where `several` runs make up some of them."""
     all_values = [found[run.key] for run in plan]
     seeded = [found[run.key] for run in plan if not run.doubt]
-    row: dict[str, Any] = dict(plan[0].point)
+    point = plan[0].point
+    row = {k: v.name if isinstance(v, Profile) else v for k, v in point.items()}
     for name in all_values[0]:
         row[name] = median(values[name] for values in seeded)
         if several:

@@ -196,6 +196,10 @@ class Case:
         faults = f"Faults({self.faults.events!r}, {_knobs_text(self.faults.chaos)})"
         return f"Case(nics={self.nics!r}, faults={faults}{heal})"
 
+    def _repr_pretty_(self, printer: Any, *_: object) -> None:
+        """Print a line where Hypothesis would print each field."""
+        printer.text(repr(self))
+
 
 def scenarios(
     nodes: int = 2, nics: Nics = (1, 4), faults: str | Sequence[str] = "all"

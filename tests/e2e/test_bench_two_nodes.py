@@ -109,7 +109,7 @@ def test_a_simulated_machine_gives_its_published_figures_and_its_profile_back(tm
         assert abs(measured[key] / gbps - 1) < 0.06, (key, measured[key], gbps)
     assert 0 == main(["sim", "fit", str(path), "--json"])
     fitted = json.loads(capsys.readouterr().out)
-    assert all(abs(float(row["residual"].rstrip("%"))) < 5 for row in fitted["points"])
+    assert all(abs(float(row["the fit is off by"].rstrip("%"))) < 5 for row in fitted["points"])
 
 
 def test_wrong_bytes_are_an_error(monkeypatch):

@@ -85,6 +85,20 @@ def test_a_fit_finds_the_numbers_of_a_simulated_machine(wire, small, fill, ack, 
     assert max(map(abs, found.residuals)) < 1e-3
 
 
+def test_the_machine_has_the_nics_that_were_measured() -> None:
+    """Two NICs on a base of one: half of the measured rate was predicted."""
+    truth = replace(load_profile("efa_2x200"), jitter_ps=0)
+    points = [Measured("single", n, 0.0, 2) for n in SIZES[::3]]
+    points += [Measured("paged", n, 0.0, 2) for n in PAGES[::2]]
+    points = [point._replace(gbps=model_gbps(truth, point)) for point in points]
+    found = fit(points, replace(load_profile("efa_2x200"), jitter_ps=0, nics=1))
+
+    assert 2 == found.profile.nics
+    assert found.profile.wire_bps == pytest.approx(truth.wire_bps, rel=0.02)
+    with pytest.raises(UsageError, match=r"\[1, 2\] NICs"):
+        fit([points[0], points[1]._replace(nics=1)], truth)
+
+
 def test_whole_engines_measured_give_their_profile_back() -> None:
     """The same through engines, once: from a machine, to results, to a profile."""
     base = load_profile("cx7_400")

@@ -110,6 +110,9 @@ def test_a_trace_is_a_table_and_a_timeline() -> None:
 
     assert 4096 in {row["bytes"] for row in trace.table()}
     assert all(row["busy, us"] > 0 for row in trace.table())
+    assert "us of simulated time" == trace.plot().get_xlabel()
+    trace.spans[0] = trace.spans[0]._replace(stop_s=1.0)
+    assert "ms of simulated time" == trace.plot().get_xlabel(), "nobody reads 800000 us"
 
 
 def test_a_terminal_gets_columns() -> None:

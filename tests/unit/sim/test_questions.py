@@ -28,6 +28,15 @@ def test_a_transfer_takes_what_its_links_take() -> None:
         assert row["rate, Gb/s"] == pytest.approx(row["nbytes"] * 8 / row["time, ms"] / 1e6)
 
 
+def test_a_question_has_columns_for_what_was_asked() -> None:
+    """A column "nics" of None says less than none."""
+    (plain,) = tep.sim.transfer_time(MiB, "efa_2x200").rows
+    (asked,) = tep.sim.transfer_time(MiB, "efa_2x200", nics=1).rows
+
+    assert "nics" not in plain
+    assert 1 == asked["nics"]
+
+
 def test_layers_follow_each_other() -> None:
     """80 transfers of a layer each wait for each other's last page, and move the same bytes."""
     (whole,) = tep.sim.transfer_time(8 * MiB, "efa_2x200").rows

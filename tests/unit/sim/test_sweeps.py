@@ -42,23 +42,27 @@ def test_a_machine_without_guesses_has_the_columns_of_the_others(tmp_path: Path)
     """A table that has other columns in some rows could neither be printed nor written."""
     usual = load_profile("efa_2x200")
     known = {name: structs.replace(one, confidence="quoted") for name, one in usual.numbers.items()}
-    table = sweep(
-        latency, {"profile": [usual, replace(usual, numbers=known)]}, guessed=2, processes=1
-    )
+    other = replace(usual, name="known", numbers=known)
+    table = sweep(latency, {"profile": [usual, other]}, guessed=2, processes=1)
     table.write(tmp_path / "x.csv")
 
     assert ["value", "value low", "value high", "runs"] == list(table.rows[1])[1:]
     assert 1 == table.rows[1]["runs"] < table.rows[0]["runs"]
 
 
-def test_two_machines_of_one_name_are_two_rows() -> None:
-    """A variant keeps its machine's name: its row showed the other one's figure."""
+def test_two_machines_of_one_name_are_refused() -> None:
+    """A row says a machine's name: nobody could tell a variant from its machine."""
     usual = load_profile("efa_2x200")
     late = replace(usual, latency_ps=2 * usual.latency_ps)
 
-    rows = sweep(latency, {"profile": [usual, late]}, processes=1).rows
+    with pytest.raises(UsageError, match=r"efa_2x200, efa_2x200.*name="):
+        sweep(latency, {"profile": [usual, late]}, processes=1)
+    table = sweep(latency, {"profile": [usual, replace(late, name="late")]}, processes=1)
 
-    assert [usual.latency_ps, late.latency_ps] == [row["value"] for row in rows]
+    assert [("efa_2x200", usual.latency_ps), ("late", late.latency_ps)] == [
+        (row["profile"], row["value"]) for row in table.rows
+    ]
+    assert [0, 1] == list(table.plot().get_xticks())
 
 
 def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_wrong_machine_is_found_and_shrunk(capsys) -> None:
 
     assert "state.put(" in said
     assert "state.settle()" in said
-    assert "case" in said
+    assert "(case): Case(nics=" in said, "a field a line is 60 lines"
 
 
 def test_what_never_ends_is_found_at_the_end() -> None:
