@@ -1,9 +1,13 @@
 """SGLang's own NIXL classes on tep: managers, senders, receivers, bootstrap server; no model.
 
-Run by scripts/integrations.py in an environment that has SGLang without its kernels, which exist
-for GPUs only. The disaggregation modules are the real ones and unchanged; what they import of
-kernels and images is stood in for by empty modules. Two processes play the scheduler: they call
-sender and receiver as SGLang's queues do, and compare the pages byte for byte.
+    TEP_SGLANG=1 python tests/integrations/sglang_nixl.py prefill 8998     # until it is killed
+    TEP_SGLANG=1 python tests/integrations/sglang_nixl.py decode 8998
+
+Needs SGLang, if without its kernels, which exist for GPUs only. Its disaggregation modules are the
+real ones and unchanged; what they import of kernels and images is stood in for by empty modules.
+The two processes call sender and receiver as SGLang's queues do, and compare the pages byte for
+byte. Without arguments, as scripts/integrations.py runs it, the program takes the commands from
+docs/howto/sglang.md, and kills the prefill process in the end.
 """
 
 from __future__ import annotations
@@ -11,20 +15,23 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import json
-import multiprocessing
 import os
-import signal
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGES, PAGE_BYTES, LAYERS, AUX_BYTES, WAIT_S = 64, 4096, 3, 256, 90.0
+ROOMS = 20  # requests that are sent; one more is not
 START_S = 600.0  # to import SGLang, on a busy machine
 MISSING = {"torchvision", "sgl_kernel", "flashinfer", "gguf"}
 
@@ -54,15 +61,14 @@ def load():
 
     known.is_torchvision_available = lambda: False
     known._torchvision_available = False
-    from tep.integrations import sglang
+    from sglang.srt.plugins import load_plugins
 
-    os.environ[sglang.SWITCH] = "1"
-    sglang.load()
+    load_plugins()  # as each of SGLang's processes does
     import nixl._api
     from sglang.srt.disaggregation.common import conn as common
     from sglang.srt.disaggregation.nixl import conn
 
-    assert nixl._api.__name__ == "tep.compat.nixl.api"
+    assert nixl._api.__name__ == "tep.compat.nixl.api", "set TEP_SGLANG=1"
     return common, conn
 
 
@@ -129,87 +135,117 @@ def drawn(room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return src, dst, dice.integers(0, 256, (2 * LAYERS, count, PAGE_BYTES), dtype=np.uint8)
 
 
-def prefill(port: int, pipe) -> None:
-    """Send what rooms are asked for; stop before the last page if told so."""
+def prefill(port: int) -> None:
+    """Send the pages of all rooms but the last."""
     rank = Rank("prefill", port)
-    pipe.send("ready")
-    while (task := pipe.recv()) is not None:
-        room, what = task
+    for room in range(ROOMS):
         src, _, kv = drawn(room)
         for layer, pages in zip(rank.cache, kv):
             layer[src] = pages
         rank.aux[room % 8] = room % 251
         sender = rank.conn.NixlKVSender(rank.manager, rank.addr, room)
-        if what == "never":
-            pipe.send(rank.until(sender, 0))
-            continue
         rank.until(sender, 2)
         sender.init(len(src), room % 8)
         for chunk in np.array_split(src, 1 if len(src) == 1 else 2):
             sender.send(chunk)
-        pipe.send(rank.until(sender, 0, 4))
+        assert rank.until(sender, 0, 4) == 4, f"request {room} was not sent"
         sender.clear()
+    threading.Event().wait()  # for who kills it
 
 
-def decode(port: int, pipe) -> None:
-    """Receive rooms and compare."""
+def decode(port: int) -> None:
+    """Receive the rooms, compare, and wait for the last one, which nobody sends."""
     rank = Rank("decode", port)
-    rank.manager.try_ensure_parallel_info(rank.addr)
-    pipe.send("ready")
-    while (task := pipe.recv()) is not None:
-        room, what = task
+    end_s = time.monotonic() + START_S
+    while not rank.manager.try_ensure_parallel_info(rank.addr):
+        assert time.monotonic() < end_s, "no prefill process"
+        threading.Event().wait(0.5)
+    for room in range(ROOMS):
         _, dst, kv = drawn(room)
         for layer in rank.cache:
             layer[...] = 255
         receiver = rank.conn.NixlKVReceiver(rank.manager, rank.addr, room)
         receiver.init(0)
-        if what == "never":
-            rank.until(receiver, 2)
-            pipe.send("waits")
-            pipe.send((rank.until(receiver, 0), True))
-            continue
         rank.until(receiver, 2)
         receiver.send_metadata(dst, room % 8)
-        state = rank.until(receiver, 0, 4)
-        same = all(np.array_equal(layer[dst], pages) for layer, pages in zip(rank.cache, kv))
-        rest = np.setdiff1d(np.arange(PAGES), dst)
-        alone = all((layer[rest] == 255).all() for layer in rank.cache)
-        pipe.send((state, same and alone and (rank.aux[room % 8] == room % 251).all()))
+        assert rank.until(receiver, 0, 4) == 4, f"request {room} failed"
+        for layer, pages in zip(rank.cache, kv):
+            assert np.array_equal(layer[dst], pages), f"request {room}: other bytes"
+            rest = np.setdiff1d(np.arange(PAGES), dst)
+            assert (layer[rest] == 255).all(), f"request {room}: written beside its pages"
+        assert (rank.aux[room % 8] == room % 251).all()
         receiver.clear()
+    say(f"{ROOMS} requests, all pages equal; the next one waits until you kill the prefill process")
+    receiver = rank.conn.NixlKVReceiver(rank.manager, rank.addr, ROOMS)
+    receiver.init(0)
+    rank.until(receiver, 2)
+    assert rank.until(receiver, 0) == 0
+    say("the request has failed: its prefill process is dead")
 
 
-def main() -> int:
-    """Run both sides; kill the prefiller in the end."""
+def say(text: str) -> None:
+    """Print a line for the user, or for the program that looks on."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def commands(port: int) -> str:
+    """Return the how-to's commands, with this port in place of its own."""
+    page = (ROOT / "docs" / "howto" / "sglang.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert "8998" in block
+    return block.replace("8998", str(port)).replace("tests/", f"{ROOT}/tests/")
+
+
+def kill_prefill(port: int) -> None:
+    """Kill the prefill process at a port."""
+    import psutil
+
+    for one in psutil.process_iter(["cmdline"]):
+        if [*(one.info["cmdline"] or ())][-2:] == ["prefill", str(port)]:
+            one.kill()
+
+
+def look_on() -> None:
+    """Run the how-to's commands, and kill the prefill process when the pages were compared."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    ends, children = {}, {}
-    for role in (prefill, decode):
-        ends[role], theirs = spawn.Pipe()
-        children[role] = spawn.Process(target=role, args=(port, theirs), daemon=True)
-        children[role].start()
-        assert ends[role].poll(START_S), f"{role.__name__} did not start"
-        assert ends[role].recv() == "ready"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shell = subprocess.Popen(
+        ["/bin/bash", "-euc", commands(port)],
+        env=os.environ | {"PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    timer = threading.Timer(START_S, os.killpg, (shell.pid, 9))
+    timer.start()
+    try:
+        said = []
+        for line in shell.stdout:
+            said.append(line.strip())
+            if "all pages equal" in line:
+                kill_prefill(port)
+            elif "has failed" in line:
+                break
+        assert len(said) == 2, said
+    finally:
+        timer.cancel()
+        os.killpg(shell.pid, 9)
+        shell.wait()
+    result = {"ok": True, "how-to": "ran", "requests": f"{ROOMS}, pages equal"}
+    say(json.dumps(result | {"a killed prefiller": "Failed"}))
 
-    def told(role):
-        assert ends[role].poll(WAIT_S), f"{role.__name__} does not answer"
-        return ends[role].recv()
 
-    rooms = 20
-    for room in range(rooms):
-        for role in (prefill, decode):
-            ends[role].send((room, "all"))
-        assert told(decode) == (4, True), room
-        assert told(prefill) == 4, room
-    ends[decode].send((rooms, "never"))
-    assert told(decode) == "waits"
-    os.kill(children[prefill].pid, signal.SIGKILL)
-    assert told(decode) == (0, True)
-    children[decode].kill()
-    result = {"ok": True, "requests": f"{rooms}, pages equal", "a killed prefiller": "Failed"}
-    sys.stdout.write(json.dumps(result) + "\n")
+def main(argv: list[str]) -> int:
+    """Be one of the two, or look on."""
+    if argv:
+        role, port = argv
+        {"prefill": prefill, "decode": decode}[role](int(port))
+    else:
+        look_on()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
