@@ -53,6 +53,12 @@ def test_short_for_a_while(provider, of):
             node.end()
 
 
+@pytest.mark.parametrize("place", passing.PLACES_ON_EFA)
+def test_one_failed_allocation(place, monkeypatch):
+    """Entries that were read, and not sorted for want of memory, were lost."""
+    passing.test_one_failed_allocation_fails_no_transfer("srd", place, monkeypatch)
+
+
 # What the engine does above the seam: once on EFA is enough, where nothing else has to be proved.
 @pytest.mark.parametrize("provider", ["efa", pytest.param("efa-direct", marks=LONG)])
 def test_the_word_that_it_failed(provider):

@@ -31,6 +31,7 @@ from tep.backends.base import (
     Kind,
     Status,
     WriteBatch,
+    new_completions,
     put_completion,
 )
 from tep.backends.common import part
@@ -208,6 +209,7 @@ class Slots(slots.Slots):
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         self._ids = np.arange(count, dtype=np.uint16)
+        self._busy = np.empty(_LOOK_AHEAD, np.bool_)
         # The tickets that are out, as long as `_owner` does not name their rows, the oldest first;
         # what came back meanwhile is in `_back`. Empty: it names all.
         self._unmarked: list[Ticket] = []
@@ -267,7 +269,8 @@ class Slots(slots.Slots):
         owner, at = self._owner, self._cursor
         while True:
             at %= self.count
-            busy = owner[at : at + _LOOK_AHEAD] != 0
+            ahead = owner[at : at + _LOOK_AHEAD]
+            busy = np.not_equal(ahead, 0, out=self._busy[: len(ahead)])  # post() needs no memory
             first = int(busy.argmax())
             if not busy[first]:  # all are free
                 first = len(busy)
@@ -344,23 +347,23 @@ class Slots(slots.Slots):
             return self._settle(self._count_back(numbers, n))
         owner, numbers = self._owner, numbers.astype(np.intp)  # the type that an index costs least
         owners = owner[numbers]
-        owner[numbers] = 0
         least = int(owners.min())
         assert least, "a row completed twice"
         span = int(owners.max()) - least
         if not span:
-            return self._settle({least: n})
-        if span <= _SPREAD * n:
+            found = {least: n}
+        elif span <= _SPREAD * n:
             counts = np.bincount(owners - least)
             found = {least + at: int(counts[at]) for at in np.flatnonzero(counts).tolist()}
         else:
             found = dict(Counter(owners.tolist()))
+        owner[numbers] = 0
         return self._settle(found)
 
     def _count_back(self, numbers: Numbers, left: int) -> dict[int, int]:
         """Count the ids that belong to each unmarked ticket, by its number."""
-        unmarked, found = self._unmarked, dict[int, int]()
-        for ticket in tuple(unmarked):
+        unmarked, found, ended = self._unmarked, dict[int, int](), []
+        for ticket in unmarked:
             n = left
             if ticket is not unmarked[-1]:
                 # Ids before the first one turn round, to far behind the last one.
@@ -371,9 +374,11 @@ class Slots(slots.Slots):
                 found[ticket.number] = n
                 left -= n
                 if n == ticket.open:
-                    unmarked.remove(ticket)
+                    ended.append(ticket)
             if not left:
                 break
+        for ticket in ended:
+            unmarked.remove(ticket)
         if unmarked:
             self._back.append(numbers)
         else:
@@ -381,6 +386,7 @@ class Slots(slots.Slots):
         return found
 
 
+_DRAINED: Final = 512  # completions that are taken at a time where nobody waits for them
 _REFILL_SHARE: Final = 4  # of the receives, one or two parts may be unposted: many cost less
 _LOCAL: Final = 1 << 62
 _SENT: Final = 1 << 1  # of a completion's flags
@@ -517,21 +523,28 @@ class Mailbox(completions.Mailbox):
 class Queue(completions.Queue):
     """The completion queue, sorted by columns.
 
+    What is kept for want of memory stays where the device put it, which writes nothing there as
+    long as the requests count as out.
+
     Args:
         nic, way, slots, mailbox: of one NIC.
     """
 
     _slots: Slots
+    _left: Entries  # the first `_kept` are not sorted
 
     def __init__(self, nic: Nic, way: Columns, slots: Slots, mailbox: Mailbox) -> None:
         self._slots = slots
+        self._drained = new_completions(_DRAINED)
         self.frames = deque()
         self.errors = deque()
+        self._others = deque()
+        self._kept = 0
         self.full = False
         self._device = nic
         self._way = way
         self._rows = slots.count
-        self._box = mailbox
+        self._mailbox = self._box = mailbox
         self._stopped = False
 
     def stop(self) -> None:
@@ -544,6 +557,8 @@ class Queue(completions.Queue):
         room = len(out) - filled
         if room <= 0:
             return filled
+        if self.behind:
+            return self._catch_up(out, filled)
         found = self._way.poll(room)
         n = len(found)
         box = self._box
@@ -555,14 +570,30 @@ class Queue(completions.Queue):
             return filled
         self._device.armed = False
         self.full = self._way.more
-        if n == 1:
-            filled = self._take_entry(found[0].item(), out, filled)
-        elif self._way.kind is not None:
-            filled = self._take_kind(self._way.kind, found, out, filled)
-        else:
-            filled = self._take_entries(found, out, filled)
-        if len(box.spent) >= 2 * box.refill_from:  # else when there is nothing else to do
-            box.refill()
+        try:
+            if n == 1:
+                filled = self._take_entry(found[0].item(), out, filled)
+            elif self._way.kind is not None:
+                filled = self._take_kind(self._way.kind, found, out, filled)
+            else:
+                filled = self._take_entries(found, out, filled)
+        except MemoryError:
+            self._keep_entries(found)
+        try:
+            if self._others:
+                self._take_others()
+            if len(box.spent) >= 2 * box.refill_from:  # else when there is nothing else to do
+                box.refill()
+        except MemoryError:
+            self.behind = True
+        return filled
+
+    def _keep_entries(self, found: Entries) -> None:
+        self._left, self._kept, self.behind = found, len(found), True
+
+    def _take_kept(self, out: Completions, filled: int) -> int:
+        filled = self._take_entry(self._left[self._kept - 1].item(), out, filled)
+        self._kept -= 1
         return filled
 
     def _take_entry(self, entry: Any, out: Completions, filled: int) -> int:
@@ -572,7 +603,7 @@ class Queue(completions.Queue):
             self._take_error(number, status, flags)
         elif flags & _SENT:
             if number >= self._rows:
-                self._box.sent(self._box.send_context(number))
+                self._others.append((self._box.send_context(number), 0))
                 return filled
             ticket = self._slots.take_back(number * STEP)
             if ticket is not None:
@@ -589,7 +620,7 @@ class Queue(completions.Queue):
             put_completion(out, at, _IMM, _OK, 1, imm, 0, 0, 0)
             return filled + 1
         else:
-            self._box.received(self._box.receive_context(number), length, self._keep)
+            self._others.append((self._box.receive_context(number), length))
         return filled
 
     def _take_error(self, number: int, status: int, flags: int) -> None:
@@ -605,14 +636,19 @@ class Queue(completions.Queue):
     def _take_entries(self, found: Entries, out: Completions, filled: int) -> int:
         """Sort entries by what they tell of: nearly always they are all of one kind."""
         kinds = found.view(KINDS)["kind"]
-        while True:
-            kind = int(kinds[0])
-            same = kinds == kind
-            if same.all():
-                return self._take_kind(kind, found, out, filled)
-            filled = self._take_kind(kind, found[same], out, filled)
-            others = ~same
-            found, kinds = found[others], kinds[others]
+        try:
+            while True:
+                kind = int(kinds[0])
+                same = kinds == kind
+                if same.all():
+                    return self._take_kind(kind, found, out, filled)
+                others = ~same
+                rest, kinds = found[others], kinds[others]
+                filled = self._take_kind(kind, found[same], out, filled)
+                found = rest
+        except MemoryError:
+            self._keep_entries(found)
+        return filled
 
     def _take_kind(self, kind: int, found: Entries, out: Completions, filled: int) -> int:
         """Take entries of the same status and flags."""
@@ -625,28 +661,31 @@ class Queue(completions.Queue):
         if flags & _SENT:
             return self._take_sent(numbers, out, filled)
         if flags & _WRITE_FLAG:
-            self._box.spent += numbers.tobytes()
-            imms = found["imm"]
+            spent, imms = numbers.tobytes(), found["imm"]
             n, values = len(imms), imms.tobytes()
             if values == values[:4] * n:  # a third of what comparing columns takes
                 at = filled * COMPLETION_BYTES
                 put_completion(out, at, _IMM, _OK, n, int(imms[0]), 0, 0, 0)
-                return filled + 1
-            return self._take_imms(imms, out, filled)
-        for number, length in zip(numbers.tolist(), found["length"].tolist(), strict=True):
-            self._box.received(self._box.receive_context(number), length, self._keep)
+                filled += 1
+            else:
+                filled = self._take_imms(imms, out, filled)
+            self._box.spent += spent
+            return filled
+        contexts = map(self._box.receive_context, numbers.tolist())
+        self._others += list(zip(contexts, found["length"].tolist(), strict=True))
         return filled
 
     def _take_sent(self, numbers: Numbers, out: Completions, filled: int) -> int:
         mine = numbers.copy()
         if int(mine.max()) >= self._rows:
             of_rows = mine < self._rows
-            for number in mine[~of_rows].tolist():
-                self._box.sent(self._box.send_context(number))
+            messages = [(self._box.send_context(k), 0) for k in mine[~of_rows].tolist()]
             mine = mine[of_rows]
-            if not len(mine):
-                return filled
-        for ctx, count in self._slots.give_back_many(mine).items():
+            finished = self._slots.give_back_many(mine) if len(mine) else {}
+            self._others += messages
+        else:
+            finished = self._slots.give_back_many(mine)
+        for ctx, count in finished.items():
             at = filled * COMPLETION_BYTES
             if ctx & READ:
                 self._slots.reads -= count

@@ -102,6 +102,7 @@ class Queue:
         self._mailbox = mailbox
         self._idle = mailbox.idle
         self._entries = np.zeros(_ENTRIES, fi.CQ_DATA_ENTRY)
+        self._drained = new_completions(_ENTRIES)
         self._at = self._entries.ctypes.data
         words = self._entries.view(np.uint64)
         self._words = memoryview(words)  # type: ignore[arg-type]  # numpy has the buffer protocol
@@ -121,7 +122,7 @@ class Queue:
 
     def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
         """Read until it is empty, into `done`; `take_rest` sees to frames and errors."""
-        out = new_completions(_ENTRIES)
+        out = self._drained
         while True:
             n = self.read(out, 0)
             done.extend(out[:n].tolist())
@@ -190,15 +191,20 @@ class Queue:
         self.full = True
         try:
             while self._kept and filled < len(out):
-                filled = self._take_one(out, filled)
-                self._kept -= 1
-                last = self._kept * _WORDS  # in any order (C4)
-                self._words[:_WORDS] = self._words[last : last + _WORDS]
+                filled = self._take_kept(out, filled)
             self._take_others()
             self._mailbox.refill()
             self.behind = self._kept > 0
         except MemoryError:
             pass
+        return filled
+
+    def _take_kept(self, out: Completions, filled: int) -> int:
+        """Sort one of the entries that were kept, in any order (C4)."""
+        filled = self._take_one(out, filled)
+        self._kept -= 1
+        last = self._kept * _WORDS
+        self._words[:_WORDS] = self._words[last : last + _WORDS]
         return filled
 
     def _take_one(self, out: Completions, filled: int) -> int:

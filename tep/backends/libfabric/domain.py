@@ -38,7 +38,7 @@ from tep.backends.libfabric.rules import STATUSES, NicAddress, Rules, check_devi
 from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
 from tep.memory.source import DmabufExport, Memory
 
-__all__ = ["FabricDomain"]
+__all__ = ["SHORT_POLLS", "FabricDomain"]
 
 _LOG: Final = logging.getLogger("tep.libfabric")
 _USUALLY: Final = meaning()
@@ -54,6 +54,9 @@ _LATE_S: Final = 0.2
 
 _RETRY_S: Final = 0.001
 """The time after which what libfabric would not take is offered again while the engine sleeps."""
+
+SHORT_POLLS: Final = 2
+"""A MemoryError is remembered so long: by the poll() after it, and by arm() after that."""
 
 _READS_MAX: Final = 64  # of the queue in one poll()
 _LINGER_S: Final = 0.25
@@ -133,7 +136,7 @@ class FabricDomain:
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
-        self._is_short = False  # a MemoryError was met since the engine slept last
+        self._short = 0  # polls for which a MemoryError is remembered
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
     def _parts(
@@ -232,7 +235,7 @@ class FabricDomain:
         try:
             return self._rows.post_each(batch, row, row + 1)
         except MemoryError:
-            self._is_short = True
+            self._short = SHORT_POLLS
             return 0
 
     # --- reads
@@ -281,7 +284,7 @@ class FabricDomain:
         try:
             taken = self._outgoing.send(to, payload, ctx, now_s, is_control=is_control)
         except MemoryError:  # nothing was taken
-            self._is_short, taken = True, False
+            self._short, taken = SHORT_POLLS, False
         self._stir(to)
         return taken
 
@@ -333,7 +336,8 @@ class FabricDomain:
         try:
             rows.budget_bytes = self._rules.turn_bytes
             filled = queue.read(out, filled)
-            if queue.full or self._is_short:
+            if queue.full or self._short:
+                self._short = max(0, self._short - 1)
                 filled = self._read_on(out, filled)
             slots = self._slots
             if self._restless:
@@ -360,7 +364,7 @@ class FabricDomain:
             if self._departed:
                 self.peers.settle()
         except MemoryError:  # what was not handed out is there for the next poll
-            self._is_short = True
+            self._short = SHORT_POLLS
         return filled
 
     def _read_on(self, out: Completions, filled: int) -> int:
@@ -374,7 +378,7 @@ class FabricDomain:
                 self._take_rest()
                 filled = queue.read(out, filled)
             except MemoryError:
-                self._is_short = True
+                self._short = SHORT_POLLS
                 break
             if filled >= len(out) or not queue.full:
                 break
@@ -538,9 +542,7 @@ class FabricDomain:
             return False
         if self._sleeper is None:
             return True
-        if self._is_short:
-            self._is_short, timer_s = False, _RETRY_S
-        elif any(
+        if self._short or any(
             peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless
         ):
             timer_s = _RETRY_S

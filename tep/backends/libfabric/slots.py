@@ -393,7 +393,8 @@ class Slots:
         if ticket is None:
             return None
         slot = (context - self._base) >> 6
-        return ticket, ticket.row + list(ticket.slots).index(slot)
+        at = next(at for at, each in enumerate(ticket.slots) if each == slot)
+        return ticket, ticket.row + at
 
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
         """End a ticket early; return the rows that had not come back.

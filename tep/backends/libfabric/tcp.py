@@ -30,7 +30,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import memmove
 from pathlib import Path
 from typing import Any, Final
@@ -48,11 +48,12 @@ from tep.backends.base import (
     Row,
     Status,
     WriteBatch,
+    hand_out,
 )
 from tep.backends.common import at, bounds, part
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.domain import FabricDomain
+from tep.backends.libfabric.domain import SHORT_POLLS, FabricDomain
 from tep.backends.libfabric.objects import CqError, Nic, Region, Regions, mr_attr
 from tep.backends.libfabric.peer import Peer, PeersReads, Piece, State
 from tep.backends.libfabric.peer import Row as Accepted
@@ -182,7 +183,10 @@ class TcpDomain(FabricDomain):
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         # sockaddr_in and sockaddr_in6 have the port there
         self._strangers = Strangers(int.from_bytes(self._main.name()[2:4], "big"))
-        self._reads = TcpReads(caps, nic, self._regions, self.peers, self._done, self.timeout_s)
+        stir = self._restless.add
+        self._reads = TcpReads(
+            caps, nic, self._regions, self.peers, self._done, self.timeout_s, stir
+        )
         self._queue.landed, self._queue.landed_many = self._reads.landed, self._reads.landed_many
 
     def _why_nobody(self) -> str:
@@ -224,24 +228,18 @@ class TcpDomain(FabricDomain):
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         self._check_open()
+        before = self._reads.open
         try:
-            taken = self._reads.post(batch, start, stop)
-        except MemoryError:  # nothing was taken
-            self._is_short, taken = True, 0
-        self._restless.update(stirred := self._reads.stirred())
-        try:
-            for peer in stirred:
-                self._reads.advance(peer)
-                self._stir(peer)
-        except MemoryError:  # the next poll goes on
-            self._is_short = True
-        return taken
+            self._reads.post(batch, start, stop)  # poll() sends them
+        except MemoryError:  # some may have been taken
+            self._short = SHORT_POLLS
+        return self._reads.open - before
 
     def _hand_out(self, out: Completions) -> int:
-        filled = super()._hand_out(out)
-        if self._reads.open:
-            ended = out[:filled]
-            self._reads.open -= int(ended["count"][ended["kind"] == Kind.READ].sum())
+        filled, _, reads = hand_out(self._done, out, 0)
+        self._reads.open -= reads
+        if not self._done:
+            self._rows.said()
         return filled
 
     def _take_error(self, error: CqError) -> None:
@@ -316,6 +314,10 @@ class TcpDomain(FabricDomain):
 class TcpReads:
     """The reads of one NIC.
 
+    Args:
+        caps, nic, regions, peers, done, timeout_s: of the NIC.
+        stir: called with a peer that has to be looked after by each poll().
+
     Attributes:
         open: rows accepted and not handed out; the owner subtracts.
     """
@@ -328,15 +330,16 @@ class TcpReads:
         peers: Peers,
         done: deque[Entry],
         timeout_s: float,
+        stir: Callable[[Peer], object],
     ) -> None:
         self.open = 0
         self._caps = caps
+        self._stir = stir
         self._regions = regions
         self._peers = peers
         self._done = done
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._stirred: dict[Peer, None] = {}
         self._bytes = mmap.mmap(-1, _PIECES * (_PIECE_BYTES + _SLOT_BYTES))
         memory = adapt(self._bytes)
         attr, flags, kept = mr_attr(memory, fi.FI_READ)
@@ -356,18 +359,17 @@ class TcpReads:
 
     # --- posting
 
-    def post(self, batch: ReadBatch, start: int, stop: int) -> int:
-        """Accept rows start.. of a batch; return how many."""
+    def post(self, batch: ReadBatch, start: int, stop: int) -> None:
+        """Accept rows start.. of a batch, as many as there is room for; `open` counts them."""
         stop = min(stop, start + self._caps.reads - self.open)
         if stop <= start:
-            return 0
+            return
         now_s = time.monotonic()
         find = self._regions.by_lkey.get
         rows = [
             Accepted(batch.ctx, index, row, find(row.lkey), row.nbytes)
             for index, row in enumerate(batch.rows(start, stop), start)
         ]
-        self.open += stop - start
         for accepted in rows:
             peer = self._peers.all[accepted.row.peer]
             if peer.state is State.SILENT:
@@ -375,21 +377,16 @@ class TcpReads:
             status = self._verdict(peer, accepted.row, accepted.region)
             if status is not Status.OK:
                 self._finish(accepted, status)
+                self.open += 1
                 continue
+            self._stir(peer)
             if peer.reading is None:
                 peer.reading = PeersReads()
             if not peer.reading.open:
                 peer.reading.moved_s = now_s
             peer.reading.open[accepted] = None
+            self.open += 1
             peer.reading.waiting.append(accepted)
-            self._stirred[peer] = None
-        return stop - start
-
-    def stirred(self) -> list[Peer]:
-        """Peers that have something to be sent, or looked after, since the last call."""
-        found = list(self._stirred)
-        self._stirred.clear()
-        return found
 
     def _verdict(self, peer: Peer, row: ReadRow, region: Region | None) -> Status:
         if row.nbytes and (
@@ -424,7 +421,7 @@ class TcpReads:
         number = next(self._numbers)
         reads.asked[rkey] = number, pieces
         self._peers.say(peer, frames.Ask(self._peers.me, rkey, number))
-        self._stirred[peer] = None
+        self._stir(peer)
 
     def _post_row(self, peer: Peer, reads: PeersReads, accepted: Accepted) -> bool:
         """Post the rest of a row, or end it; False = not all of it yet."""

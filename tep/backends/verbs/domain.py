@@ -40,6 +40,7 @@ from tep.backends.verbs.messages import Datagrams, Messages
 from tep.backends.verbs.peers import Peers, ended_as
 from tep.backends.verbs.receive import POLL_MAX, STATUS_TEXT, ImmReceives, Poller
 from tep.backends.verbs.send import RKEY_MAX
+from tep.base.errors import FabricError
 from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = ["VerbsDomain"]
@@ -298,7 +299,15 @@ class VerbsDomain:
             status = Status.LENGTH if long else Status.NIC_DOWN
             self._ready.append((int(Kind.SENT), int(status), 1, 0, 0, ctx, 0))
             return True
-        slot = self._messages.reserve(payload, ctx)
+        try:
+            slot = self._messages.reserve(payload, ctx)
+        except MemoryError:
+            self._writer.short = True
+            return False
+        except FabricError as error:
+            self.peers.trouble = str(error)
+            self._ready.append((int(Kind.SENT), int(Status.PROVIDER), 1, 0, 0, ctx, 0))
+            return True
         if slot is None:
             return False
         to = self.peers.table[peer]
@@ -350,22 +359,25 @@ class VerbsDomain:
 
     def poll(self, out: Completions) -> int:
         filled = self._hand_out(out, 0) if self._ready else 0
-        if self._reads:
-            room = len(out) - filled
-            n = 0
-            if room:
-                n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
-                if n > 0:
-                    filled = self._poller.take(n, out, filled)
-                elif n < 0:
-                    n = self._poller.fail(n)
-                self._polls += 1
-                if self._polls % _EVENTS_EVERY == 0:
-                    self._look_at_events()
-            if any(self.peers.work):
-                self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
-            if self._ready and filled < len(out):
-                filled = self._hand_out(out, filled)
+        try:
+            if self._reads:
+                room = len(out) - filled
+                n = 0
+                if room:
+                    n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
+                    if n > 0:
+                        filled = self._poller.take(n, out, filled)
+                    elif n < 0:
+                        n = self._poller.fail(n)
+                    self._polls += 1
+                    if self._polls % _EVENTS_EVERY == 0:
+                        self._look_at_events()
+                if any(self.peers.work):
+                    self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
+                if self._ready and filled < len(out):
+                    filled = self._hand_out(out, filled)
+        except MemoryError:  # what was not handed out is there for the next poll
+            self._writer.short = True
         return filled
 
     def _progress(self, now_s: float, n: int, *, whole: bool) -> None:
@@ -401,8 +413,11 @@ class VerbsDomain:
         return None if self._state is _State.CLOSED else self._wakeup.fd
 
     def arm(self) -> bool:
-        if self._arm():
-            return True
+        try:
+            if self._arm():
+                return True
+        except MemoryError:
+            self._writer.short = True
         # Looking for news has taken it off the queue: no event will tell of it.
         self._waker()
         return False
@@ -418,7 +433,8 @@ class VerbsDomain:
         now_s = time.monotonic()
         if any(self.peers.work):
             self._progress(now_s, n, whole=n < POLL_MAX)
-        if n > 0 or self._ready or not self._reads or self.peers.has_steps:
+        short, self._writer.short = self._writer.short, False
+        if n > 0 or short or self._ready or not self._reads or self.peers.has_steps:
             return False
         next_s = self.peers.next_s(now_s)
         self._wakeup.set_timer(None if next_s is None else next_s - now_s)

@@ -58,7 +58,10 @@ class _Region:
     """Anonymous memory, registered with the NIC."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, nbytes)
+        try:
+            self.memory = mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise MemoryError(f"{nbytes} bytes for messages: {error}") from error
         self.ptr = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
         self.mr: Struct = device.reg_mr(self.ptr, nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
 
@@ -128,17 +131,23 @@ class Messages(_Requests):
     # --- out
 
     def reserve(self, payload: bytes, ctx: int) -> int | None:
-        """Copy a message into a slot; None = all are in use."""
+        """Copy a message into a slot; None = all are in use.
+
+        Raises:
+            FabricError: the device registers no memory for it.
+        """
         if not self._free:
             return None
         if self._slots is None:
             self._slots = self._region(MESSAGES_OUT * _SLOT_BYTES)
-        slot = self._free.popleft()
-        out = self._out[slot] = _Out(ctx, len(payload))
+        out = _Out(ctx, len(payload))
         if len(payload) > _SLOT_BYTES:
             out.large = _Region(self._device, len(payload))
             out.large.memory[:] = payload
-        else:
+        slot = self._free[0]
+        self._out[slot] = out
+        self._free.popleft()
+        if out.large is None:
             at = slot * _SLOT_BYTES
             self._slots.memory[at : at + len(payload)] = payload
         return slot

@@ -428,8 +428,8 @@ class Peers:
                 step(now_s)
             negotiation.tick(now_s)
             peer.flush()
-        except FabricError as error:
-            self.trouble = str(error)
+        except (FabricError, MemoryError) as error:
+            self.trouble = str(error) or "MemoryError"
             self._lose(peer, Status.PROVIDER)
         if negotiation.next_s is not None:
             self._tend_s = min(self._tend_s, negotiation.next_s)
@@ -594,11 +594,12 @@ class Peer:
             return
         rows, messages = self.rows, self.messages
         while rows and conn.queues:
-            batch, start, stop = rows.popleft()
+            batch, start, stop = rows[0]
             start += self._owner.writer.post_held(conn, batch, start, stop)
             if start < stop:
-                rows.appendleft((batch, start, stop))
+                rows[0] = batch, start, stop
                 break
+            rows.popleft()
         while messages and self._owner.messages.post(messages[0], conn):
             messages.popleft()
 

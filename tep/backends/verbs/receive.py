@@ -10,6 +10,7 @@ the queue's depth never drifts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import sys
@@ -113,9 +114,13 @@ class Poller:
         n = self._poll_cq(self._cq, POLL_MAX, self.wc_ptr)
         if n < 0:
             return self.fail(n)
-        if n:
-            self._take_each(self._few[:n].tolist())
+        self._take_slowly(n)
         return n
+
+    def _take_slowly(self, n: int) -> None:
+        """Take completions one by one, for which next to no memory is needed."""
+        for at in range(n):
+            self._take_each([self._few[at].item()])
 
     def take(self, n: int, out: Completions, filled: int) -> int:
         """Tell `n` completions apart: bursts by columns, straight into `out`; else one by one.
@@ -126,22 +131,32 @@ class Poller:
         if n <= _SCALAR_MAX:
             self._take_each(self._few[:n].tolist())
             return filled
-        if self._heads[:n].tobytes() == _IMM_HEADS[: 16 * n]:
-            self._imms.put(n)
-            return self._count_imms(self._imm[:n], self._qpn[:n], out, filled)
-        ids = self._ids[:n]
-        if self._statuses[:n].any():
-            self._take_each(self._few[:n].tolist())
-        elif int(ids.min()) >= _LOOSE_FROM:
-            self._writer.complete_many_loose(ids.tolist())
-        else:
-            # Both directions at once: immediates by columns, the rest one by one.
-            mine = ids == IMM_ID
-            self._take_each(self._few[:n][~mine].tolist())
-            imms = self._imm[:n][mine]
-            if len(imms):
-                self._imms.put(len(imms))
-                return self._count_imms(imms, self._qpn[:n][mine], out, filled)
+        rows: list[tuple[int, ...]] = []
+        loose: list[int] = []
+        used = 0
+        try:  # first what takes memory
+            ids = self._ids[:n]
+            if self._heads[:n].tobytes() == _IMM_HEADS[: 16 * n]:
+                filled, used = self._count_imms(self._imm[:n], self._qpn[:n], out, filled), n
+            elif self._statuses[:n].any():
+                rows = self._few[:n].tolist()
+            elif int(ids.min()) >= _LOOSE_FROM:
+                loose = ids.tolist()
+            else:
+                # Both directions at once: immediates by columns, the rest one by one.
+                mine = ids == IMM_ID
+                rows, imms = self._few[:n][~mine].tolist(), self._imm[:n][mine]
+                if used := len(imms):
+                    filled = self._count_imms(imms, self._qpn[:n][mine], out, filled)
+        except MemoryError:
+            self._take_slowly(n)
+            return filled
+        if used:
+            self._imms.put(used)
+        if loose:
+            self._writer.complete_many_loose(loose)
+        if rows:
+            self._take_each(rows)
         return filled
 
     def _count_imms(
@@ -209,7 +224,7 @@ class Poller:
         kind, number = wr_id >> KIND_SHIFT, number_of(wr_id)
         if kind == Tag.DATAGRAM_IN:
             if status == 0:
-                self._peers.hear(self._peers.datagrams.payload(number, nbytes), time.monotonic())
+                self._hear(number, nbytes)
             self._peers.datagrams.give_back(number)
         elif kind == Tag.DATAGRAM_OUT:
             self._peers.datagrams.sent(number)
@@ -223,6 +238,10 @@ class Poller:
             self._messages.returned(number)
             # Most often a message longer than its buffer.
             self._peers.fail(self._peers.conns[qpn], int(send_status(status)))
+
+    def _hear(self, slot: int, nbytes: int) -> None:
+        with contextlib.suppress(MemoryError):  # as good as lost: who waits repeats it
+            self._peers.hear(self._peers.datagrams.payload(slot, nbytes), time.monotonic())
 
     def _end_message(self, slot: int, status: int, qpn: int, vendor: int) -> None:
         conn = self._peers.conns.get(qpn)

@@ -105,6 +105,7 @@ class Writer:
         write_bytes_max: the longest row.
         tails: queue pairs whose last run was taken in part, and waits for its tail.
         refusal: what the last refused post was told.
+        short: memory was short, and rows were refused for it; arm() resets it.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Writer:
         self._not_inline = not_inline
         self._ready = ready
         self.refusal = ""
+        self.short = False
         self.tails: dict[RowQueue, int] = {}
         self._post_send = device.data.post_send
         self._post_refs = device.data.post_send_refs
@@ -174,9 +176,14 @@ class Writer:
             taken = self.scatter(batch, start, start + _FAN_MAX)
             return taken and taken + self.scatter(batch, start + _FAN_MAX, stop)
         some = peers if n == batch.n else peers[start:stop]
-        key = some.tobytes()
-        fan = self._fans.get(key) or self._fan_for(key, some.tolist())
-        return n if fan is not None and self._post_fan(fan, batch, start) else 0
+        try:
+            key = some.tobytes()
+            fan = self._fans.get(key) or self._fan_for(key, some.tolist())
+            return n if fan is not None and self._post_fan(fan, batch, start) else 0
+        except MemoryError:
+            self.forget_fans()  # one may be half filled
+            self.short = True
+            return 0
 
     def _fan_for(self, key: bytes, peers: Sequence[int]) -> _Fan | None:
         """Aim the fan of first scatters, or a new one for the second; None = not all are up."""
@@ -214,13 +221,19 @@ class Writer:
             if self.tails and queue in self.tails:
                 break
             n = min(stop - row, ring.n)
-            ring.fill(batch, row, n)
+            try:
+                ring.fill(batch, row, n)
+                queue.runs.append((ring.kind, batch.ctx, row, n))
+            except MemoryError:
+                ring.mend(n)
+                self.short = True
+                break
             rc = self._post_refs(queue.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
+                queue.runs.pop()
                 row += self._take_part(ring, queue, batch, row, n, rc)
                 break
-            queue.runs.append((ring.kind, batch.ctx, row, n))
             row += n
         return row - start
 
@@ -251,8 +264,14 @@ class Writer:
         wr_id = tag(Tag.LOOSE, number)
         one, inline_max = self._one, 0 if batch.lkey in self._not_inline else self._inline_max
         qp = (conn.queues[0] if self._one_qp else conn.pick()).qp
+        n = stop - start
+        try:
+            self._sets[number] = _Loose(batch.ctx, start, n, (conn,) * n)
+        except MemoryError:
+            self.short = True
+            return 0
         taken = refused = 0
-        for row in (row_of(batch, start),) if stop - start == 1 else batch.rows(start, stop):
+        for row in (row_of(batch, start),) if n == 1 else batch.rows(start, stop):
             flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
             one.write(row, wr_id + taken, flags)
             rc = self._post_send(qp, one.ptr, self._bad_ptr)
@@ -262,8 +281,10 @@ class Writer:
                     refused = 1
                 break
             taken += 1
-        if taken:
-            self._sets[number] = _Loose(batch.ctx, start, taken, (conn,) * taken)
+        if taken < n:
+            del self._sets[number]
+            if taken:
+                self._sets[number] = _Loose(batch.ctx, start, taken, (conn,) * taken)
         return taken + refused
 
     def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
@@ -501,15 +522,17 @@ class _RunRing(_Ring):
         self._fill_addresses(batch, start, n)
         # What is the same for all rows is most often the same as last time, too, or but for keys.
         same, held = _plain(batch), self._held
+        self._held = None  # until all is written: what is half written is held by nobody
         if n > self._held_n or same is None or held is None or same[2:] != held[2:]:
             self._fill_keys(batch, start, n)
             self._fill_lengths(batch.nbytes, start, n)
-            self._held, self._held_n = same, n
+            self._held_n = n
         elif same != held:
             _, _, lkeys, rkeys = self._first(n)
             lkeys.fill(same[0])
             rkeys.fill(same[1])
-            self._held, self._held_n = same, n
+            self._held_n = n
+        self._held = same
         last = n - 1
         self._next[last] = 0
         self._flags[last] = _SIGNALED

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import tep
 from tep.backends import libfabric
-from tep.backends.base import Status, WriteBatch
+from tep.backends.base import Status, WriteBatch, new_completions
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames, rules
+from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.objects import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES, NicAddress, Rules, is_loopback, parse
 from tep.backends.libfabric.slots import Slots, Ticket
@@ -474,3 +475,26 @@ def test_a_nic_that_carries_too_short_immediates_is_refused():
             rules.check_version("rdmap0s6", (1, 20))
     finally:
         lib.freeinfo(info)
+
+
+def test_a_shortage_that_is_over_costs_the_polls_after_it_nothing(monkeypatch):
+    """An engine that never sleeps read its queue twice in each poll, from then on."""
+    need_libfabric()
+    domain = libfabric.open_domains(provider="tcp", nics=["127.0.0.1"]).domains[0]
+    out, reads = new_completions(8), []
+    healthy = Queue.read
+
+    def read(queue, *args):
+        reads.append(0)
+        if len(reads) == 1:
+            raise MemoryError
+        return healthy(queue, *args)
+
+    with contextlib.closing(domain):
+        monkeypatch.setattr(Queue, "read", read)
+        counts = []
+        for _ in range(5):
+            before = len(reads)
+            domain.poll(out)
+            counts.append(len(reads) - before)
+    assert [1, 2, 2, 1, 1] == counts

@@ -11,10 +11,11 @@ import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs import ENUMS
-from tep.backends.verbs import open_domains
+from tep.backends.verbs import open_domains, send
+from tep.backends.verbs.device import Device
 from tep.backends.verbs.handshake import Address
 from tep.backends.verbs.messages import Routes
-from tep.base.errors import BackendUnavailable, UsageError
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.memory.source import adapt
 from tests.support.verbs_stub import Knob
 
@@ -298,6 +299,70 @@ def test_a_scatter_survives_a_refusal(stub, fan, code, status, times):
     assert 10 == sum(count for _, count, _ in back)
     assert [] == [entry for entry in back if entry[0] not in {Status.OK, status}]
     assert (status == Status.OK) == all(entry[0] == Status.OK for entry in back)
+
+
+def fail_once(monkeypatch, owner, name):
+    """Let a method find no memory, the first time."""
+    healthy, left = getattr(owner, name), [1]
+
+    def scarce(*args):
+        if left:
+            left.pop()
+            raise MemoryError
+        return healthy(*args)
+
+    monkeypatch.setattr(owner, name, scarce)
+    return left
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_scatter_survives_a_failed_allocation(stub, fan, times, monkeypatch):
+    """It gave the NIC up; and a template that was half written is not to be posted later."""
+    rig, post = fan
+    for _ in range(times):
+        post()
+        rig.settle(10)
+    left = fail_once(monkeypatch, send._Fan, "_fill_addresses")
+    post(imm=5, nbytes=8)
+    assert not left
+    assert 10 == sum(count for status, count, _ in rig.settle(10) if status == Status.OK)
+    _, seen = post()
+    assert {(PAGE, WRITE)} == {(row.length, row.opcode) for row in seen}
+    assert 10 == sum(count for status, count, _ in rig.settle(10) if status == Status.OK)
+
+
+def test_a_run_that_found_no_memory_leaves_nothing_of_it_behind(stub, rig, monkeypatch):
+    """Keys that were half written went out with the next rows that had those of before."""
+    rig.a.post(rig.rows(range(100)), 0, 100)
+    rig.settle(100)
+    left = fail_once(monkeypatch, send._RunRing, "_fill_lengths")
+    assert 0 == rig.a.post(rig.rows(range(100), imm=7), 0, 100)
+    assert not left
+    assert not rig.a.arm()  # nothing is out: the engine must not sleep beside what was refused
+    mark = stub.seen()
+    assert 100 == rig.a.post(rig.rows(range(100)), 0, 100)
+    assert {WRITE} == {row.opcode for row in stub.since(mark)}
+    assert [(Status.OK, 100, 0)] == rig.settle(100)
+
+
+def test_a_message_fails_alone_where_the_device_registers_no_memory(rig, monkeypatch):
+    """FabricError came out of post_send(), and ended the engine."""
+
+    def full(*_):
+        raise FabricError("ibv_reg_mr_iova2: ENOMEM", code="PROVIDER")
+
+    rig.b.post_recvs(64, 1)
+    with monkeypatch.context() as short:
+        short.setattr(Device, "reg_mr", full)
+        assert rig.a.post_send(rig.peer, b"lost", 7)
+        assert [(Kind.SENT, Status.PROVIDER, 7)] == [(e[0], e[1], e[5]) for e in rig.poll(rig.a)]
+        assert "ENOMEM" in rig.a.status_text(Status.PROVIDER)
+    found = []
+    assert rig.a.post_send(rig.peer, b"kept", 8)
+    while not found:
+        rig.poll(rig.b)
+        found = rig.poll(rig.a)
+    assert [(Kind.SENT, Status.OK, 8)] == [(e[0], e[1], e[5]) for e in found]
 
 
 def test_a_scatter_that_was_known_waits_for_a_peer_that_is_lost(stub, fan):
