@@ -6,10 +6,14 @@ the two), the receiving node's bus, then the receiving NIC. A bus is two servers
 serves in order of arrival of first bytes. Bytes flow through: the next server begins a latency
 after this one began, and a quantum has landed when its last byte is through the slowest.
 
-Receivers hold back by credit or ECN. Credit: a queue pair has at most so many bytes under way; a
-receiver gives them back when it has taken them. ECN: a quantum that waits longer than a threshold
-is marked, the receiver notifies the sender now and then, and the sender halves the rate of the
-queue pair, which then comes back in steps.
+Receivers hold back by pauses and ECN. Pause (PFC, and the credit of InfiniBand's links): a link
+sends nothing while too many bytes that passed it were not taken by their receivers, so flows to
+other receivers stand still, too. A NIC's port is such a link, and so is each uplink and downlink.
+Real switches count the bytes in their own buffers; here each link counts all that is ahead of it.
+ECN: DCQCN (SIGCOMM 2015). A quantum is marked by chance, which grows with the queue that it found;
+the receiver notifies the sender now and then; the sender cuts the rate of the queue pair by half of
+its average of notices (alpha), and lets it come back in steps, by a timer and by bytes. The third
+phase of coming back (hyper increase) is left out.
 
 Rule 1 (lookahead): what is not known yet starts at the limit or later, so it cannot arrive at a
 server before the limit plus the shortest way there. What arrives later than that waits in a pool.
@@ -21,7 +25,7 @@ made again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -30,9 +34,21 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tep.base.errors import UsageError
-from tep.sim.machines import Network, Pairs
+from tep.base.hashing import below_array, draw_array, stream_key
+from tep.sim.draws import Stream
+from tep.sim.machines import PACKET_BYTES, Network, Pairs
 from tep.sim.profile import Profile
-from tep.sim.queues import NEVER_PS, Ints, Rate, SendQueue, Units, fifo_grouped, spans_ps
+from tep.sim.queues import (
+    NEVER_PS,
+    Bools,
+    Ints,
+    Rate,
+    SendQueue,
+    Units,
+    by_value,
+    fifo_grouped,
+    spans_ps,
+)
 
 __all__ = [
     "LAST", "NUMBER", "Marks", "PacedQueue", "Passing", "Paths", "flights", "is_paced",
@@ -52,11 +68,13 @@ class Passing:
 
     Attributes:
         flights: quanta whose landing is known, a row each.
-        done: the landing time of each.
+        served: when the receiver has taken each.
+        done: the landing time of each: no byte lands before its sender has sent it.
         receivers: the time from which each receiver is free.
     """
 
     flights: Ints
+    served: Ints
     done: Ints
     receivers: Ints
     _ups: Ints
@@ -91,6 +109,8 @@ class Paths:
         latency_ps: of every route, or of the shortest, without the network's own.
         receiving: (sources, targets, holds) -> how long each holds its receiver.
         ways: (sources, targets) -> the latency of each; None: `latency_ps`.
+        profile: of a machine; which of them does not matter for what is read here.
+        seed: of the hash that chooses paths.
     """
 
     def __init__(
@@ -98,13 +118,21 @@ class Paths:
         network: Network,
         latency_ps: int,
         receiving: Callable[[Ints, Ints, Ints], Ints],
-        ways: Callable[[Ints, Ints], Ints] | None = None,
+        ways: Callable[[Ints, Ints], Ints] | None,
+        profile: Profile,
+        seed: int,
     ) -> None:
         self.network = network
+        self._paths = max(1, network.paths) if profile.ordered else 1
+        self._key = stream_key(seed, Stream.TIMING)
+        pausing = profile.pause_bytes and network.uplink_bps and not network.circuit_up_ps
+        ends = (SOURCE, TARGET) if pausing else ()
+        self._gates = {end: _Gates(profile.pause_bytes) for end in ends}  # uplinks, downlinks
         self._latency_ps = latency_ps
         self._receiving = receiving
         self._ways = ways
-        self._rate = Rate(network.uplink_bps) if network.uplink_bps else None
+        uplink_bps = network.uplink_bps // self._paths
+        self._rate = Rate(uplink_bps) if uplink_bps else None
         self._scale = 0 if self._rate is None else self._rate.scale
         self._nodes: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -141,14 +169,24 @@ class Paths:
         self._bus_scale = _longer(self._bus_scale, turn)
         self._bus_scale[turn] = Rate(bus_bps).scale if bus_bps else 0
         self._has_bus |= bus_bps > 0
-        if network.circuit_up_ps:
-            leaf = network.leaves**2
-        self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
+        link = network.leaves**2 if network.circuit_up_ps else (leaf + 1) * self._paths
+        self._ups, self._downs = _longer(self._ups, link), _longer(self._downs, link)
 
     def due_ps(self) -> int:
         """The time when the first quantum in a pool can land; NEVER_PS: there is none."""
         ways = (self._near, 0), (self._below, self._latency_ps), (self._out, self._latency_ps)
-        return min(int(pool[:, FIRST].min(initial=NEVER_PS)) + way for pool, way in ways)
+        due = [int(pool[:, FIRST].min(initial=NEVER_PS)) + way for pool, way in ways]
+        due += [gates.due_ps() + self._latency_ps for gates in self._gates.values()]
+        return min(due)
+
+    def _links(self, rows: Ints, end: int) -> Ints:
+        """The uplink (end: SOURCE) or downlink (TARGET) that each row takes."""
+        found: Ints = self._leaf[rows[:, end]]
+        if self._paths > 1:
+            pairs = (rows[:, SOURCE] << 32 | rows[:, TARGET]).view(np.uint64)
+            path = below_array(draw_array(self._key, _PATH, pairs), self._paths)
+            found = found * self._paths + path
+        return found
 
     def advance(self, new: Ints, limit_ps: int, receivers: Ints) -> Passing:
         """Compute the landings, provided that nothing unknown starts before the limit.
@@ -172,12 +210,13 @@ class Paths:
         if self.network.circuit_up_ps:
             near.append(self._leave(self._switch(new[far], ups)))
         else:
-            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups, self._scale)
+            crossing = self._cross(new[far], SOURCE, ups, limit_ps)
             crossing[:, [FIRST, TAIL]] += self.network.spine_ps
             below = np.concatenate((below, crossing))
-            known = below[:, FIRST] < limit_ps + self.network.spine_ps
+            beyond_ps = limit_ps + self.network.spine_ps
+            known = below[:, FIRST] < beyond_ps
             coming, below = below[known], below[~known]
-            served = self._serve(coming, self._leaf[coming[:, TARGET]], downs, self._scale)
+            served = self._cross(coming, TARGET, downs, beyond_ps)
             near.append(self._leave(served))
         rows = np.concatenate(near)
         known = rows[:, FIRST] < limit_ps + self._latency_ps
@@ -185,20 +224,34 @@ class Paths:
         if self._has_bus:
             host = self._host[rows[:, TARGET]]
             rows = self._serve(rows, 2 * host + 1, buses, self._bus_scale[host])
-        done, free = rows[:, TAIL], receivers
+        served = done = rows[:, TAIL]
+        free = receivers
         if len(rows):
             service = self._receiving(rows[:, SOURCE], rows[:, TARGET], rows[:, HOLDS])
             served = fifo_grouped(rows[:, FIRST], service, rows[:, TARGET], receivers)
             free = receivers.copy()
             np.maximum.at(free, rows[:, TARGET], served)
             done = np.maximum(done, served)
-        return Passing(rows, done, free, ups, downs, below, waiting, buses, out)
+        return Passing(rows, served, done, free, ups, downs, below, waiting, buses, out)
 
     def keep(self, passing: Passing) -> None:
         """Make a pass effective."""
         self._ups, self._downs = passing._ups, passing._downs
         self._below, self._near = passing._below, passing._near
         self._buses, self._out = passing._buses, passing._out
+        for end, gates in self._gates.items():
+            rows = passing.flights
+            far = self._leaf[rows[:, SOURCE]] != self._leaf[rows[:, TARGET]]
+            rows, done = rows[far], passing.done[far]
+            gates.give_back(self._links(rows, end), rows[:, NBYTES], done + self._latency_ps)
+
+    def _cross(self, rows: Ints, end: int, free: Ints, limit_ps: int) -> Ints:
+        """Pass uplinks (end: SOURCE) or downlinks (TARGET), which may be paused."""
+        gates = self._gates.get(end)
+        if gates is None:
+            return self._serve(rows, self._links(rows, end), free, self._scale)
+        rows = np.concatenate((gates.held, _in_order(rows)))
+        return gates.serve(rows, self._links(rows, end), self._scale, free, limit_ps)
 
     def waited(self, passing: Passing) -> Ints:
         """The time that each landed quantum spent behind others, or before a circuit."""
@@ -294,9 +347,73 @@ def _in_order(rows: Ints) -> Ints:
     return found
 
 
-_FULL: Final = 1 << 20
+class _Gates:
+    """Links of a stage that pause while too many bytes that passed them were not taken.
+
+    Attributes:
+        held: quanta that wait at a paused link, in order of arrival.
+    """
+
+    def __init__(self, pause_bytes: int) -> None:
+        self.held = _NONE
+        self._pause_bytes = pause_bytes
+        self._open: Counter[int] = Counter()
+        self._freed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._paused: set[int] = set()
+
+    def due_ps(self) -> int:
+        """The earliest time when a quantum that is held may leave, as far as that is known."""
+        return min([self._freed[k][0][0] for k in self._paused if self._freed[k]], default=NEVER_PS)
+
+    def give_back(self, links: Ints, nbytes: Ints, times: Ints) -> None:
+        """Let each link learn at its time that so many bytes were taken."""
+        for link, size, time_ps in zip(links.tolist(), nbytes.tolist(), times.tolist()):
+            heappush(self._freed[link], (time_ps, size))
+
+    def serve(self, rows: Ints, links: Ints, scale: int, free: Ints, limit_ps: int) -> Ints:
+        """Pass the links in order; what a pause that ends at the limit or later holds stays here.
+
+        A link that pauses holds up all rows behind, wherever they go: head-of-line blocking.
+        """
+        self._paused = paused = set()
+        begins: list[int] = []
+        spans = spans_ps(rows[:, NBYTES], scale).tolist()
+        columns = (links.tolist(), rows[:, FIRST].tolist(), rows[:, NBYTES].tolist())
+        for link, first_ps, size, span_ps in zip(*columns, spans):
+            begin_ps = NEVER_PS
+            if link not in paused:
+                begin_ps = self._begin_ps(link, max(first_ps, free.item(link)), limit_ps)
+            begins.append(begin_ps)
+            if begin_ps == NEVER_PS:
+                paused.add(link)
+                continue
+            self._open[link] += size
+            free[link] = begin_ps + span_ps
+        begin = np.array(begins, np.int64)
+        left = begin < NEVER_PS
+        self.held, rows, begin = rows[~left], rows[left], begin[left]
+        rows[:, FIRST] = begin
+        rows[:, TAIL] = np.maximum(rows[:, TAIL], begin + spans_ps(rows[:, NBYTES], scale))
+        return rows
+
+    def _begin_ps(self, link: int, begin_ps: int, limit_ps: int) -> int:
+        """The time from `begin_ps` on when a link is not paused; NEVER_PS: not known yet."""
+        freed = self._freed[link]
+        while freed and freed[0][0] <= begin_ps:
+            self._open[link] -= heappop(freed)[1]
+        while self._open[link] >= self._pause_bytes:
+            if not freed or freed[0][0] >= limit_ps:
+                return NEVER_PS
+            begin_ps, size = heappop(freed)
+            self._open[link] -= size
+        return begin_ps
+
+
+_MARK, _PATH = 4, 5
+"""Entities of the draws of Stream.TIMING; `machines.Late` has 0 to 3."""
+_FULL: Final = 1.0
 """The rate of a queue pair without congestion."""
-_LEAST: Final = _FULL >> 10
+_LEAST, _NEARLY = 1 / 1024, 1 - 1e-6
 _FAST: Final = 5  # steps that halve the distance to the old rate, before that is raised: DCQCN
 _PERIODS_MAX: Final = 4096  # after so many steps any rate is back
 _SERVED: Final = 1 << 40  # places of queue pairs that were served, behind all others
@@ -304,7 +421,7 @@ _SERVED: Final = 1 << 40  # places of queue pairs that were served, behind all o
 
 def is_paced(profile: Profile) -> bool:
     """Whether receivers hold senders back."""
-    return bool(profile.credit_bytes or profile.ecn_bytes)
+    return bool(profile.pause_bytes or profile.ecn_bytes)
 
 
 class _Quantum(NamedTuple):
@@ -318,18 +435,29 @@ class _Quantum(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """One queue pair: its unsent quanta, and the credit and rate that limit it."""
+    """One queue pair: its unsent quanta, and the rate that limits it.
+
+    Attributes:
+        place: its turn among equals.
+        waiting, ended_ps: quanta, and the end of its latest service.
+        paced_ps: not before, by its rate.
+        rate, goal, alpha: RC, RT and alpha of DCQCN.
+        turns, counts: steps back so far, by the timer and by bytes.
+        since_ps, faded_ps, left_bytes: where timer, average and byte counter began.
+    """
 
     place: int
+    left_bytes: int
     waiting: deque[_Quantum] = field(default_factory=deque)
     ended_ps: int = -1
-    freed_ps: int = 0  # when the credit came that it waited for
-    paced_ps: int = 0  # not before, by its rate
-    open_bytes: int = 0
-    rate: int = _FULL
-    goal: int = _FULL
-    steps: int = 0
+    paced_ps: int = 0
+    rate: float = _FULL
+    goal: float = _FULL
+    alpha: float = 1.0
+    turns: int = 0
+    counts: int = 0
     since_ps: int = 0
+    faded_ps: int = 0
 
 
 class PacedQueue(SendQueue):
@@ -343,9 +471,14 @@ class PacedQueue(SendQueue):
 
     def __init__(self, profile: Profile) -> None:
         super().__init__()
-        self._credit_bytes = profile.credit_bytes
+        self._pause_bytes = profile.pause_bytes
+        self._open_bytes = 0
+        self._freed_ps = 0  # when the pause ended
+        self._fade_ps = profile.ecn_fade_ps
         self._recover_ps = profile.ecn_recover_ps
-        self._grow = profile.ecn_grow_bps * _FULL // profile.wire_bps
+        self._count_bytes = profile.ecn_count_bytes or NEVER_PS
+        self._gain = profile.ecn_gain_ppm * 1e-6
+        self._grow = profile.ecn_grow_bps / profile.wire_bps
         self._pairs: dict[int, _Pair] = {}
         self._notices: list[tuple[int, int, int, bool]] = []
         self._turn = _SERVED
@@ -357,13 +490,13 @@ class PacedQueue(SendQueue):
         for number, target, ready, service, last, nbytes, holds in units.rows():
             pair = self._pairs.get(target)
             if pair is None:
-                pair = self._pairs[target] = _Pair(self._rows)
+                pair = self._pairs[target] = _Pair(self._rows, self._count_bytes)
             pair.waiting.append(_Quantum(ready, service, number, last, nbytes, holds))
             self._rows += 1
         self.foresee()
 
     def notify(self, time_ps: int, target: int, nbytes: int, *, marked: bool) -> None:
-        """Let the NIC learn at `time_ps` that a receiver took so many bytes, and of a mark.
+        """Let the NIC learn at `time_ps` that a receiver took so many bytes, or of a mark.
 
         `foresee()` is to follow.
         """
@@ -415,56 +548,65 @@ class PacedQueue(SendQueue):
     def _first(self) -> tuple[int, int]:
         """The time and target of the next quantum, if no notice comes before."""
         best = (NEVER_PS, False, 0, 0)
+        if 0 < self._pause_bytes <= self._open_bytes:
+            return NEVER_PS, 0
         for target, pair in self._pairs.items():
             if not pair.waiting:
                 continue
-            if self._is_held(pair):
-                continue
             head = pair.waiting[0]
-            heads_ps = max(head.ready_ps, pair.paced_ps, pair.freed_ps)
+            heads_ps = max(head.ready_ps, pair.paced_ps)
             waited = heads_ps <= pair.ended_ps
             best = min(best, (max(heads_ps, pair.ended_ps), waited, pair.place, target))
-        return max(best[0], self._wire_ps), best[3]
-
-    def _is_held(self, pair: _Pair) -> bool:
-        """Whether its head waits for credit; one quantum may always be under way."""
-        room = self._credit_bytes - pair.waiting[0].nbytes
-        return bool(self._credit_bytes) and 0 < pair.open_bytes > room
+        return max(best[0], self._wire_ps, self._freed_ps), best[3]
 
     def _send(self, start_ps: int, target: int) -> _Row:
         pair = self._pairs[target]
         quantum = pair.waiting.popleft()
         self._recover(pair, start_ps)
-        pair.paced_ps = start_ps + quantum.service_ps * _FULL // pair.rate
-        pair.open_bytes += quantum.nbytes
+        pair.paced_ps = start_ps + int(quantum.service_ps / pair.rate)
+        self._open_bytes += quantum.nbytes
+        pair.left_bytes -= quantum.nbytes
+        while pair.left_bytes <= 0:
+            pair.left_bytes += self._count_bytes
+            pair.counts += 1
+            self._rise(pair)
         pair.ended_ps = self._wire_ps = start_ps + quantum.service_ps
         self._turn += 1
         pair.place = self._turn
         return quantum.number, target, quantum.ready_ps, quantum.service_ps, *quantum[3:]
 
     def _take_notice(self, time_ps: int, target: int, nbytes: int, marked: bool) -> None:
+        if 0 < self._pause_bytes <= self._open_bytes:
+            self._freed_ps = time_ps
+        self._open_bytes -= nbytes
         pair = self._pairs.get(target)
-        if pair is None:
-            return
-        if pair.waiting and self._is_held(pair):
-            pair.freed_ps = time_ps
-        pair.open_bytes -= nbytes
-        if marked:
+        if marked and pair is not None:
             self._recover(pair, time_ps)
-            pair.goal, pair.rate = pair.rate, max(_LEAST, pair.rate // 2)
-            pair.steps, pair.since_ps = 0, time_ps
+            faded = max(0, (time_ps - pair.faded_ps) // self._fade_ps)
+            pair.alpha *= (1 - self._gain) ** faded
+            pair.goal, pair.rate = pair.rate, max(_LEAST, pair.rate * (1 - pair.alpha / 2))
+            pair.alpha += self._gain * (1 - pair.alpha)
+            pair.since_ps = pair.faded_ps = time_ps
+            pair.turns = pair.counts = 0
+            pair.left_bytes = self._count_bytes
 
     def _recover(self, pair: _Pair, now_ps: int) -> None:
-        """Take the steps back to the full rate that are due by now."""
+        """Take the steps back to the full rate that the timer has made due by now."""
         if pair.rate == _FULL:
             return
         periods = (now_ps - pair.since_ps) // self._recover_ps
         pair.since_ps += periods * self._recover_ps
         for _ in range(min(periods, _PERIODS_MAX)):
-            pair.steps += 1
-            if pair.steps > _FAST:
-                pair.goal = min(_FULL, pair.goal + self._grow)
-            pair.rate = (pair.rate + pair.goal + 1) // 2
+            pair.turns += 1
+            self._rise(pair)
+
+    def _rise(self, pair: _Pair) -> None:
+        """Take one step back to the full rate."""
+        if max(pair.turns, pair.counts) > _FAST:
+            pair.goal = min(_FULL, pair.goal + self._grow)
+        pair.rate = (pair.rate + pair.goal) / 2
+        if pair.rate > _NEARLY:
+            pair.rate = _FULL
 
 
 _Row = tuple[int, int, int, int, bool, int, int]
@@ -477,36 +619,79 @@ def _units(rows: list[_Row]) -> Units:
 
 
 class Marks:
-    """Decides which quanta a receiver reports as congested to their senders.
+    """Chooses the quanta that receivers send notices of, since one of their packets was marked.
+
+    Packets are marked when they leave a port, by the bytes that stand there then, so the arrivals
+    until then have to be known: quanta wait here for that.
 
     Args:
         profile: of the machines.
         pairs: of the machines, if they are not all alike.
+        seed: of the draws.
     """
 
-    def __init__(self, profile: Profile, pairs: Pairs | None = None) -> None:
+    def __init__(self, profile: Profile, pairs: Pairs | None, seed: int) -> None:
+        self._profile = profile
         self._pairs = pairs
-        self._waits_ps = int(Rate(profile.wire_bps).ps(np.array([profile.ecn_bytes]))[0])
+        self._scale: Ints | int = Rate(profile.wire_bps).scale
         self._every_ps = profile.ecn_every_ps
-        self._on = bool(profile.ecn_bytes)
+        self._key = stream_key(seed, Stream.TIMING)
         self._notified_ps: dict[tuple[int, int], int] = {}
+        self._rows, self._served, self._before = _NONE, _NONE[:, 0], _NONE[:, 0]
 
-    def notices(self, source: Ints, target: Ints, waited: Ints, done: Ints) -> list[bool]:
-        """Decide for each quantum whether its sender is notified that it waited too long.
+    def due_ps(self) -> int:
+        """The time when the first quantum of those that wait here leaves its port."""
+        return int(self._served.min(initial=NEVER_PS))
+
+    def notices(self, passing: Passing, waited: Ints, known_ps: int) -> tuple[Ints, Ints]:
+        """Take quanta; return those that receivers send a notice of, and when they send it.
 
         Args:
-            source: the NIC that sent it.
-            target: the NIC that took it.
-            waited: the time that each spent behind others.
-            done: the time when each was taken, in order for each pair.
+            passing: what came, in order of arrival.
+            waited: the time that each spent behind others, on its whole way.
+            known_ps: all arrivals before this are known.
         """
-        found = [False] * len(done)
-        if not self._on:
-            return found
-        waits = self._waits_ps if self._pairs is None else self._pairs.waits_ps(target)
-        for place in (waited > waits).nonzero()[0].tolist():
-            pair, now = (int(source[place]), int(target[place])), int(done[place])
-            if now >= self._notified_ps.get(pair, -self._every_ps) + self._every_ps:
-                self._notified_ps[pair] = now
-                found[place] = True
-        return found
+        if not self._profile.ecn_bytes:
+            return _NONE, _NONE[:, 0]
+        rows, served = passing.flights, passing.served
+        before = np.maximum(waited - (served - rows[:, FIRST] - rows[:, HOLDS]), 0)
+        rows = np.concatenate((self._rows, rows))
+        served = np.concatenate((self._served, served))
+        before = np.concatenate((self._before, before))
+        queued = before.copy()
+        for _, which in by_value(rows[:, TARGET]):
+            # What stands before the last arrival, of which little more than the head may be here.
+            last = rows[which, FIRST].searchsorted(served[which], "right") - 1
+            begin = served[which] - rows[which, HOLDS]
+            queued[which] += np.maximum(begin[last] - served[which], 0)
+        known = served < known_ps
+        self._rows, self._served, self._before = rows[~known], served[~known], before[~known]
+        told = [
+            place
+            for place in (known & self._are_marked(rows, queued)).nonzero()[0].tolist()
+            if self._is_told(rows.item(place, SOURCE), rows.item(place, TARGET), served.item(place))
+        ]
+        return rows[told], served[told]
+
+    def _is_told(self, source: int, target: int, time_ps: int) -> bool:
+        """Whether the receiver's latest notice to this sender is long enough ago."""
+        told = time_ps >= self._notified_ps.get((source, target), -self._every_ps) + self._every_ps
+        if told:
+            self._notified_ps[source, target] = time_ps
+        return told
+
+    def _are_marked(self, rows: Ints, queued: Ints) -> Bools:
+        """Whether a packet of each quantum is marked: a draw for each, by the queue it leaves."""
+        profile, pairs = self._profile, self._pairs
+        scale = self._scale if pairs is None else pairs.scale(rows[:, TARGET])
+        least = spans_ps(np.array(profile.ecn_min_bytes), scale)
+        most = spans_ps(np.array(profile.ecn_bytes), scale)
+        over: Bools = queued > most
+        if not profile.ecn_ppm:
+            return over
+        chance = profile.ecn_ppm * 1e-6 * (queued - least) / (most - least)
+        packets = np.maximum(1, -(-rows[:, NBYTES] // PACKET_BYTES))
+        several = 1 - (1 - np.clip(chance, 0, 1)) ** packets
+        sent = (rows[:, START] << 16 | rows[:, SOURCE]).view(np.uint64)
+        drawn = draw_array(self._key, _MARK, sent).astype(np.float64) / 2.0**64
+        return over | (drawn < several)

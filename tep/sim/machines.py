@@ -27,12 +27,12 @@ from tep.sim.profile import FIELDS, Profile, load_profile
 from tep.sim.queues import Ints, Rate
 
 __all__ = [
-    "NETWORK", "InOrder", "Late", "Machine", "Machines", "Network", "Pairs", "ack_ps",
-    "latency_ps", "network_of",
+    "NETWORK", "PACKET_BYTES", "InOrder", "Late", "Machine", "Machines", "Network", "Pairs",
+    "ack_ps", "latency_ps", "network_of",
 ]  # fmt: skip
 
 _TRANSPORT = ("ordered", "imm_eats_recv")
-_CONGESTION = ("credit_bytes", "ecn_bytes", "ecn_every_ps", "ecn_recover_ps", "ecn_grow_bps")
+_CONGESTION = tuple(name for name in FIELDS if name.startswith(("pause_", "ecn_")))
 _PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps", "bus_bps")
 """The numbers for which a pair of unlike machines has numbers of its own, in `Pairs`."""
 
@@ -199,9 +199,7 @@ class Pairs:
         self._latency = np.array([[latency_ps(a, b) for b in profiles] for a in profiles])
         self._receive = np.array([profile.receive_ps for profile in profiles])
         self._ack = np.array([[ack_ps(a, b) for b in profiles] for a in profiles])
-        self._waits = np.array(
-            [int(one.wire.ps(np.array([one.profile.ecn_bytes]))[0]) for one in self._kinds]
-        )
+        self._scale = np.array([one.wire.scale for one in self._kinds])
         self.shortest_ps = int(self._latency.min())
         self.kind = np.zeros(16, np.int64)
 
@@ -227,9 +225,9 @@ class Pairs:
         found: Ints = self._ack[self.kind[source], self.kind[target]]
         return found
 
-    def waits_ps(self, target: Ints) -> Ints:
-        """The shortest wait at a port after which a quantum is marked."""
-        found: Ints = self._waits[self.kind[target]]
+    def scale(self, target: Ints) -> Ints:
+        """The scale of each receiver's wire, as of Rate."""
+        found: Ints = self._scale[self.kind[target]]
         return found
 
     def holds_ps(
@@ -271,6 +269,8 @@ class Network:
         leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
         rails: leaves are rails instead: NIC k of every node is on rail k.
         uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
+        paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
+            one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
         spine_ps: the latency that the spine adds.
         circuit_up_ps, circuit_down_ps: an optical spine: leaf i has a circuit of uplink_bps to leaf
             i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
@@ -282,6 +282,7 @@ class Network:
     leaf_nodes: int = 0
     rails: bool = False
     uplink_bps: int = 0
+    paths: int = 0
     spine_ps: int = 0
     circuit_up_ps: int = 0
     circuit_down_ps: int = 0
@@ -290,11 +291,13 @@ class Network:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        numbers = (self.leaf_nodes, self.uplink_bps, self.spine_ps, self.leaves)
+        numbers = (self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps, self.leaves)
         if min(*numbers, self.circuit_up_ps, self.circuit_down_ps, *self.extra_ps.values()) < 0:
             raise UsageError(f"{self}: a number below 0")
         if self.rails and self.leaf_nodes:
             raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
+        if self.paths and (self.circuit_up_ps or not self.uplink_bps):
+            raise UsageError(f"{self}: paths share uplink_bps, and are no circuits")
         if self.circuit_up_ps and (self.leaves < 2 or not self.uplink_bps):
             raise UsageError(
                 f"{self}: circuits need two leaves or more, and uplink_bps, their rate"
@@ -314,7 +317,7 @@ def network_of(profile: Profile) -> Network:
     return Network(**{name: getattr(profile, name) for name in NETWORK})
 
 
-_PACKET_BYTES: Final = 4096
+PACKET_BYTES: Final = 4096
 _PPM: Final = 1e-6
 
 
@@ -347,7 +350,7 @@ class Late:
             late = -profile.tail_ps * np.log(np.minimum(drawn, share) / share)
             extra = extra + late.astype(np.int64)
         if profile.loss_ppm:
-            packets = np.maximum(1, -(-nbytes // _PACKET_BYTES))
+            packets = np.maximum(1, -(-nbytes // PACKET_BYTES))
             hit = self._fractions(numbers, 2) < 1 - (1 - profile.loss_ppm * _PPM) ** packets
             again = (nbytes * self._fractions(numbers, 3)).astype(np.int64)
             extra = extra + np.where(hit, profile.retry_ps + self._wire.ps(again), 0)

@@ -113,17 +113,22 @@ class Profile:
             exponential time of this mean: a slow path among those that are sprayed over.
         loss_ppm, retry_ps: where rows are ordered: of a million packets so many are lost, and how
             long until one is missed; the rest of its row is sent again, and those behind it wait.
-        credit_bytes: a queue pair has at most so many under way that were not given back; 0: any.
-        ecn_bytes: a quantum that more than so many bytes stand before is marked; 0: none is.
+        pause_bytes: a link, a NIC's or a leaf's, sends nothing while so many bytes that passed it
+            were not taken by their receivers; 0: no link pauses.
+        ecn_min_bytes, ecn_bytes, ecn_ppm: a packet that finds a queue of fewer bytes than the first
+            is not marked, of more than the second it is; between them it is marked by chance, which
+            grows from 0 to so many of a million. ecn_bytes 0: none is marked.
         ecn_every_ps: a receiver notifies a sender of a mark at most once in this time.
-        ecn_recover_ps: a rate that was halved comes back by a step in each such time: to half way
-            from where it was, and after five steps that is raised by
-        ecn_grow_bps.
+        ecn_gain_ppm, ecn_fade_ps: share of the newest notice in a sender's average of them (alpha),
+            and of what it loses once in each such time without one.
+        ecn_recover_ps, ecn_count_bytes: a rate that was cut comes back by a step after each such
+            time, and after so many bytes: to half way from where it was, and after five steps that
+            is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
         qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
-        leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: the
-            network of such machines, as in `tep.sim.Network`; rails is 0 or 1.
+        leaf_nodes, rails, uplink_bps, paths, spine_ps, circuit_up_ps, circuit_down_ps,
+            leaves: the network of such machines, as in `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -155,10 +160,15 @@ class Profile:
     tail_ps: int = _at("wire.tail", "ps", 0, optional=True)
     loss_ppm: int = _at("wire.loss", "ppm", 0, optional=True)
     retry_ps: int = _at("wire.retry", "ps", 0, optional=True)
-    credit_bytes: int = _at("wire.credit", "bytes", 0, optional=True)
+    pause_bytes: int = _at("wire.pause", "bytes", 0, optional=True)
+    ecn_min_bytes: int = _at("wire.ecn_min", "bytes", 0, optional=True)
     ecn_bytes: int = _at("wire.ecn", "bytes", 0, optional=True)
+    ecn_ppm: int = _at("wire.ecn_share", "ppm", 0, optional=True)
     ecn_every_ps: int = _at("wire.ecn_every", "ps", 0, optional=True)
+    ecn_gain_ppm: int = _at("wire.ecn_gain", "ppm", 0, optional=True)
+    ecn_fade_ps: int = _at("wire.ecn_fade", "ps", 0, optional=True)
     ecn_recover_ps: int = _at("wire.ecn_recover", "ps", 0, optional=True)
+    ecn_count_bytes: int = _at("wire.ecn_count", "bytes", 0, optional=True)
     ecn_grow_bps: int = _at("wire.ecn_grow", "bps", 0, optional=True)
     poll_ps: int = _at("cpu.poll", "ps", 0, optional=True)
     qp_depth: int = _at("nic.qp_depth", "count", 0, optional=True)
@@ -166,6 +176,7 @@ class Profile:
     leaf_nodes: int = _at("network.leaf_nodes", "count", 0, optional=True)
     rails: int = _at("network.rails", "count", 0, optional=True)
     uplink_bps: int = _at("network.uplink", "bps", 0, optional=True)
+    paths: int = _at("network.paths", "count", 0, optional=True)
     spine_ps: int = _at("network.spine", "ps", 0, optional=True)
     circuit_up_ps: int = _at("network.circuit_up", "ps", 0, optional=True)
     circuit_down_ps: int = _at("network.circuit_down", "ps", 0, optional=True)
@@ -183,11 +194,16 @@ class Profile:
                 f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} or "
                 f"tail_ppm={self.tail_ppm} would reorder rows"
             )
-        if self.ecn_bytes and not (self.ecn_recover_ps and self.ecn_grow_bps):
+        if self.ecn_bytes and not (self.ecn_recover_ps and self.ecn_grow_bps and self.ecn_fade_ps):
             raise UsageError(
                 f"profile {self.name}: ecn_bytes={self.ecn_bytes}, but ecn_recover_ps="
-                f"{self.ecn_recover_ps} and ecn_grow_bps={self.ecn_grow_bps}: a rate that was "
-                "halved would never come back"
+                f"{self.ecn_recover_ps}, ecn_grow_bps={self.ecn_grow_bps} and ecn_fade_ps="
+                f"{self.ecn_fade_ps}: a rate that was cut would never come back"
+            )
+        if self.ecn_bytes and self.ecn_min_bytes >= self.ecn_bytes:
+            raise UsageError(
+                f"profile {self.name}: ecn_min_bytes={self.ecn_min_bytes} >= "
+                f"ecn_bytes={self.ecn_bytes}"
             )
         if self.rails > 1:
             raise UsageError(f"profile {self.name}: rails={self.rails}; 0 or 1")

@@ -31,6 +31,7 @@ from tep.sim.congestion import (
     TARGET,
     Marks,
     PacedQueue,
+    Passing,
     Paths,
     flights,
     is_paced,
@@ -105,12 +106,14 @@ class TimingFabric(Fabric):
         self._shortest_ps = machines.shortest_ps
         self.active: dict[int, Nic] = {}
         self.in_order = InOrder() if any(p.loss_ppm for p in machines.profiles) else None
-        self.marks = Marks(self.profile, self.pairs) if is_paced(self.profile) else None
+        self.marks = Marks(self.profile, self.pairs, seed) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
         ways = None if self.pairs is None else self.pairs.latency_ps
-        self.paths = Paths(machines.network, self._shortest_ps, self._receiving, ways)
+        self.paths = Paths(
+            machines.network, self._shortest_ps, self._receiving, ways, self.profile, seed
+        )
 
     # ------------------------------------------------------------------ nodes and NICs
 
@@ -223,7 +226,7 @@ class TimingFabric(Fabric):
         taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
         taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
         self._settle(taken, limit_ps)
-        due_ps = self.paths.due_ps()
+        due_ps = self._first_due_ps()
         for nic in nics:
             queue = nic.queue
             if len(queue):
@@ -257,19 +260,32 @@ class TimingFabric(Fabric):
     def _notice_ps(self, nics: list[Nic]) -> int:
         """No sender can learn of an unsettled quantum before this time: rule 2 of `congestion`."""
         first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
-        return min(first_ps + self._shortest_ps, self.paths.due_ps())
+        return min(first_ps + self._shortest_ps, self._first_due_ps())
 
-    def _notify(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
-        """Notify senders of quanta that were taken: a row each of sender, target, bytes."""
-        notices = marks.notices(quanta[:, 0], quanta[:, 1], waited, done)
-        due = (done + self.machines.latency_ps(quanta[:, 1], quanta[:, 0])).tolist()
+    def _first_due_ps(self) -> int:
+        """The time when the first of what is under way lands, or may be marked."""
+        marked_ps = NEVER_PS if self.marks is None else self.marks.due_ps() + self._shortest_ps
+        return min(self.paths.due_ps(), marked_ps)
+
+    def _notify(self, marks: Marks, passing: Passing, limit_ps: int) -> None:
+        """Notify senders of quanta that were taken, and of marks."""
+        rows, done = passing.flights, passing.done
+        waited, known_ps = self.paths.waited(passing), limit_ps + self._shortest_ps
+        marked, times = marks.notices(passing, waited, known_ps)
+        if self.profile.pause_bytes:
+            rows, times = np.concatenate((marked, rows)), np.concatenate((times, done))
+        else:
+            rows = marked
+        times = times + self.machines.latency_ps(rows[:, TARGET], rows[:, SOURCE])
+        columns = [column.tolist() for column in (*rows[:, [SOURCE, TARGET, NBYTES]].T, times)]
         queues: dict[int, PacedQueue] = {}
-        for (source, target, nbytes), marked, time_ps in zip(quanta.tolist(), notices, due):
+        for place, (source, target, nbytes, time_ps) in enumerate(zip(*columns)):
             if source not in queues:
                 queue = self.nic(source).queue
                 assert isinstance(queue, PacedQueue), "all of a fabric are"
                 queues[source] = queue
-            queues[source].notify(time_ps, target, nbytes, marked=marked)
+            is_mark = place < len(marked)
+            queues[source].notify(time_ps, target, 0 if is_mark else nbytes, marked=is_mark)
         for queue in queues.values():
             queue.foresee()
 
@@ -295,8 +311,7 @@ class TimingFabric(Fabric):
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         paths.keep(passing)
         if self.marks is not None:
-            quanta = passing.flights[:, [SOURCE, TARGET, NBYTES]]
-            self._notify(self.marks, quanta, paths.waited(passing), passing.done)
+            self._notify(self.marks, passing, limit_ps)
         self.free = passing.receivers
         kept = [stop - nic.queue.at for nic, stop in taken]
         self._window = max(_WINDOW_MIN, 2 * max(kept, default=0))

@@ -17,7 +17,7 @@ from tep.sim import Cluster, FlowFabric, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
 from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS
-from tests.unit.sim.test_timing_pacing import CREDITS, MARKED, slow_pacing
+from tests.unit.sim.test_timing_pacing import MARKED, PAUSES, slow_pacing
 from tests.unit.sim.test_timing_paths import CIRCUITS, SPINES, landings
 from tests.unit.sim.timing_seam import PLAIN, US, Seam, held, latency_of, slow_model
 
@@ -53,9 +53,9 @@ def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
 
 
 @settings(max_examples=30 if settings().max_examples < 1000 else 1000)
-@given(POSTS, MIXES, st.one_of(CREDITS, MARKED))
-def test_credit_and_marks_between_unlike_machines(posts, machines, knobs) -> None:
-    """Credit travels the receiver's own route, and its threshold in bytes is a time there."""
+@given(POSTS, MIXES, st.one_of(PAUSES, MARKED))
+def test_pauses_and_marks_between_unlike_machines(posts, machines, knobs) -> None:
+    """News travels the receiver's own route, and its thresholds in bytes are times there."""
     # A plan is made one shortest latency ahead: one of nanoseconds only makes the test slow.
     machines = [replace(m, **knobs, latency_ps=m.latency_ps + 700_000) for m in machines]
 
@@ -230,7 +230,7 @@ def _paged(env: FabricEnv, nodes) -> int:
     ("machines", "said"),
     [
         (["cx7_400", "efa_2x200"], "are of two transports .* inside one tep.sim.run"),
-        ([CX7, replace(CX8, credit_bytes=1)], "wire.credit .* both ends of a pair"),
+        ([CX7, replace(CX8, pause_bytes=1)], "wire.pause .* both ends of a pair"),
         ([CX7, replace(CX8, uplink_bps=1)], "network.uplink .* stand in one network"),
         (["cx7_400"], "1 profiles for 2 nodes"),
     ],
