@@ -29,7 +29,7 @@ SIZES: Final[dict[str, tuple[int, ...]]] = {
     "core.imm._LINES_FEW": (1,),
     "core.outbox.WINDOW_MAX": (8,),
     "core.path._WIDE_MAX": (1,),
-    "core.ready._CURSORS_MAX": (1,),
+    "core.group._CURSORS_MAX": (1,),
     "core.path.PRUNE_AT": (2, 5),
     "core.path._CELLS_MAX": (2,),
     "core.path._ROWS_MAX": (2,),
