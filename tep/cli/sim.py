@@ -341,7 +341,7 @@ def _search(
     nothing to return.
     """
     from tep import rendezvous
-    from tep.testing.spreading import confirm, search, spread
+    from tep.testing.spreading import search
 
     with progress(
         "seeds", len(seeds), quiet=quiet or len(seeds) == 1 or bool(place and place.rank)
@@ -350,18 +350,14 @@ def _search(
         def judged(count: int) -> None:
             bar.advance(bar.task_ids[0], count)
 
-        if place is not None:
-            with rendezvous.join(place) as group:
-                return search(judge, seeds, group=group, most=most, judged=judged)
-        if not ray:
-            return search(judge, seeds, most=most, judged=judged)
-        from tep.integrations.ray.cluster import RayPool
+        if ray:
+            from tep.integrations.ray import cluster
 
-        with RayPool(judge, ray, most=most) as pool:
-            ended = spread(seeds, pool, most=most, judged=judged)
-    if ended.again:
-        typer.echo(f"lost workers: {ended.again} shares of seeds were done again", err=True)
-    return confirm(judge, ended.findings, seeds)
+            return cluster.search(judge, seeds, ray, most=most, judged=judged)
+        if place is None:
+            return search(judge, seeds, most=most, judged=judged)
+        with rendezvous.join(place) as group:
+            return search(judge, seeds, group=group, most=most, judged=judged)
 
 
 def _shrunk(judge: ProtocolJudge, seed: int) -> str:

@@ -69,20 +69,15 @@ class FabricEnv(simpy.Environment):
         deadline_ps: when the present run comes back at the latest, and others may act again; a
             model that computes ahead must not settle what lies behind it.
         reporters: give the text of a stall report each; engines' drivers put theirs here.
-
-    Args:
-        tie_seed: order events of one instant by a hash of this seed; None: as they were made.
     """
 
-    def __init__(self, *, tie_seed: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(0)
         self.running = False
         self.deadline_ps = FOREVER_PS
         self.reporters: list[Callable[[], str]] = []
         self._daemons = 0
         self._rank: Callable[[], int] | None = None
-        if tie_seed is not None:
-            self.shuffle_ties(tie_seed)
 
     __reduce__ = in_one_process
 

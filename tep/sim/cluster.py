@@ -111,8 +111,7 @@ class Cluster:
         _check_kind_of_fabric(nodes, profile, chaos, nics, network, move_bytes, mortal)
         self._options = options
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
-        tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
-        self.env = current_env() or FabricEnv(tie_seed=tie_seed)
+        self.env = current_env() or FabricEnv()
         self.row_log = RowLog(on=row_log)
         self._tracing: list[Trace] = []
         self.happened: list[Fault] = []

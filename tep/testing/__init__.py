@@ -27,32 +27,19 @@ if TYPE_CHECKING:
     from tep.testing.case import Case, Violation, scenarios
     from tep.testing.hunting import Ran, Tried, hunt, run, shrink
     from tep.testing.machine import ClusterMachine
-    from tep.testing.spreading import (
-        Finding,
-        Judge,
-        Judged,
-        ProtocolJudge,
-        Share,
-        judge_share,
-        search,
-        spread,
-    )
+    from tep.testing.spreading import Finding, Judge, ProtocolJudge, confirm, search
     from tep.testing.telling import story
 
 __all__ = [
-    "Case", "ClusterMachine", "Finding", "Judge", "Judged", "ProtocolJudge", "Ran", "Share",
-    "Tried", "Violation", "hunt", "judge_share", "run", "scenarios", "search", "shrink", "spread",
-    "story",
+    "Case", "ClusterMachine", "Finding", "Judge", "ProtocolJudge", "Ran", "Tried", "Violation",
+    "confirm", "hunt", "run", "scenarios", "search", "shrink", "story",
 ]  # fmt: skip
 
 _ROOMS = {
     "case": ("Case", "Violation", "scenarios"),
     "hunting": ("Ran", "Tried", "hunt", "run", "shrink"),
     "machine": ("ClusterMachine",),
-    "spreading": (
-        *("Finding", "Judge", "Judged", "ProtocolJudge"),
-        *("Share", "judge_share", "search", "spread"),
-    ),
+    "spreading": ("Finding", "Judge", "ProtocolJudge", "confirm", "search"),
     "telling": ("story",),
 }
 _ROOM_OF = {name: f"tep.testing.{room}" for room, names in _ROOMS.items() for name in names}

@@ -1,4 +1,4 @@
-"""A search that is spread over workers finds what one loop finds, whoever dies."""
+"""A search that is spread over ranks finds what one loop finds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.base.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.errors import UsageError
 from tep.rendezvous import Place, join
-from tep.testing import spreading
-from tep.testing.spreading import (
-    Finding,
-    Judged,
-    ProtocolJudge,
-    Share,
-    confirm,
-    judge_share,
-    search,
-    spread,
-)
+from tep.testing.spreading import Finding, ProtocolJudge, confirm, search
 from tests.support.effort import effort
 
 FIRST = 1000
@@ -38,103 +28,6 @@ class Bad:
 
     def __call__(self, seed, row_log=None):
         return f"broken by {seed}" if seed in self.seeds else None
-
-
-class FakePool:
-    """Workers that end in any order, answer early, and die before or after they have judged."""
-
-    def __init__(self, draw, judge, most, losses) -> None:
-        self.draw, self.judge, self.most, self.losses = draw, judge, most, losses
-        self.open: list[Share] = []
-        self.taken: list[tuple[int, int]] = []
-        self.deaths: dict[int, int] = {}
-
-    def room(self):
-        return self.draw(st.integers(1, 5))
-
-    def start(self, share):
-        assert share not in self.open
-        self.open.append(share)
-
-    def ended(self, timeout_s):
-        ended = self.draw(st.lists(st.sampled_from(self.open), min_size=1, unique=True))
-        return [(share, self._end(share)) for share in ended]
-
-    def _end(self, share):
-        self.open.remove(share)
-        alone = share.count == 1
-        if self.deaths.get(share.first, 0) < self.losses and self.draw(st.booleans()):
-            self.deaths[share.first] = self.deaths.get(share.first, 0) + alone
-            return "the worker died"
-        stop = self.draw(st.integers(1, share.count))
-        left = iter(range(1, stop))
-        answer = judge_share(self.judge, share, self.most, lambda: next(left, None) is None)
-        assert 1 <= answer.count <= stop
-        self.taken.append((share.first, share.first + answer.count))
-        return answer
-
-    def drop(self, share):
-        self.open.remove(share)
-
-
-@given(st.data())
-def test_a_spread_search_finds_what_one_loop_finds(data) -> None:
-    """A seed that nobody judged again after a worker's death would be a bug that nobody sees."""
-    runs = data.draw(st.integers(0, 120), "runs")
-    bad = data.draw(st.sets(st.integers(FIRST, FIRST + 130), max_size=12), "bad")
-    most = data.draw(st.integers(1, 5), "most")
-    judge, seeds = Bad(bad), range(FIRST, FIRST + runs)
-    pool = FakePool(data.draw, judge, most, spreading.LOSSES_MAX - 1)
-    moved: list[int] = []
-
-    found = spread(seeds, pool, most=most, judged=moved.append)
-
-    alone = [Finding(seed, f"broken by {seed}") for seed in sorted(bad) if seed in seeds][:most]
-    assert alone == list(found.findings) == list(search(judge, seeds, most=most)[0])
-    once = [seed for first, stop in pool.taken for seed in range(first, stop)]
-    end = alone[-1].seed + 1 if len(alone) == most else seeds.stop
-    assert len(set(once)) == len(once), "a seed was judged and taken in twice"
-    assert set(range(FIRST, end)) <= set(once) <= set(seeds)
-    assert len(once) == sum(moved)
-    assert not pool.open, "workers still judge what nobody waits for"
-
-
-class Deaf:
-    """Workers that all die, or never answer."""
-
-    def __init__(self, answer) -> None:
-        self.answer, self.open = answer, []
-
-    def room(self):
-        return 2
-
-    def start(self, share):
-        self.open.append(share)
-
-    def ended(self, timeout_s):
-        if self.answer is None:
-            return []
-        return [(self.open.pop(0), self.answer)]
-
-    def drop(self, share):
-        self.open.remove(share)
-
-
-def test_nobody_answers() -> None:
-    """A cluster without workers must end a search, not hang it."""
-    pool = Deaf(None)
-
-    with pytest.raises(
-        WaitTimeout, match=r"2 shares are open: seeds 0 to 1, seeds 2 to 3; found so far"
-    ):
-        spread(range(18), pool, timeout_s=0.5)
-    assert not pool.open
-
-
-def test_a_seed_that_kills_its_workers() -> None:
-    """It is named, so that somebody can run it alone, and does not kill workers for ever."""
-    with pytest.raises(RendezvousError, match=r"5 workers .* seed 0, the last because: killed"):
-        spread(range(40), Deaf("killed"))
 
 
 def test_findings_are_confirmed() -> None:
@@ -161,12 +54,11 @@ def test_judges_travel(tmp_path, monkeypatch) -> None:
         ProtocolJudge("my_protocol.py")
 
 
-def test_one_share_is_judged_as_a_search_does() -> None:
-    """Both ways to go through the seeds of a protocol end with the same rows."""
+def test_a_search_without_findings_ends_with_the_rows_of_the_last_seed() -> None:
+    """A search on a cluster plays that seed again here, and must end with the same rows."""
     example = Path(__file__).parents[1] / "example" / "puller.py"
     judge = ProtocolJudge(f"{example}:pull", faults="order control restarts")
 
-    assert Judged(3, ()) == judge_share(judge, Share(7, 3), 1)
     found, record = search(judge, range(7, 10))
     assert not found
     assert record.digest() == confirm(judge, (), range(7, 10))[1].digest()

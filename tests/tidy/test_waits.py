@@ -29,7 +29,6 @@ OWN = {
     "tep/drivers/threads.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes more",
     "tep/integrations/ray/pulling.py": "a transfer gives its time to its driver, which clamps it",
     "tep/integrations/ray/transport.py": "a pull's wait, which ends in waits of its transfers",
-    "tep/integrations/ray/cluster.py: self._ray.wait": "spread() clamps the time",
     "tep/drivers/turning.py: super().wait": "a driver's own wait, in the class above",
     "tep/testing/contract_engine.py": "waits of handles, whose drivers clamp them",
 }

@@ -248,7 +248,7 @@ class Lab:
     ) -> None:
         chaos = scenario.chaos
         self.sizes = scenario.sizes
-        self.env = env or FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
+        self.env = env or FabricEnv()
         self.fabric = ChaosFabric(self.env, chaos, row_log=row_log)
         self.areas = areas_of(scenario)
         self.spans = spans_of(scenario)

@@ -1,8 +1,8 @@
-"""A Ray cluster's workers: a pool for `tep.testing.spread`, and jobs of ranks.
+"""A Ray cluster's workers: a search through seeds, and jobs of ranks.
 
-Each share of seeds is one task. Ray does not restart tasks here: the search handles the seeds of a
-lost worker. Each rank of a job is an actor with the environment that torchrun would set, so that a
-program which starts under torchrun or srun starts under Ray too, and meets by `tep.rendezvous`.
+Each share of seeds is one task. Each rank of a job is an actor with the environment that torchrun
+would set, so that a program which starts under torchrun or srun starts under Ray too, and meets by
+`tep.rendezvous`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import tep
 from tep.base.distribution import need
 from tep.rendezvous import Place
-from tep.testing import Judge, Judged, ProtocolJudge, Share, judge_share
+from tep.sim import RowLog
+from tep.testing import Finding, Judge, ProtocolJudge, confirm
+from tep.testing import search as search_here
 
-__all__ = ["RayPool", "connect", "run_ranks"]
+__all__ = ["connect", "run_ranks", "search"]
 
-_SHARE_S: Final = 2.0
-"""Time after which a worker answers, seconds: short, for progress and for losses of workers."""
+_SHARE_MAX: Final = 256
+"""Most seeds of a share: about a second, for progress and for losses of workers."""
+
+_RETRIES: Final = 4
+"""So many times Ray does a share again whose worker was lost."""
 
 _LOOK_S: Final = 5.0
 _ROOM_S: Final = 120.0
@@ -81,101 +85,134 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _work(judge: Judge, share: Share, most: int, share_s: float) -> tuple[Judged, str, str]:
-    """Judge a share, on a worker; return the result, the digest of its code and its place."""
-    end_s = time.monotonic() + share_s
-    found = judge_share(judge, share, most, lambda: time.monotonic() >= end_s)
-    return found, _code(), tep.__file__
+def _work(judge: Judge, seeds: range, most: int) -> tuple[list[Finding], str, str]:
+    """Judge seeds, on a worker; return the findings, the digest of its code and its place."""
+    return list(search_here(judge, seeds, most=most)[0]), _code(), tep.__file__
 
 
-class RayPool:
-    """Workers of a Ray cluster, one a CPU, for `tep.testing.spread`.
+def search(
+    judge: Judge,
+    seeds: range,
+    address: str = "auto",
+    *,
+    most: int = 1,
+    timeout_s: float = 600.0,
+    judged: Callable[[int], object] = lambda _count: None,
+) -> tuple[Sequence[Finding], RowLog]:
+    """Search seeds on all CPUs of a Ray cluster; as `tep.testing.search`, with the same result.
 
-    Nodes may come and go while it runs. All need the same tep, and Ray, installed. The folder of a
-    protocol's file is sent to them.
+    A share of the seeds is one task. Ray does the share of a lost worker again, and nodes that join
+    get work. All need the same tep, and Ray, installed; a protocol's folder is sent to them.
 
     Args:
-        judge: the check of each seed.
+        judge: judges one seed; it is pickled.
+        seeds: consecutive seeds.
         address: same as for `connect`.
-        most: number of findings after which a share ends.
-        share_s: seconds after which a worker answers with its results so far.
+        most: number of findings at which the search ends.
+        timeout_s: longest time without an answer of any worker.
+        judged: called with the number of seeds of each share that has ended.
 
     Raises:
         BackendUnavailable: Ray is not installed.
         UsageError: there is no cluster at this address; or the process is in one already, and the
-            judge has a protocol.
+            judge has a protocol; or workers cannot judge.
+        RendezvousError: workers were lost again and again while they judged one share.
+        WaitTimeout: no worker answered in time.
     """
-
-    def __init__(
-        self, judge: Judge, address: str = "auto", *, most: int = 1, share_s: float = _SHARE_S
-    ) -> None:
-        options: dict[str, Any] = {}
-        if isinstance(judge, ProtocolJudge):
-            judge, folder = judge.moved()
-            options["runtime_env"] = {"working_dir": str(folder), "excludes": _JUNK}
-        self._ray, self._joined = connect(address, **options)
-        if options and not self._joined:
-            raise tep.UsageError(
-                "this process is in a Ray cluster already, and Ray sends a protocol's folder to "
-                "workers only when one is joined: call ray.shutdown() before"
-            )
-        self._most, self._share_s = most, share_s
-        self._judge = self._ray.put(judge)
-        self._task = self._ray.remote(_work).options(num_cpus=1, max_retries=0)
-        self._refs: dict[Any, Share] = {}
-
-    def room(self) -> int:
-        return max(1, int(self._ray.cluster_resources().get("CPU", 0)))
-
-    def start(self, share: Share) -> None:
-        self._refs[self._task.remote(self._judge, share, self._most, self._share_s)] = share
-
-    def ended(self, timeout_s: float) -> list[tuple[Share, Judged | str]]:
-        done, _ = self._ray.wait(list(self._refs), timeout=timeout_s)
-        return [(self._refs.pop(ref), self._answer(ref)) for ref in done]
-
-    def _answer(self, ref: Any) -> Judged | str:
-        """Return a task's result, or the reason why its worker was lost; raise other errors."""
-        errors = self._ray.exceptions
+    findings: list[Finding] = []
+    running: dict[Any, range] = {}
+    end, answered_s = seeds.stop, time.monotonic()  # seeds from `end` on are not needed
+    with _workers(judge, address) as (ray, sent):
+        task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES)
+        size = min(max(len(seeds) // (4 * _cpus(ray)), 1), _SHARE_MAX)
+        shares = (seeds[k : k + size] for k in range(0, len(seeds), size))
         try:
-            judged, code, where = self._ray.get(ref)
-        except errors.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, tep.TepError) else None
-            raise tep.UsageError(f"a worker cannot judge: {cause or error}") from error
-        except (errors.RuntimeEnvSetupError, errors.TaskUnschedulableError) as error:
-            raise tep.UsageError(f"Ray cannot start workers: {error}") from error
-        except errors.RayError as error:
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        if code != _code():
-            raise tep.UsageError(
-                f"a worker has another tep, at {where}: what it finds would not be what this one "
-                f"finds. Install tep {tep.__version__} as it is here on all nodes"
-            )
-        assert isinstance(judged, Judged)
-        return judged
+            while True:
+                while len(running) < _cpus(ray) and (share := next(shares, None)):
+                    if share.start < end:
+                        running[task.remote(sent, share, most)] = share
+                if not running:
+                    return confirm(judge, findings, seeds)
+                done, _ = ray.wait(list(running), timeout=_LOOK_S)
+                if done:
+                    answered_s = time.monotonic()
+                elif time.monotonic() - answered_s >= timeout_s:
+                    raise tep.WaitTimeout(_silence(running, timeout_s))
+                for ref in done:
+                    share = running.pop(ref)
+                    findings = sorted([*findings, *_answer(ray, ref, share)])[:most]
+                    judged(len(share))
+                if len(findings) == most:
+                    end = findings[-1].seed + 1
+                for ref in [ref for ref, share in running.items() if share.start >= end]:
+                    _drop(ray, ref, running)
+        finally:
+            for ref in tuple(running):
+                _drop(ray, ref, running)
 
-    def drop(self, share: Share) -> None:
-        for ref in [ref for ref, its in self._refs.items() if its == share]:
-            del self._refs[ref]
-            self._ray.cancel(ref, force=True)
 
-    def close(self) -> None:
-        """Cancel running tasks, and leave the cluster if the pool has joined it."""
-        for share in list(self._refs.values()):
-            self.drop(share)
-        if self._joined:
-            self._ray.shutdown()
+@contextlib.contextmanager
+def _workers(judge: Judge, address: str) -> Iterator[tuple[Any, Any]]:
+    """Join a cluster, and send it the judge, with the folder of a protocol."""
+    options: dict[str, Any] = {}
+    if isinstance(judge, ProtocolJudge):
+        judge, folder = judge.moved()
+        options["runtime_env"] = {"working_dir": str(folder), "excludes": _JUNK}
+    ray, joined = connect(address, **options)
+    if options and not joined:
+        raise tep.UsageError(
+            "this process is in a Ray cluster already, and Ray sends a protocol's folder to "
+            "workers only when one is joined: call ray.shutdown() before"
+        )
+    try:
+        yield ray, ray.put(judge)
+    finally:
+        if joined:
+            ray.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+def _silence(running: dict[Any, range], timeout_s: float) -> str:
+    first = min(share.start for share in running.values())
+    return (
+        f"no worker has answered for {timeout_s:g} s; {len(running)} shares are open, the first "
+        f"from seed {first} on"
+    )
+
+
+def _cpus(ray: Any) -> int:
+    """CPUs that the cluster has now; at least 1, even without a worker."""
+    return max(1, int(ray.cluster_resources().get("CPU", 0)))
+
+
+def _drop(ray: Any, ref: Any, running: dict[Any, range]) -> None:
+    """Cancel a share that nobody needs."""
+    del running[ref]
+    ray.cancel(ref, force=True)
+
+
+def _answer(ray: Any, ref: Any, share: range) -> list[Finding]:
+    """Return the findings of a share."""
+    errors = ray.exceptions
+    try:
+        findings, code, where = ray.get(ref)
+    except errors.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, tep.TepError) else None
+        raise tep.UsageError(f"a worker cannot judge: {cause or error}") from error
+    except (errors.RuntimeEnvSetupError, errors.TaskUnschedulableError) as error:
+        raise tep.UsageError(f"Ray cannot start workers: {error}") from error
+    except errors.RayError as error:
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise tep.RendezvousError(
+            f"{1 + _RETRIES} workers were lost while they judged seeds {share.start} to "
+            f"{share[-1]}, the last because: {why}. Run these seeds alone"
+        ) from error
+    if code != _code():
+        raise tep.UsageError(
+            f"a worker has another tep, at {where}: what it finds would not be what this one "
+            f"finds. Install tep {tep.__version__} as it is here on all nodes"
+        )
+    found: list[Finding] = findings
+    return found
 
 
 class _Rank:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 
 import pytest
 
-from tep.base.errors import BackendUnavailable, RendezvousError, UsageError
+from tep.base.errors import BackendUnavailable, RendezvousError, UsageError, WaitTimeout
 from tep.cli import main
 from tep.integrations.ray import cluster as on_ray
-from tep.integrations.ray.cluster import RayPool, run_ranks
+from tep.integrations.ray.cluster import run_ranks
 from tep.rendezvous.launch import place_here
-from tep.testing.spreading import Finding, ProtocolJudge, spread
+from tep.testing.spreading import ProtocolJudge, search
 from tests.support.fake_ray import FakeRay
 
 
@@ -30,20 +31,41 @@ class Odd:
         return "odd" if seed % 7 == 3 else None
 
 
-def test_lost_workers_are_no_end(ray) -> None:
-    """A node that dies takes nothing of the search with it."""
-    errors = ray.exceptions
-    ray.script.extend([errors.NodeDiedError("gone"), None, errors.WorkerCrashedError("killed")])
-    ray.script.append(errors.OutOfMemoryError("too much"))
+@pytest.mark.parametrize("n", [0, 1, 40, 3000])
+@pytest.mark.parametrize("most", [1, 3, 999])
+def test_a_cluster_finds_what_one_loop_finds(ray, n, most) -> None:
+    """A share that ends first must not hide a lower seed of a share that still runs."""
+    wait, dice, moved = ray.wait, random.Random(n), []
 
-    with RayPool(Odd(), "here:1", most=3) as pool:
-        found = spread(range(40), pool, most=3)
+    def mixed(refs, **more):
+        return wait(dice.sample(refs, len(refs)), **more)
 
-    assert [Finding(seed, "odd") for seed in (3, 10, 17)] == list(found.findings)
-    assert 3 == found.again
+    ray.wait = mixed
+    seeds = range(5, 5 + n)
+    found, _ = on_ray.search(Odd(), seeds, "here:1", most=most, judged=moved.append)
+    alone, _ = search(Odd(), seeds, most=most)
+
+    assert list(alone) == list(found)
+    assert sum(moved) == n if most == 999 else sum(moved) <= n
     assert not ray.refs
     assert not ray.joined
     assert "here:1" == ray.asked["address"]
+
+
+def test_workers_that_are_lost_again_and_again_end_a_search(ray) -> None:
+    """A seed that kills its workers is among those that are named: they can be run alone."""
+    ray.script.extend([None, ray.exceptions.WorkerCrashedError("killed")])
+    with pytest.raises(RendezvousError, match=r"5 workers .* seeds 1 to 1, the last .*: killed"):
+        on_ray.search(Odd(), range(9))
+    assert not ray.refs
+
+
+def test_nobody_answers(ray) -> None:
+    """A cluster without workers must end a search, not hang it."""
+    ray.wait = lambda refs, **_: ([], refs)
+    with pytest.raises(WaitTimeout, match="2 shares are open, the first from seed 0 on"):
+        on_ray.search(Odd(), range(18), timeout_s=0.5)
+    assert not ray.refs
 
 
 @pytest.mark.parametrize("address", ["local", "here:1"])
@@ -60,33 +82,35 @@ def test_other_errors_end_a_search(ray, monkeypatch) -> None:
     """Workers that lack tep, or have another, must not pass for workers that found nothing."""
     ray.script.append(ray.exceptions.RayTaskError("no module named tep"))
     with pytest.raises(UsageError, match="cannot judge: no module named tep"):
-        spread(range(9), RayPool(Odd()))
+        on_ray.search(Odd(), range(9))
     ray.script.append(ray.exceptions.RuntimeEnvSetupError("no folder"))
     with pytest.raises(UsageError, match="cannot start workers: no folder"):
-        spread(range(9), RayPool(Odd()))
+        on_ray.search(Odd(), range(9))
     codes = iter(["theirs", "ours"])
     monkeypatch.setattr(on_ray, "_code", lambda: next(codes))
     with pytest.raises(UsageError, match=r"a worker has another tep, at .*tep/__init__.py"):
-        spread(range(9), RayPool(Odd()))
+        on_ray.search(Odd(), range(9))
 
 
 def test_a_cluster_that_is_not_there(ray, monkeypatch) -> None:
     """The message says what to start, and which extra to install."""
     with pytest.raises(UsageError, match=r"'nowhere:1': nobody is there. Start one with `ray sta"):
-        RayPool(Odd(), "nowhere:1")
+        on_ray.search(Odd(), range(9), "nowhere:1")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BackendUnavailable, match=r"pip install 'tep-engine\[ray\]'"):
-        RayPool(Odd())
+        on_ray.search(Odd(), range(9))
 
 
-def test_a_protocols_folder_travels(ray, tmp_path) -> None:
+def test_a_protocols_folder_travels(ray, tmp_path, monkeypatch) -> None:
     """Ray sends it when a cluster is joined, and not later: then it would silently stay away."""
     tmp_path.joinpath("p.py").write_text("async def p(cluster):\n    pass\n", encoding="utf-8")
     judge = ProtocolJudge(f"{tmp_path}/p.py:p")
-    with RayPool(judge):
-        assert str(tmp_path) == ray.asked["runtime_env"]["working_dir"]
-        with pytest.raises(UsageError, match="in a Ray cluster already"):
-            RayPool(judge)
+    monkeypatch.chdir(tmp_path)  # as Ray's workers are in a copy of it
+    on_ray.search(judge, range(2))
+    assert str(tmp_path) == ray.asked["runtime_env"]["working_dir"]
+    ray.init("here:1")
+    with pytest.raises(UsageError, match="in a Ray cluster already"):
+        on_ray.search(judge, range(2))
 
 
 @pytest.mark.slow
@@ -103,11 +127,9 @@ def test_the_command_prints_the_same_with_ray_and_without(ray, tmp_path, capsys,
         statuses = [main(command)]
         alone = capsys.readouterr().out
         for more in (["--ray"], ["--ray", "h:1"]):
-            ray.script.append(ray.exceptions.NodeDiedError("gone"))
             statuses.append(main([*command[:1], *more, *command[1:]]))
             seen = capsys.readouterr()
             assert alone == seen.out
-            assert "1 shares of seeds were done again" in seen.err
             assert [*more, "auto"][1] == ray.asked["address"]
         assert {0 if "--nics" in command else 1} == set(statuses)
         if "--findings" in command and "--json" in command:
