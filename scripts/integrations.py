@@ -134,6 +134,11 @@ INTEGRATIONS = (
     Integration(
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
     ),
+    Integration(
+        "SGLang: new weights by its own updater, ranks ask for their shards",
+        "sglang_weights.py",
+        SGLANG,
+    ),
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
     Integration("Ray: RL and KvCache jobs whose ranks are actors, one killed", "ray_ranks.py", RAY),
     Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
@@ -143,6 +148,11 @@ INTEGRATIONS = (
         "vllm_tep.py",
         VLLM,
         ("--rounds", "100", "--seconds", "500"),
+    ),
+    Integration(
+        "vLLM with two tensor parallel ranks an instance, or one, and tep's own connector",
+        "vllm_ranks.py",
+        VLLM,
     ),
     Integration(
         "vLLM: the commands of the how-to, two servers and the router",
@@ -161,6 +171,12 @@ INTEGRATIONS = (
         VLLM,
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
+    Integration(
+        "weights: vLLM's with two tensor parallel ranks, by shard, change under load",
+        "vllm_weights.py",
+        VLLM,
+        ("--ranks", "2", "--updates", "6"),
+    ),
     Integration("weights: what vLLM's ranks ask for, and what they read", "vllm_shards.py", VLLM),
     Integration("weights: torch's boxes, fp8 and files", "torch_weights.py", VERL),
     Integration("weights: verl's checkpoint engine manager", "verl_weights.py", VERL),

@@ -12,6 +12,7 @@ docs/howto/sglang.md, and kills the prefill process in the end.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -54,20 +55,23 @@ class Stand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def load():
-    """SGLang's NIXL room, with tep in NIXL's place."""
+def rooms(*names: str):
+    """Import modules of SGLang."""
     sys.meta_path.insert(0, Stand())
     import transformers.utils.import_utils as known
 
     known.is_torchvision_available = lambda: False
     known._torchvision_available = False
-    from sglang.srt.plugins import load_plugins
+    return [importlib.import_module(f"sglang.srt.{name}") for name in names]
 
-    load_plugins()  # as each of SGLang's processes does
+
+def load():
+    """SGLang's NIXL room, with tep in NIXL's place."""
+    (plugins,) = rooms("plugins")
+    plugins.load_plugins()  # as each of SGLang's processes does
     import nixl._api
-    from sglang.srt.disaggregation.common import conn as common
-    from sglang.srt.disaggregation.nixl import conn
 
+    common, conn = rooms("disaggregation.common.conn", "disaggregation.nixl.conn")
     assert nixl._api.__name__ == "tep.compat.nixl.api", "set TEP_SGLANG=1"
     return common, conn
 

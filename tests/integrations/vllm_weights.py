@@ -243,8 +243,8 @@ async def refusal(trainer: Trainer, load: Load) -> int:
     return 0
 
 
-async def serve(updates: int, path: str) -> dict:
-    """Start vLLM and measure."""
+async def serve(updates: int, path: str, ranks: int) -> dict:
+    """Start vLLM with so many tensor parallel ranks, and measure."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -258,6 +258,7 @@ async def serve(updates: int, path: str) -> dict:
             max_num_seqs=LOAD,
             enable_prefix_caching=True,
             disable_log_stats=True,
+            tensor_parallel_size=ranks,
             weight_transfer_config={"backend": "tep"},
         )
     )
@@ -271,12 +272,13 @@ def main() -> int:
     """Print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ranks of vLLM")
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         model_of(0).save_pretrained(folder)
-        found = asyncio.run(serve(arguments.updates, folder))
+        found = asyncio.run(serve(arguments.updates, folder, arguments.ranks))
     found["seconds in all"] = round(time.monotonic() - start_s)
     print(json.dumps(found))  # noqa: T201  # the result
     return 0 if found["ok"] else 1

@@ -12,7 +12,6 @@ import functools
 import secrets
 import sys
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -27,18 +26,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tep import TepError, UsageError
-from tep.apps.rl import Box, whole
 from tep.integrations.weights import NAME as PLUGIN
 from tep.integrations.weights.member import Fabric, Meeting, Member
-from tep.integrations.weights.ranks import (
-    Param,
-    Want,
-    Wants,
-    Weight,
-    as_sent,
-    named_tensors,
-    wire_form,
-)
+from tep.integrations.weights.ranks import Weight
+from tep.integrations.weights.shards import Shards
 
 __all__ = [
     "ShardedSource", "TepInitInfo", "TepTrainerInitInfo", "TepTrainerWeightTransferEngine",
@@ -107,41 +98,48 @@ class TepWeightTransferEngine(
         self.version: int | None = None
         self._member: Member | None = None
         self._voted: int | None = None
+        self._cancelled = False
         self._timeout_s = 300.0
         self._refusal: Any = None
-        self._proven = False
+        self._shards = Shards(model)
 
     def init_transfer_engine(self, init_info: TepInitInfo) -> None:
         self.shutdown()
         fabric = Fabric(init_info.backend, init_info.options, timeout_s=init_info.timeout_s)
         self._timeout_s = init_info.timeout_s
-        self._proven = not init_info.shards  # whole weights leave nothing unread
+        self._shards = Shards(self.model, whole=not init_info.shards)
         self._member = Member(f"vllm-{uuid.uuid4().hex[:12]}", fabric)
         try:
             meeting = Meeting(init_info.host, init_info.port, init_info.token)
-            wants = _shard_wants(self.model) if init_info.shards else as_sent
-            self._member.receive_from(meeting, wants)
+            self._member.receive_from(meeting, self._shards.wants)
         except TepError:
             self.shutdown()
             raise
 
     def start_weight_update(self) -> None:
         self._here()
-        self._voted = None
+        self._voted, self._cancelled = None, False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's own waits for the device after this; nothing has been sent there yet.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TepUpdateInfo) -> None:
-        """Say whether all of a version is here; an error keeps every rank on the old one."""
+        """Say whether all of a version is here; an error keeps every rank on the old one.
+
+        A cancel is no error: vLLM's executor takes the first error of several ranks, and the answer
+        of the next one for that of the call after.
+        """
         if update_info.cancel:
-            raise UsageError(f"the update to version {update_info.version} was cancelled")
+            self._voted, self._cancelled = None, True
+            return
         self._here().whole(update_info.version, self._timeout_s)
         self._voted = update_info.version
 
     def finish_weight_update(self) -> None:
-        """Load the version into the model."""
+        """Load the version into the model, unless the update was cancelled."""
+        if self._cancelled:
+            return
         if self._voted is None:
             raise UsageError("no version was received; update_weights comes before this")
         version, self._voted = self._voted, None
@@ -159,9 +157,9 @@ class TepWeightTransferEngine(
         self._serve_again()
         try:
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(self._wholes(weights))
+            self.model.load_weights(self._shards.wholes(weights, self.device))
             finalize_layerwise_reload(self.model, self.model_config)
-            self._prove()
+            self._shards.prove()
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # the memory is written again after this
         except BaseException as error:
@@ -169,30 +167,6 @@ class TepWeightTransferEngine(
             text = f"loading version {version} failed ({error}); update the weights again"
             self._refusal = self.model.register_forward_pre_hook(_refuse(text))
             raise
-
-    def _wholes(self, weights: list[Weight]) -> Iterator[tuple[str, Any]]:
-        """Name and tensor of each weight, in its whole shape: vLLM cuts this rank's part out."""
-        for weight, (name, tensor) in zip(weights, named_tensors(weights, self.device)):
-            if tuple(tensor.shape) == weight.param.shape:
-                yield name, tensor
-                continue
-            empty = torch.empty(weight.param.shape, dtype=tensor.dtype, device=self.device)
-            if not self._proven:
-                empty[...] = float("nan")  # no trainer's weight is one
-            empty[tuple(slice(*pair) for pair in weight.box)] = tensor
-            yield name, empty
-
-    def _prove(self) -> None:
-        """See that the model read nothing but what had arrived."""
-        if not self._proven:
-            odd = [
-                name
-                for name, one in self.model.named_parameters()
-                if one.element_size() > 1 and torch.isnan(one).any()
-            ]
-            if odd:
-                raise UsageError(f"{odd[:3]} read more than their shard; set shards=False")
-            self._proven = True
 
     def _serve_again(self) -> None:
         if self._refusal is not None:
@@ -208,63 +182,6 @@ class TepWeightTransferEngine(
         if self._member is not None:
             self._member.close()
             self._member = None
-
-
-def _shard_wants(model: Any) -> Wants:
-    """Say what this rank's layers read of each parameter, named as in the checkpoint."""
-    layers = dict(model.named_modules())
-    joined = {
-        source: (name, k)
-        for name, sources in getattr(model, "packed_modules_mapping", {}).items()
-        for k, source in enumerate(sources)
-    }
-
-    def wants(param: Param) -> Want:
-        dtype, shape = wire_form(param)
-        owner, _, leaf = param.name.rpartition(".")
-        layer, k = layers.get(owner), 0
-        if layer is None:
-            above, _, source = owner.rpartition(".")
-            name, k = joined.get(source, ("", 0))
-            layer = layers.get(f"{above}.{name}")
-        elif len(getattr(layer, "output_partition_sizes", ())) > 1:
-            layer = None  # the checkpoint has joined it, too
-        return Want(dtype, _shard_of(layer, leaf, k, shape))
-
-    return wants
-
-
-def _shard_of(layer: Any, leaf: str, k: int, shape: tuple[int, ...]) -> Box:
-    """The box that a tensor parallel layer reads of its source k; all, if that is not certain.
-
-    It is certain if the layer loads the parameter itself, without quantisation, and the parameter
-    has the shape that the layers of all ranks make together.
-    """
-    if layer is None or "Unquantized" not in type(getattr(layer, "quant_method", None)).__name__:
-        return whole(shape)
-    loader = getattr(getattr(layer, leaf, None), "weight_loader", None)
-    owner: Any = getattr(loader, "__self__", None)
-    if owner is not layer:
-        return whole(shape)
-    if hasattr(layer, "shard_indices"):
-        rows = layer.shard_indices
-        spans = [(rows.org_vocab_start_index, rows.org_vocab_end_index)]
-        extents = [layer.org_vocab_size]
-    else:
-        ranks, rank, sizes = layer.tp_size, layer.tp_rank, layer.output_partition_sizes
-        if layer.output_size != sum(sizes) * ranks:
-            ranks, rank = 1, 0
-        elif k:  # a head of keys and values may be on several ranks
-            copies = getattr(layer, "num_kv_head_replicas", 1)
-            ranks, rank = ranks // copies, rank // copies
-        wide = getattr(layer, "input_size_per_partition", layer.input_size)
-        column = layer.tp_rank * wide if wide < layer.input_size else 0
-        spans = [(rank * sizes[k], (rank + 1) * sizes[k]), (column, column + wide)]
-        extents = [ranks * sizes[k], layer.input_size]
-    spans, extents = spans[: len(shape)], extents[: len(shape)]
-    if shape[: len(extents)] != tuple(extents):
-        return whole(shape)
-    return (*spans, *whole(shape[len(spans) :]))
 
 
 def _refuse(text: str) -> Any:
@@ -373,8 +290,9 @@ class TepTrainerWeightTransferEngine(
         """End the update at the workers that have begun it, so that they can begin another."""
         try:
             self.client.update_weights({"version": version, "cancel": True})
-        except Exception as error:  # noqa: BLE001  # each worker answers a cancel with an error
-            sys.stderr.write(f"tep: the update to version {version} was cancelled: {error}\n")
+            self.client.finish_weight_update()
+        except Exception as error:  # noqa: BLE001  # the first one is raised
+            sys.stderr.write(f"tep: version {version} could not be cancelled: {error}\n")
 
     def shutdown(self) -> None:
         self._member.close()

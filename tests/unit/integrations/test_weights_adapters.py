@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import importlib
 import json
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import pytest
 
 import tep
 from tep.integrations import weights
-from tep.integrations.weights import register
+from tep.integrations.weights import member, register
 from tests.abi import make_weights_api
 
 RECORD = json.loads(
@@ -130,7 +132,7 @@ def room(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
     put("torch", nn=SimpleNamespace(Module=object), Tensor=(), isnan=np.isnan,
-        empty=lambda shape, dtype, device: np.zeros(shape, dtype),
+        empty=lambda shape, dtype=float, device=None: np.zeros(shape, dtype),
         accelerator=SimpleNamespace(is_available=lambda: False))  # fmt: skip
     bases = {"TrainerInitInfo": TrainerInfo, "TrainerWeightTransferEngine": Trainer}
     empty = ("WeightSource", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
@@ -143,16 +145,17 @@ def room(monkeypatch):
     put("verl.checkpoint_engine.base", CheckpointEngine=Base, CheckpointEngineRegistry=registry)
     put("nemo_rl.utils.checkpoint_engines.base", CheckpointEngine=Base)
 
+    def arrays(found, _):
+        return ((one.param.name, one.values.copy()) for one in found)
+
     def get(name):
-        full = f"tep.integrations.weights.{name}"
-        monkeypatch.delitem(sys.modules, full, raising=False)
-        found = importlib.import_module(full)
-        monkeypatch.setitem(sys.modules, full, found)  # it goes away with the stand-ins
-
-        def arrays(found, _):
-            return ((one.param.name, one.values.copy()) for one in found)
-
-        monkeypatch.setattr(found, "named_tensors", arrays)
+        for each in ("shards", name):
+            full = f"tep.integrations.weights.{each}"
+            monkeypatch.delitem(sys.modules, full, raising=False)
+            found = importlib.import_module(full)
+            monkeypatch.setitem(sys.modules, full, found)  # it goes away with the stand-ins
+            if hasattr(found, "named_tensors"):
+                monkeypatch.setattr(found, "named_tensors", arrays)
         return found
 
     return get
@@ -232,6 +235,10 @@ def test_vllm_loads_a_version_in_one_call(room):
             trainer.send_weights()
         client.lose = False
         assert (1.0, 1, False) == (model.found["a"][0], worker.version, client.active)
+        worker.start_weight_update()
+        worker.update_weights({"version": 2, "cancel": True})  # no error: other ranks answer too
+        worker.finish_weight_update()
+        assert (1.0, 1) == (model.found["a"][0], worker.version)
         source["a"][...] = np.nan
         with pytest.raises(tep.FabricError, match="a: 5 of 5 values are infinite or NaN"):
             trainer.send_weights()
@@ -271,10 +278,12 @@ class Layer:
 
     def __init__(self, rank, ranks, outs, columns, *, by="rows", copies=1, bias=False):
         self.tp_rank, self.tp_size, self.input_size = rank, ranks, columns
+        self._rank, self._ranks = rank, ranks
         self.num_kv_head_replicas = copies
         per = ranks if by == "rows" else 1
         shared = [1, *[copies] * (len(outs) - 1)]
         self.output_partition_sizes = [n * c // per for n, c in zip(outs, shared)]
+        self._sizes = self.output_partition_sizes
         self.output_size = sum(self.output_partition_sizes) * per
         self.input_size_per_partition = columns // (ranks if by == "columns" else 1)
         rows = sum(self.output_partition_sizes)
@@ -288,15 +297,27 @@ class Layer:
         return made
 
     def weight_loader(self, param, loaded, k=0):
-        sizes = self.output_partition_sizes
-        rank = self.tp_rank // (self.num_kv_head_replicas if k else 1)
-        rank = rank if self.output_size != sum(sizes) or self.tp_size == 1 else 0
-        low, left = sum(sizes[:k]), self.tp_rank * self.input_size_per_partition
+        sizes = self._sizes
+        rank = self._rank // (self.num_kv_head_replicas if k else 1)
+        rank = rank if self.output_size != sum(sizes) or self._ranks == 1 else 0
+        low, left = sum(sizes[:k]), self._rank * self.input_size_per_partition
         left = left if self.input_size_per_partition < self.input_size else 0
         loaded = loaded[rank * sizes[k] : (rank + 1) * sizes[k]]
         if loaded.ndim > 1:
             loaded = loaded[:, left : left + self.input_size_per_partition]
         param[low : low + sizes[k]] = loaded
+
+
+class SglangLayer(Layer):
+    """The same with the attributes of SGLang's: the group among which it is divided, if it is."""
+
+    def __init__(self, rank, ranks, outs, columns, *, by="rows", **more):
+        super().__init__(rank, ranks, outs, columns, by=by, **more)
+        group = SimpleNamespace(rank_in_group=rank, world_size=ranks)
+        self.tp_group = None if by == "none" else group
+        del self.tp_rank, self.tp_size
+        if by != "rows":
+            del self.output_partition_sizes
 
 
 class Vocabulary(Layer):
@@ -329,17 +350,17 @@ class ParallelModel(Model):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, rank, ranks, last=Layer):
+    def __init__(self, rank, ranks, last=None, layer=Layer):
         super().__init__()
         self.rank = rank
         norm = SimpleNamespace(weight=np.zeros(16, np.float32).view(Parameter))
         self.layers = {
             "embed": Vocabulary(rank, ranks, 100, 16),
-            "attn.qkv_proj": Layer(rank, ranks, [32, 16, 16], 16, copies=2, bias=True),
-            "attn.o_proj": Layer(rank, ranks, [16], 32, by="columns"),
-            "mlp.gate_up_proj": Layer(rank, ranks, [48, 48], 16),
-            "mlp.down_proj": last(rank, ranks, [16], 48, by="columns"),
-            "mlp.router": Layer(rank, ranks, [8], 16, by="none"),
+            "attn.qkv_proj": layer(rank, ranks, [32, 16, 16], 16, copies=2, bias=True),
+            "attn.o_proj": layer(rank, ranks, [16], 32, by="columns"),
+            "mlp.gate_up_proj": layer(rank, ranks, [48, 48], 16),
+            "mlp.down_proj": (last or layer)(rank, ranks, [16], 48, by="columns"),
+            "mlp.router": layer(rank, ranks, [8], 16, by="none"),
             "norm": norm,
         }
 
@@ -351,6 +372,9 @@ class ParallelModel(Model):
             for leaf in ("weight", "bias"):
                 if hasattr(layer, leaf):
                     yield f"{name}.{leaf}", getattr(layer, leaf)
+
+    def parameters(self):
+        return (SimpleNamespace(device="cpu") for _ in self.named_parameters())
 
     def load_weights(self, tensors):
         joined = {
@@ -366,6 +390,7 @@ class ParallelModel(Model):
                 param.weight_loader(param, tensor, k)
             else:
                 param[...] = tensor
+        self.found = True
 
 
 def checkpoint():
@@ -421,6 +446,63 @@ def test_vllm_ranks_ask_only_for_what_their_shards_need(room, shards):
     else:
         assert moved == ranks * sum(one.nbytes for one in weights.values())
         assert moved > 3 * needed
+
+
+def sglang_obeys(sglang, model, what):
+    """Have a rank's loader called with what a trainer has sent."""
+    sglang.load(model, pickle.loads(base64.b64decode(sglang.order(what))))  # noqa: S301  # ours
+
+
+def test_sglang_ranks_ask_only_for_what_their_shards_need(room):
+    """The loader is all that SGLang calls: an order that it does not obey leaves old weights."""
+    sglang, ranks = room("sglang_engine"), 4
+    models = [ParallelModel(rank, ranks, layer=SglangLayer) for rank in range(ranks)]
+    weights = checkpoint()
+    trainer = member.Member("trainer", member.Fabric(timeout_s=30.0))
+    try:
+        with pytest.raises(tep.UsageError, match="version 1 was ordered before"):
+            sglang_obeys(sglang, models[0], sglang.Load(1))
+        join = sglang.Join(trainer.lead(world=1), timeout_s=30.0)
+        for model in models:
+            sglang_obeys(sglang, model, join)
+        report = trainer.send(weights.items(), 1)
+        assert all(not model.found for model in models), "a model was touched before its order"
+        for model in models:
+            sglang_obeys(sglang, model, sglang.Load(1))
+        with pytest.raises(tep.UsageError, match="wants tensors of order"):
+            sglang.load(models[0], [("layers.0.weight", None)])
+    finally:
+        trainer.close()
+        for rank in sglang._ranks.values():
+            rank.member.close()
+
+    for model in models:
+        alone = ParallelModel(model.rank, ranks, layer=SglangLayer)
+        alone.load_weights(weights.items())
+        for (name, found), (_, expected) in zip(model.named_parameters(), alone.named_parameters()):
+            assert expected.tobytes() == found.tobytes(), name
+    needed = sum(one.nbytes for model in models for _, one in model.named_parameters())
+    needed -= (128 - 100) * 16 * 4  # rows of the embedding that are no word's
+    assert needed <= sum(train.written_bytes for train in report.trains) <= 1.01 * needed
+
+
+def test_sglang_that_reads_more_than_its_shard_ends(room):
+    """An error ends the server; without one it would answer from any old memory."""
+    sglang = room("sglang_engine")
+    model = ParallelModel(0, 2, last=Sly, layer=SglangLayer)
+    former, trainer = (member.Member(name, member.Fabric(timeout_s=30.0)) for name in "ab")
+    try:
+        for one in (former, trainer):  # a trainer that was started again
+            join = sglang.Join(one.lead(world=1), timeout_s=30.0)
+            sglang_obeys(sglang, model, join)
+        trainer.send(checkpoint().items(), 1)
+        with pytest.raises(tep.UsageError, match=r"\['mlp.down_proj.weight'\] read more"):
+            sglang_obeys(sglang, model, sglang.Load(1))
+    finally:
+        former.close()
+        trainer.close()
+        for rank in sglang._ranks.values():
+            rank.member.close()
 
 
 def test_a_vllm_layer_that_reads_more_than_it_says_is_found_out(room):
