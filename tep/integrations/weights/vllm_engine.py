@@ -127,8 +127,8 @@ class TepWeightTransferEngine(
     def receive_weights(self, update_info: TepUpdateInfo) -> None:
         """Say whether all of a version is here; an error keeps every rank on the old one.
 
-        A cancel is no error: vLLM's executor takes the first error of several ranks, and the answer
-        of the next one for that of the call after.
+        A cancel is no error: after the first error vLLM's executor leaves the other ranks' answers
+        where they are, and the next call reads them as its own.
         """
         if update_info.cancel:
             self._voted, self._cancelled = None, True
