@@ -287,12 +287,16 @@ def _run_to_end(loop: SimLoop, main: Coroutine[Any, Any, T]) -> T:
     """Run main; whatever comes of it, end the tasks and generators that it leaves behind."""
     __tracebackhide__ = True
     task = loop.main = loop.create_task(main, name="main")
+    task.add_done_callback(lambda _: loop.stop())
     try:
-        found: T = loop.run_until_complete(task)
+        loop.run_forever()
+        found: T = task.result()  # without the frames that run_until_complete() would add
     except asyncio.CancelledError:
         if loop.failure is None:
             raise
     finally:
+        if task.done() and not task.cancelled():
+            task.exception()  # an interrupt came through run_forever(): it is known
         _cancel_rest(loop)
         loop.run_until_complete(loop.shutdown_asyncgens())
     if loop.failure is not None:

@@ -35,17 +35,17 @@ def block(page: Path, number: int) -> str:
     return found[number]
 
 
-def shell(folder: Path, *words: str) -> str:
+def shell(folder: Path, *words: str, status: int = 0) -> str:
     """Run a command as somebody in a new shell would; return what it printed.
 
     Raises:
-        SystemExit: it failed; shows its last lines.
+        SystemExit: it ended with another status; shows its last lines.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THEIRS)}
     done = subprocess.run(
         words, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    if done.returncode:
+    if done.returncode != status:
         tail = (done.stdout + done.stderr)[-2000:]
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{tail}")
     return done.stdout
@@ -56,6 +56,13 @@ def borrow(home: Path) -> None:
     venv.create(home / ".venv", with_pip=False)
     (there,) = (home / ".venv").glob("lib/python*/site-packages")
     (there / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+
+
+def clone(home: Path, *, reuse: bool) -> None:
+    """Clone this checkout; `reuse`: with the packages of this Python, in place of none."""
+    shell(home.parent, "git", "clone", "--quiet", str(ROOT), str(home))
+    if reuse:
+        borrow(home)
 
 
 def steps(home: Path) -> list[tuple[str, Callable[[], str], str]]:
@@ -105,9 +112,7 @@ def walk(folder: Path, *, reuse: bool) -> list[dict[str, object]]:
         A row a step.
     """
     home = folder / "tep"
-    shell(folder, "git", "clone", "--quiet", str(ROOT), str(home))
-    if reuse:
-        borrow(home)
+    clone(home, reuse=reuse)
     rows: list[dict[str, object]] = []
     for what, how, wanted in steps(home):
         began, cpu = time.monotonic(), used_s()

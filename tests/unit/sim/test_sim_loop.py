@@ -312,3 +312,17 @@ def test_a_long_wait_costs_no_more_than_a_short_one() -> None:
 
     assert 400 * 24 * 3600 == run(main())
     assert 1_000_000_000_000 == PS_PER_S
+
+
+def test_an_error_has_no_frames_of_the_event_loop() -> None:
+    """The first 40 lines of a failing test showed asyncio's source, and not the protocol's."""
+
+    async def main() -> None:
+        await asyncio.sleep(1e-6)
+        raise ValueError("of the protocol")
+
+    with pytest.raises(ValueError, match="of the protocol") as found:
+        run(main())
+
+    assert "main" == found.traceback[-1].name
+    assert [] == [frame.path for frame in found.traceback if "asyncio" in str(frame.path)]
