@@ -92,6 +92,8 @@ def run_commands(body: str) -> str:
                 name = word.removeprefix("scripts/")
                 words[k : k + 1] = [sys.executable, f"{ROOT}/scripts/{known.get(name, name)}.py"]
                 break
+        if words[0] == ".venv/bin/python":
+            words[0] = sys.executable
         if words[0] in {"tep", ".venv/bin/tep"}:
             words[:1] = [
                 sys.executable,
