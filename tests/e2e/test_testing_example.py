@@ -35,7 +35,7 @@ def test_the_example_project_passes() -> None:
     status, told = run_pytest(EXAMPLE)
 
     assert 0 == status, told
-    assert "13 passed" in told
+    assert "14 passed" in told
 
 
 def test_a_new_project_passes_its_own_tests(tmp_path: Path, capsys) -> None:

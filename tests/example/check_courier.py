@@ -48,7 +48,7 @@ async def believe_the_last_byte(cluster: tep.sim.Cluster) -> None:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(scenarios(nodes=3, nics=(1, 4), faults="order posting receives nics links workers"))
+@given(scenarios(nodes=3, nics=(1, 4)))
 def test_parcels_under_any_fault(s) -> None:
     """Whatever breaks, nobody holds a torn parcel, and no sender believes in one that is lost."""
     run(deliver, s)
@@ -70,7 +70,7 @@ def test_parcels_in_a_cluster(tep_cluster, tep_case) -> None:
 
 def test_the_swarm_meets_what_it_should() -> None:
     """A swarm that never saw a NIC die says nothing about a courier whose NIC dies."""
-    seen: Counter[str] = hunt(deliver, runs=60, nodes=3)
+    seen: Counter[str] = hunt(deliver, runs=200, nodes=3)
 
     for sight in ("KillNic", "Clog", "Mute", "Restart", "post refused", "row UNREACHABLE"):
         assert seen[sight], sight

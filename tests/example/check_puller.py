@@ -7,8 +7,8 @@ import pytest
 
 from tep.testing import Violation, hunt
 
-TROUBLE = "order posting receives links workers restarts control errors"
-"""All that ends: a NIC that is dead for good may end the puller's patience."""
+TROUBLE = "order posting receives keys links workers restarts control errors"
+"""All that ends: a NIC that is dead for good, or was given up, may end the puller's patience."""
 
 
 def test_every_block_arrives_whatever_crashes() -> None:
@@ -18,12 +18,19 @@ def test_every_block_arrives_whatever_crashes() -> None:
     assert seen["Restart"]
 
 
+def test_nothing_is_kept_torn_and_nothing_hangs_whatever_breaks() -> None:
+    """Where the node cannot be reached any more, the puller ends in an error that says so."""
+    seen = hunt(puller.pull, runs=60)
+
+    assert seen["KillNic"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
         (puller.first_guess, "a torn block was kept"),
         (puller.second_guess, "a torn block was kept"),
-        (puller.third_guess, "it has not ended"),
+        (puller.third_guess, "30 tries brought"),
     ],
 )
 def test_wrong_pullers_are_found(wrong, what: str) -> None:

@@ -28,18 +28,22 @@ class Shelf:
         nics = len(self.desc.addr.domains)
         count = tep.count_imms(tep.Single(len(self.memory)), sender_nics, nics)
         tries = [self.engine.expect_imm_count(first_imm + number, count) for number in range(TRIES)]
-        waits = [asyncio.ensure_future(_settled(one)) for one in tries]
-        patience_s = PATIENCE_S * TRIES
-        await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        waits = [asyncio.ensure_future(_came(one)) for one in tries]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S * TRIES):
+                for wait in asyncio.as_completed(waits):
+                    if await wait:  # else this try has failed, and others follow
+                        break
         found = bytes(self.memory) if any(one.ok for one in tries) else None
         for one in tries:
             one.cancel()
         return found
 
 
-async def _settled(handle: tep.Expectation) -> None:
-    with contextlib.suppress(tep.TepError):  # whoever asked looks at its state
+async def _came(handle: tep.Expectation) -> bool:
+    with contextlib.suppress(tep.TepError):
         await handle
+    return handle.ok
 
 
 async def hand_over(

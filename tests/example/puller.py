@@ -1,8 +1,9 @@
 """Pull blocks from another node and keep them on disk: a protocol that outlives crashes of both.
 
-The receiver asks for one block at a time, by datagram. Each try has memory of its own and a number
-of its own, which is also its immediate; what a late row of an older try does hurts nobody. Three
-wrong versions stand at the end: find what is wrong with them before you read why.
+The receiver asks for one block at a time, by datagram. Each try has memory of its own, registered
+anew at both ends, and a number of its own, which is also its immediate; what a late row of an older
+try does hurts nobody. It ends in an error where nothing comes any more: a NIC may be gone for good.
+Three wrong versions stand at the end: find what is wrong with them before you read why.
 
     tep sim --protocol puller.py:first_guess --faults order --runs 200 --must-survive --shrink
 """
@@ -17,6 +18,7 @@ import tep
 BLOCKS = [bytes([65 + k]) * 20_000 for k in range(3)]
 SIZE = len(BLOCKS[0])
 PATIENCE_S = 0.6  # longer than the slowest error of the fabrics it is tested on
+TRIES = 30  # in one life
 
 
 async def pull(cluster: tep.sim.Cluster, bug: str = "") -> None:
@@ -25,7 +27,6 @@ async def pull(cluster: tep.sim.Cluster, bug: str = "") -> None:
     count = 1 if bug == "first" else tep.count_imms(tep.Single(SIZE), *nics)
 
     async def serve(me: tep.sim.Incarnation) -> None:
-        mr, _ = me.engine.reg_mr(b"".join(BLOCKS), access=tep.Access.SOURCE)
         served: set[tuple[int, ...]] = set()
         while True:
             _, asked = await me.receive()
@@ -35,13 +36,18 @@ async def pull(cluster: tep.sim.Cluster, bug: str = "") -> None:
             if which in served and bug != "second":
                 continue
             served.add(which)
+            mr, _ = me.engine.reg_mr(BLOCKS[block], access=tep.Access.SOURCE)
             with contextlib.suppress(tep.StaleEpoch):  # asked before a crash: b will ask again
-                me.engine.submit_single_write(SIZE, (mr, block * SIZE), (desc, 0), imm=number)
+                me.engine.submit_single_write(SIZE, (mr, 0), (desc, 0), imm=number)
 
     async def keep(me: tep.sim.Incarnation) -> None:
         number = 0
         while len(me.disk) < len(BLOCKS):
             number += 1
+            if number > TRIES:
+                raise tep.FabricError(
+                    f"{TRIES} tries brought {len(me.disk)} blocks", code="UNREACHABLE"
+                )
             memory = bytearray(SIZE)
             mr, desc = me.engine.reg_mr(memory)
             me.send("a", bytes([len(me.disk), number]) + desc.to_bytes())
