@@ -9,9 +9,11 @@ import builtins
 import gc
 import inspect
 import json
+import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -440,3 +442,38 @@ def test_prepared_lists_refuse_what_nixl_refuses(world):
     assert world.a.get_xfer_descs(np.zeros((2, 4)), "DRAM") is None
     assert world.a.get_xfer_descs([(1, 2, 3)]) is None
     assert inspect.isclass(nixl.nixl_thread_sync_t)
+
+
+class Tensor:
+    """What is asked of a tensor of torch."""
+
+    def __init__(self, at, count, device=-1, contiguous=True):
+        self.told = {"data_ptr": at, "numel": count, "element_size": 4}
+        self.told |= {"get_device": device, "is_contiguous": contiguous}
+
+    def __getattr__(self, name):
+        return lambda: self.told[name]
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "where"), [(-1, "DRAM_SEG", 0), (0, "VRAM_SEG", 0), (3, "VRAM_SEG", 3)]
+)
+def test_tensors_are_lists_of_where_they_lie(device, kind, where, world, monkeypatch):
+    """A wrong length or device registers memory of somebody else, or none."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    a = world.a
+    one, two = Tensor(4096, 10, device), Tensor(8192, 3, device)
+    for given, count in ((one, 1), ([one, two], 2), ((one, two), 2)):
+        descs, regs = a.get_xfer_descs(given), a.get_reg_descs(given)
+        assert [(4096, 40, where), (8192, 12, where)][:count] == list(descs)
+        assert [(4096, 40, where, b""), (8192, 12, where, b"")][:count] == list(regs)
+        assert {kind} == {descs.getType().name, regs.getType().name}
+
+
+def test_tensors_that_are_no_pieces_of_one_device_are_refused(world, monkeypatch):
+    """Only the first tensor's device, or memory between two rows of one, would be moved."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    a, one = world.a, Tensor(4096, 10, 0)
+    assert a.get_xfer_descs([one, Tensor(8192, 10, 1)]) is None
+    assert a.get_xfer_descs([one, Tensor(8192, 10, 0, contiguous=False)]) is None
+    assert a.get_reg_descs([one, Tensor(8192, 10, -1)]) is None

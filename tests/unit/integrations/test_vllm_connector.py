@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -234,3 +237,72 @@ def test_a_process_that_ended_is_known_to_have_ended():
     assert not loads.has_ended(loads.mark_here())
     assert not loads.has_ended("")
     assert not loads.has_ended(f"another boot/pid[1]:{os.getpid()}:1")
+
+
+class Event:
+    """A CUDA event: what was submitted before its record() has ended once `done` is true."""
+
+    recorded: list[Event]
+
+    def __init__(self):
+        self.done = False
+
+    def record(self):
+        self.recorded.append(self)
+
+    def query(self):
+        return self.done
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    """A connector on stand-ins of torch and vLLM, as register_kv_caches() leaves it."""
+
+    def put(name, *names, **values):
+        module = ModuleType(name)
+        vars(module).update({one: type(one, (), {}) for one in names} | values)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    Event.recorded = []
+    put("torch", "Tensor", cuda=SimpleNamespace(Event=Event))
+    both = ("rank", "world_size")
+    put("vllm.distributed", **{f"get_tensor_model_parallel_{name}": int for name in both})
+    kinds = "Base_V1 HandshakeMetadata Metadata Role TransferResults WorkerMetadata".split()
+    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    put(base, "SupportsHMA", *(f"KVConnector{kind}" for kind in kinds))
+    put("vllm.model_executor.models.utils", extract_layer_index=int)
+    room = importlib.import_module("tep.integrations.vllm.connector")
+    monkeypatch.setitem(sys.modules, room.__name__, room)  # it goes away with the stand-ins
+    found = object.__new__(room.TepConnector)
+    found._layers, found._events = {"first": 0, "second": 1}, deque()
+    found._worker = SimpleNamespace(steps=["a step"], layer_saved=Mock())
+    return found
+
+
+def test_a_layer_on_the_cpu_is_sent_when_it_is_saved(connector):
+    """Nothing else would send it: its blocks would be kept until their lease ends."""
+    connector.save_kv_layer("second", SimpleNamespace(device=SimpleNamespace(type="cpu")), None)
+    assert [call(1)] == connector._worker.layer_saved.mock_calls
+    assert [] == Event.recorded
+    connector._worker.steps.clear()
+    connector.save_kv_layer("first", SimpleNamespace(device=SimpleNamespace(type="cpu")), None)
+    assert 1 == connector._worker.layer_saved.call_count
+    connector._worker = None
+    connector.save_kv_layer("first", None, None)
+
+
+def test_a_layer_on_a_gpu_is_sent_once_its_kernels_have_ended(connector):
+    """Sent before, it would be what the blocks held before; sent out of turn, a later step's."""
+    layer, saved = SimpleNamespace(device=SimpleNamespace(type="cuda")), connector._worker
+    connector.save_kv_layer("first", layer, None)
+    steps, saved.steps = saved.steps, ["a later step"]
+    connector.save_kv_layer("second", layer, None)
+    first, second = Event.recorded
+    second.done = True
+    connector.wait_for_save()
+    assert [] == saved.layer_saved.mock_calls
+    first.done = True
+    connector.wait_for_save()
+    assert [call(0, steps), call(1, saved.steps)] == saved.layer_saved.mock_calls
+    connector.wait_for_save()
+    assert 2 == saved.layer_saved.call_count

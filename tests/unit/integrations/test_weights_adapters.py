@@ -116,6 +116,7 @@ class TrainerInfo:
 
 
 REGISTRY = {}
+RELOADS = []  # the calls of vLLM's functions for loading by layers, and of the device
 
 
 def registered(name):
@@ -133,12 +134,17 @@ def room(monkeypatch):
 
     put("torch", nn=SimpleNamespace(Module=object), Tensor=(), isnan=np.isnan,
         empty=lambda shape, dtype=float, device=None: np.zeros(shape, dtype),
-        accelerator=SimpleNamespace(is_available=lambda: False))  # fmt: skip
+        accelerator=SimpleNamespace(is_available=lambda: True,
+                                    synchronize=lambda: RELOADS.append("synchronize")))  # fmt: skip
     bases = {"TrainerInitInfo": TrainerInfo, "TrainerWeightTransferEngine": Trainer}
     empty = ("WeightSource", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
     bases |= {name: type(name, (), {}) for name in empty} | {"WeightTransferEngine": Engine}
     put("vllm.distributed.weight_transfer.base", **bases)
-    reload = {f"{when}_layerwise_reload": lambda *_: None for when in ("initialize", "finalize")}
+    RELOADS.clear()
+    reload = {
+        f"{when}_layerwise_reload": lambda *given, when=when: RELOADS.append((when, *given))
+        for when in ("initialize", "finalize")
+    }
     put("vllm.model_executor.model_loader.reload", **reload)
     put("ray", util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
     registry = SimpleNamespace(register=registered)
@@ -178,6 +184,7 @@ class Model:
     named_parameters = named_modules
 
     def load_weights(self, tensors):
+        RELOADS.append("load")
         self.found = dict(tensors)
         if self.broken:
             raise RuntimeError("half of it")
@@ -219,7 +226,7 @@ def test_vllm_loads_a_version_in_one_call(room):
     """The model is touched by finish_weight_update alone, and a failure leaves it as it was."""
     vllm = room("vllm_engine")
     model = Model()
-    worker = vllm.TepWeightTransferEngine(None, None, "cpu", model)
+    worker = vllm.TepWeightTransferEngine(None, "config", "cpu", model)
     client, source = Client(worker), Source(a=np.full(5, 1.0, np.float32))
     info = vllm.TepTrainerInitInfo(rank=0, timeout_s=30.0)
     trainer = vllm.TepTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
@@ -228,6 +235,8 @@ def test_vllm_loads_a_version_in_one_call(room):
         assert ({}, None) == (model.found, worker.version)
         trainer.commit_weights()
         assert (1.0, 1, "1") == (model.found["a"][0], worker.version, client.version)
+        loaded = [("initialize", model), "load", ("finalize", model, "config"), "synchronize"]
+        assert loaded == RELOADS
         with pytest.raises(tep.UsageError, match="nothing was pushed"):
             trainer.commit_weights()
         source["a"][...], client.lose = 2.0, True
@@ -245,6 +254,7 @@ def test_vllm_loads_a_version_in_one_call(room):
         source["a"][...], model.broken = 3.0, True
         with pytest.raises(RuntimeError, match="half of it"):
             trainer.send_weights()
+        assert (None, 1) == (worker.version, len(model.hooks))
         with pytest.raises(tep.UsageError, match="loading version 4 failed"):
             model.hooks[0]()
         client.active, model.broken = False, False
