@@ -463,8 +463,8 @@ def test_tensors_are_lists_of_where_they_lie(device, kind, where, world, monkeyp
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
     a = world.a
     one, two = Tensor(4096, 10, device), Tensor(8192, 3, device)
-    for given, count in ((one, 1), ([one, two], 2), ((one, two), 2)):
-        descs, regs = a.get_xfer_descs(given), a.get_reg_descs(given)
+    for some, count in ((one, 1), ([one, two], 2), ((one, two), 2)):
+        descs, regs = a.get_xfer_descs(some), a.get_reg_descs(some)
         assert [(4096, 40, where), (8192, 12, where)][:count] == list(descs)
         assert [(4096, 40, where, b""), (8192, 12, where, b"")][:count] == list(regs)
         assert {kind} == {descs.getType().name, regs.getType().name}

@@ -267,7 +267,14 @@ def connector(monkeypatch):
     put("torch", "Tensor", cuda=SimpleNamespace(Event=Event))
     both = ("rank", "world_size")
     put("vllm.distributed", **{f"get_tensor_model_parallel_{name}": int for name in both})
-    kinds = "Base_V1 HandshakeMetadata Metadata Role TransferResults WorkerMetadata".split()
+    kinds = [
+        "Base_V1",
+        "HandshakeMetadata",
+        "Metadata",
+        "Role",
+        "TransferResults",
+        "WorkerMetadata",
+    ]
     base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
     put(base, "SupportsHMA", *(f"KVConnector{kind}" for kind in kinds))
     put("vllm.model_executor.models.utils", extract_layer_index=int)
