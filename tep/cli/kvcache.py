@@ -13,6 +13,7 @@ import typer
 
 from tep.base.errors import UsageError
 from tep.cli.show import (
+    Guessed,
     Json,
     Ray,
     Seed,
@@ -20,11 +21,12 @@ from tep.cli.show import (
     refuse_unused,
     run_on_ray,
     show_rows,
+    span,
 )
 
 if TYPE_CHECKING:
     from tep.apps.kvcache.cluster import Shape
-    from tep.apps.kvcache.simulate import Plant, Report
+    from tep.apps.kvcache.simulate import Load, Plant, Report
 
 __all__ = ["app"]
 
@@ -46,7 +48,8 @@ class Fabric(StrEnum):
 
 _SHOWN = 20
 _DRAWN = ("rate", "seconds", "tokens")
-_LOAD, _SIZES = (*_DRAWN, "trace", "prefix_tokens", "profile"), ("prefillers", "decoders", "tp")
+_LOAD = (*_DRAWN, "trace", "prefix_tokens", "profile", "guessed")
+_SIZES = ("prefillers", "decoders", "tp")
 _UNUSED = {
     Fabric.chaos: ("ray", "prompts", *_LOAD, *_SIZES),
     Fabric.flow: ("ray", "prompts", "scenarios"),
@@ -98,6 +101,7 @@ def kvcache(
     profile: Annotated[
         str, typer.Option("--profile", help="A profile's name or path; flow, timing.")
     ] = "efa_2x200",
+    guessed: Guessed = 1.5,
     seed: Seed = 0,
     ray: Ray = "",
     json: Json = False,
@@ -138,11 +142,12 @@ def kvcache(
         load = Load(arrivals=arrivals, rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
         with progress("simulating requests", None, quiet=json):
             report = simulate(plant, load)
+            ends = _ends(plant, load, report, guessed)
         if not report.completions:
             raise UsageError(
                 f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
             )
-        _show_report(report, f"{fabric.value}, {profile}", json=json)
+        _show_report(report, ends, f"{fabric.value}, {profile}", json=json)
     else:
         _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)
 
@@ -159,11 +164,13 @@ def ttft(
     cold: Annotated[
         bool, typer.Option("--cold", help="Prefiller and decoder never met before.")
     ] = False,
+    guessed: Guessed = 1.5,
     json: Json = False,
 ) -> None:
     """Simulate one prompt's time to the first token: Qwen3-235B, TP4, H200, EFA 2 x 200 Gb/s."""
-    from tep.apps.kvcache.simulate import Plant, first_token
-    from tep.apps.kvcache.ttft import PUBLISHED
+    from tep.apps.kvcache.simulate import Load, Plant, simulate
+    from tep.apps.kvcache.traces import Arrival
+    from tep.apps.kvcache.ttft import PUBLISHED, kind_of
 
     lengths = tokens or [4096, 8192, 16384, 32768, 65536, 131072]
     rows = list[dict[str, object]]()
@@ -175,7 +182,9 @@ def ttft(
             chunks = model.chunks(length)
             last_s = model.chunk_layer_s(chunks[-1])
             plant = Plant(prefillers=1, decoders=1, fabric="timing", model=model, cold=cold)
-            found = first_token(length, plant)
+            load = Load(arrivals=(Arrival(0.0, length, 1),))
+            found = simulate(plant, load)
+            ends = _ends(plant, load, found, guessed)
             rows.append(
                 {
                     "tokens": length,
@@ -184,11 +193,28 @@ def ttft(
                     "TTFT same node ms": round(model.compute_s(length) * 1e3, 1),
                     "TTFT disaggregated ms": round(found.ttft_s() * 1e3, 1),
                     "added ms": round(found.added_s() * 1e3, 1),
+                    "added interval": span(ends["added"]),
+                    "kind": kind_of(length, cold=cold) if layer_ms is None else "extrapolated",
                 }
             )
             bar.advance(bar.task_ids[0])
     what = "time to the first token, simulated; five numbers are fitted to two published rows"
     show_rows(what, rows, json=json)
+
+
+def _ends(
+    plant: Plant, load: Load, report: Report, guessed: float
+) -> dict[str, tuple[float, float]]:
+    from dataclasses import replace
+
+    from tep.apps.kvcache.simulate import simulate
+    from tep.sim import interval
+
+    def again(seed: int, **changes: Any) -> dict[str, float]:
+        return simulate(replace(plant, **changes), replace(load, seed=seed)).figures()
+
+    point = {"profile": plant.profile, "overhead": plant.overhead}
+    return interval(again, report.figures(), guessed, **point)
 
 
 def _check(seed: int, runs: int, *, json: bool) -> None:
@@ -230,14 +256,19 @@ def _check_length(tokens: int, plant: Plant, option: str) -> None:
         )
 
 
-def _show_report(report: Report, where: str, *, json: bool) -> None:
+def _show_report(
+    report: Report, ends: dict[str, tuple[float, float]], where: str, *, json: bool
+) -> None:
+    figures = report.figures()
     row = {
         "engines": report.engines,
         "requests": len(report.completions),
         "failed": len(report.failed),
-        "TTFT p50 ms": round(report.ttft_s(0.5) * 1e3, 1),
-        "TTFT p99 ms": round(report.ttft_s(0.99) * 1e3, 1),
-        "beyond compute p50 ms": round(report.added_s() * 1e3, 3),
+        "TTFT p50 ms": round(figures["TTFT p50"], 1),
+        "p50 interval": span(ends["TTFT p50"]),
+        "TTFT p99 ms": round(figures["TTFT p99"], 1),
+        "p99 interval": span(ends["TTFT p99"]),
+        "beyond compute p50 ms": round(figures["added"], 3),
         "prefix hits %": round(100 * report.tokens_found / max(1, report.tokens), 1),
         "paged writes": report.writes,
         "pages": report.rows,

@@ -4,11 +4,20 @@ check every byte of drawn layers on the chaos fabric.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from tep.cli.show import Json, Seed, emit_json, print_table, progress, refuse_unused
+from tep.cli.show import (
+    Guessed,
+    Json,
+    Seed,
+    emit_json,
+    print_table,
+    progress,
+    refuse_unused,
+    span,
+)
 
 if TYPE_CHECKING:
     from tep.apps.moe.predict import Prediction, Workload
@@ -29,6 +38,10 @@ Nics = Annotated[int | None, typer.Option("--nics", min=1, help="NICs of a GPU."
 Prefill = Annotated[bool, typer.Option("--prefill", help="4096 tokens a rank, not 128.")]
 Turns = Annotated[int | None, typer.Option("--turns", min=1, help="None: 64 latencies or more.")]
 Skew = Annotated[float, typer.Option("--skew", min=0.0, help="0 = even; Zipf exponent.")]
+
+
+_EP_FITTED: Final = 64
+"""The most ranks to whose published times anything is fitted."""
 
 
 def moe(
@@ -61,6 +74,7 @@ def moe(
     check: Annotated[
         int, typer.Option("--check", min=0, help="Instead: check so many drawn layers.")
     ] = 0,
+    guessed: Guessed = 1.5,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
@@ -70,7 +84,11 @@ def moe(
         refuse_unused(context, "--check, which draws its own layers", sorted(others))
         _check(seed, check, json=json)
         return
-    from tep.apps.moe.predict import Workload, predict  # numpy is loaded when something runs
+    from dataclasses import replace
+
+    from tep.apps.moe.kernels import load_gpu
+    from tep.apps.moe.predict import Workload, family_of, predict, profile_of
+    from tep.sim.sweeps import interval, kind_of
 
     workload = Workload(
         ep=ep,
@@ -94,9 +112,18 @@ def moe(
     if compare:
         _compare(workload, json=json)
     else:
+        machine, gpu = profile_of(workload), load_gpu(family_of(workload))
         with progress("simulating the layer", None, quiet=json):
             found = predict(workload)
-        _show(found, json=json)
+            ends = interval(
+                lambda seed, **point: predict(replace(workload, seed=seed), **point).figures(),
+                found.figures(),
+                guessed,
+                machine=machine,
+                gpu=gpu,
+            )
+        kind = "extrapolated" if ep > _EP_FITTED else kind_of(machine)
+        _show(found, ends, kind, json=json)
 
 
 def _title(workload: Workload) -> str:
@@ -106,7 +133,9 @@ def _title(workload: Workload) -> str:
     )
 
 
-def _show(found: Prediction, *, json: bool) -> None:
+def _show(
+    found: Prediction, ends: dict[str, tuple[float, float]], kind: str, *, json: bool
+) -> None:
     workload = found.workload
     halves = {
         "dispatch": (found.dispatch_us, found.p99_us[0], found.dispatch_parts),
@@ -120,20 +149,23 @@ def _show(found: Prediction, *, json: bool) -> None:
             "private": workload.private_tokens,
             "seed": workload.seed,
             "barrier_us": found.barrier_us,
+            "kind": kind,
         }
         for half, (p50, p99, parts) in halves.items():
-            document[half] = {"p50_us": p50, "p99_us": p99, "parts_us": parts}
+            interval = {"interval_us": ends[half], "p99_interval_us": ends[f"{half} p99"]}
+            document[half] = {"p50_us": p50, "p99_us": p99, "parts_us": parts, **interval}
         emit_json(document)
         return
     names = dict.fromkeys(name for _, _, parts in halves.values() for name in parts)
     rows = [
-        {"us": half, "p50": f"{p50:.1f}", "p99": f"{p99:.1f}"}
+        {"us": half, "p50": f"{p50:.1f}", "interval": span(ends[half]), "p99": f"{p99:.1f}"}
         | {name: f"{us:.1f}" for name, us in parts.items()}
         for half, (p50, p99, parts) in halves.items()
     ]
-    print_table(_title(workload), ["us", "p50", "p99", *names], rows)
+    print_table(_title(workload), ["us", "p50", "interval", "p99", *names], rows)
     barrier = f"a barrier: {found.barrier_us:.1f} us"
     typer.echo(f"{barrier}, in neither; buffers of the next step wait for it")
+    typer.echo(f"{kind}; p99 is too low on EFA, where the network's tails are not modelled")
 
 
 def _compare(workload: Workload, *, json: bool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tep.cli.show import (
+    Guessed,
     InPath,
     Json,
     OutFile,
@@ -44,15 +44,6 @@ _Model = Annotated[
 ]
 
 
-class Spread(StrEnum):
-    """The rule by which the published compute times are spread over parameters."""
-
-    bytes = "bytes"
-    roofline = "roofline"
-    calls = "calls"
-
-
-_Spread = Annotated[Spread, typer.Option(help="How compute is spread over parameters.")]
 _Size = Annotated[
     int | None, typer.Option(min=1, help="Parallelism; default: as published, if it fits.")
 ]
@@ -68,11 +59,10 @@ def plan(
     tp: _Size = None,
     infer_ep: _Size = None,
     infer_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of inference.")] = 1,
-    profile: Annotated[str, typer.Option(help="A profile's name or path.")] = "cx7_400",
+    profile: Annotated[str, typer.Option(help="A profile's name or path.")] = "efa_2x200",
     watermark_gib: Annotated[
         float, typer.Option(min=1e-6, help="Temporary memory of a rank, GiB.")
     ] = 16.0,
-    attribution: _Spread = Spread.bytes,
     compare: Annotated[
         bool, typer.Option("--compare", help="The other ways to update, at their best.")
     ] = False,
@@ -83,6 +73,7 @@ def plan(
         Path | None, OutFile("--output", help="Write the routing table here.")
     ] = None,
     trace: Annotated[Path | None, OutFile("--trace", help="Write a Perfetto trace here.")] = None,
+    guessed: Guessed = 1.5,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
@@ -90,7 +81,7 @@ def plan(
     from tep.apps.rl import study
     from tep.apps.rl.models import load_model
     from tep.base.units import GiB
-    from tep.sim import load_profile
+    from tep.sim import interval, load_profile
 
     sizes = {name: n for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n is not None}
     load_profile(profile)  # refuse a wrong name before minutes of planning
@@ -100,7 +91,6 @@ def plan(
         infer=study.infer_layout(infer, infer_ep, infer_tp),
         profile=profile,
         watermark_bytes=round(watermark_gib * GiB),
-        attribution=attribution.value,
     )
     changes = list(study.changes(deployment)) if what_if else []
     with progress("planning", 2 + len(changes), quiet=json) as bar:
@@ -113,7 +103,14 @@ def plan(
         done("simulating")
         found = deployment.predict(schedule, seed=seed, spans=trace is not None)
         cpu_s = time.process_time() - began_s
-        document: dict[str, object] = _document(deployment, schedule, found, cpu_s)
+
+        def again(deployment: Deployment, seed: int) -> dict[str, float]:
+            return deployment.predict(seed=seed).figures()
+
+        ends = interval(again, found.figures(), guessed, deployment=deployment)
+        document: dict[str, object] = _document(deployment, schedule, found, cpu_s) | {
+            f"{name}_interval_ms": [round(end, 1) for end in each] for name, each in ends.items()
+        }
         done("what if")
         if compare:
             document["comparison"] = study.comparison(deployment, found)
@@ -144,13 +141,10 @@ def _write_trace(path: Path, clock: Literal["host", "simulated"], spans: Iterabl
 def _document(
     deployment: Deployment, schedule: Schedule, found: Prediction, cpu_s: float
 ) -> dict[str, object]:
-    from tep.apps.rl.predict import KIMI_K2, TOTAL_MS
+    from tep.apps.rl.predict import KIMI_K2, PUBLISHED_MS
 
     train, infer = deployment.train, deployment.infer
-    published = (deployment.model.name, train, infer) == KIMI_K2
-    spread = {"calls": "number", "roofline": "bytes and number"}.get(
-        deployment.attribution, "bytes"
-    )
+    same = (deployment.model.name, train, infer, deployment.profile) == (*KIMI_K2, "efa_2x200")
     sent, received = schedule.sent_bytes(), schedule.received_bytes()
     return {
         "model": deployment.model.name,
@@ -163,9 +157,10 @@ def _document(
         "writes": len(schedule.rows),
         "sent_gb": [round(float(n) / 1e9, 3) for n in (sent.min(), sent.max())],
         "received_gb": [round(float(n) / 1e9, 3) for n in (received.min(), received.max())],
-        "compute": f"published totals of Kimi-K2, spread over parameters by {spread}",
+        "kind": "compute is an input, the wait is predicted" if same else "extrapolated",
+        "compute": "a roofline, and the time of a tensor in the published update of Kimi-K2",
         "total_ms": round(found.total_ms, 1),
-        "published_ms": TOTAL_MS if published else None,
+        "published": PUBLISHED_MS.get(deployment.model.name),
         "stages_ms": {name: round(ms, 1) for name, ms in found.stages.items()},
         "wait_ms": round(found.wait_ms, 1),
         "links": [
@@ -201,8 +196,9 @@ _LABELS = {
     "sent_gb": "sent by a training rank",
     "received_gb": "received by a worker",
     "total_ms": "in all",
-    "published_ms": "published",
+    "total_interval_ms": "in all, interval",
     "wait_ms": "waiting",
+    "wait_interval_ms": "waiting, interval",
     "peak_gib": "most temporary memory",
     "cpu_s": "CPU time of this program",
 }

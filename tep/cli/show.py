@@ -23,12 +23,21 @@ from rich.text import Text
 from tep.observe.progress import progress
 
 __all__ = [
-    "InPath", "Json", "OutFile", "Ray", "Seed", "emit_json", "make_table",
-    "print_items", "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows",
+    "Guessed", "InPath", "Json", "OutFile", "Ray", "Seed", "emit_json", "make_table",
+    "print_items", "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows", "span",
 ]  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
+
+Guessed = Annotated[
+    float,
+    typer.Option(
+        "--guessed",
+        min=1.0,
+        help="Interval: what is guessed of a machine so many times as slow, and as fast; 1: none.",
+    ),
+]
 
 Ray = Annotated[
     str,
@@ -140,6 +149,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
         console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())
     typer.echo("\n".join(line for line in lines if line))
+
+
+def span(ends: tuple[float, float]) -> str:
+    """The text of an interval."""
+    return " to ".join(f"{end:.1f}" for end in ends)
 
 
 def print_items(items: Iterable[tuple[str, str, Iterable[str]]]) -> None:

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from tep.sim.programs import Incarnation
     from tep.sim.questions import compare, fault_cost, transfer_time
     from tep.sim.row_log import RowLog
-    from tep.sim.sweeps import Table, sweep
+    from tep.sim.sweeps import Table, doubts, interval, sweep
     from tep.sim.timing import TimingFabric
 
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
     "FlowFabric", "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart",
     "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "Table", "TimingFabric",
-    "compare", "current_env", "fault_cost", "load_profile", "profiles", "run", "sweep",
-    "transfer_time",
+    "compare", "current_env", "doubts", "fault_cost", "interval", "load_profile", "profiles", "run",
+    "sweep", "transfer_time",
 ]  # fmt: skip
 
 _ROOMS = {
@@ -65,7 +65,7 @@ _ROOMS = {
     "programs": ("Incarnation",),
     "questions": ("compare", "fault_cost", "transfer_time"),
     "row_log": ("RowLog",),
-    "sweeps": ("Table", "sweep"),
+    "sweeps": ("Table", "doubts", "interval", "sweep"),
     "timing": ("TimingFabric",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -1,7 +1,8 @@
 """Questions to a machine that nobody has: a transfer's time, a fault's cost, programs compared.
 
 Each simulates on the timing fabric, moves no bytes, and returns a `Table`. Where an argument may be
-a list, there is a row for each of its values.
+a list, there is a row for each of its values. A figure has an interval, "NAME low" to "NAME high":
+what is `guessed` of the machine so many times as slow, and as fast; 1: no interval.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tep.base.checks import check_int
 from tep.base.units import KiB
 from tep.sim.cluster import Cluster
 from tep.sim.profile import Profile, load_profile
-from tep.sim.sweeps import Table, sweep
+from tep.sim.sweeps import GUESSED, Table, sweep
 
 __all__ = ["compare", "fault_cost", "transfer_time"]
 
@@ -33,6 +34,7 @@ def transfer_time(
     page_bytes: int | Sequence[int] = 64 * KiB,
     nics: int | Sequence[int] | None = None,
     parts: int | Sequence[int] = 1,
+    guessed: float = GUESSED,
 ) -> Table:
     """Answer how long pages take from one node to another.
 
@@ -43,6 +45,7 @@ def transfer_time(
         nics: of each node, in place of the machine's; or a list.
         parts: paged writes that share the pages, one after the other, as a model's layers do; or a
             list.
+        guessed: see above.
 
     Raises:
         UsageError: a number below 1, or no such machine.
@@ -52,7 +55,8 @@ def transfer_time(
         us, moved = _transfer(**point)
         return {"time, ms": us / _MS, "rate, Gb/s": moved * 8 / us / 1e3}
 
-    return _ask(time, nbytes=nbytes, machine=machine, page_bytes=page_bytes, nics=nics, parts=parts)
+    sizes: dict[str, Any] = {"nbytes": nbytes, "page_bytes": page_bytes}
+    return _ask(time, guessed, machine=machine, **sizes, nics=nics, parts=parts)
 
 
 def fault_cost(
@@ -63,6 +67,7 @@ def fault_cost(
     nics: int | Sequence[int] | None = None,
     parts: int | Sequence[int] = 1,
     slow: float = 2.0,
+    guessed: float = GUESSED,
 ) -> Table:
     """Answer what a transfer loses when one NIC of the sender is slow, and when it dies half-way.
 
@@ -76,6 +81,7 @@ def fault_cost(
         nics: of each node; or a list.
         parts: paged writes; or a list.
         slow: the slow NIC takes so many times as long for each byte.
+        guessed: see above.
 
     Raises:
         UsageError: as `transfer_time`.
@@ -100,7 +106,8 @@ def fault_cost(
             "dead NIC, least": float("inf") if n == 1 else 0.5 + 0.5 * n / (n - 1),
         }
 
-    return _ask(cost, nbytes=nbytes, machine=machine, page_bytes=page_bytes, nics=nics, parts=parts)
+    sizes: dict[str, Any] = {"nbytes": nbytes, "page_bytes": page_bytes}
+    return _ask(cost, guessed, machine=machine, **sizes, nics=nics, parts=parts)
 
 
 def compare(
@@ -109,6 +116,7 @@ def compare(
     *,
     nodes: int | Sequence[int] = 2,
     seeds: int = 1,
+    guessed: float = GUESSED,
     **cluster: Any,
 ) -> Table:
     """Answer which of some programs is the fastest, and where.
@@ -118,6 +126,7 @@ def compare(
         machine: a name, a path or a Profile; or a list.
         nodes: of the cluster; or a list.
         seeds: of machines that draw: so many, from 0 on; the table has medians.
+        guessed: see above.
         cluster: further arguments of `Cluster`. No bytes are moved unless `move_bytes=True`.
 
     Raises:
@@ -130,16 +139,18 @@ def compare(
             made.run(programs[program](made))
             return {"time, ms": made.now_us / _MS}
 
-    return _ask(time, seeds, program=list(programs), machine=machine, nodes=nodes)
+    return _ask(time, guessed, seeds, program=list(programs), machine=machine, nodes=nodes)
 
 
-def _ask(function: Callable[..., dict[str, float]], seeds: int = 1, **grid: Any) -> Table:
+def _ask(
+    function: Callable[..., dict[str, float]], guessed: float, seeds: int = 1, **grid: Any
+) -> Table:
     lists = {
         name: value if isinstance(value, list | tuple | range) else [value]
         for name, value in grid.items()
         if value is not None
     }
-    return sweep(function, lists, seeds=seeds, processes=1)
+    return sweep(function, lists, seeds=seeds, guessed=guessed, processes=1)
 
 
 def _with_nics(machine: Machine, nics: int | None) -> Profile:

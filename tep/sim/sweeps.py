@@ -13,12 +13,13 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from tep.base.checks import check_int
 from tep.base.errors import UsageError
@@ -26,13 +27,16 @@ from tep.observe.progress import progress
 from tep.observe.shown import Shown
 from tep.sim.profile import FIELDS, Profile, load_profile
 
-__all__ = ["Table", "doubts", "sweep"]
+__all__ = ["GUESSED", "Run", "Table", "Values", "doubts", "interval", "kind_of", "sweep"]
 
 Values = Mapping[str, float]
 
+GUESSED: Final = 1.5
+"""The factor by which guessed numbers are varied, where nobody names another; itself a guess."""
 
-class _Run(NamedTuple):
-    """One call: its point, its seed, and the guessed number that is another one, if any is."""
+
+class Run(NamedTuple):
+    """One call: its point, its seed, and the end at which guessed numbers are, if at one."""
 
     point: dict[str, Any]
     seed: int
@@ -44,6 +48,12 @@ class _Run(NamedTuple):
         return json.dumps([self.point, self.seed, self.doubt], default=repr)
 
 
+Work = Callable[[Run], Values]
+Ended = Callable[[Run, Values], None]
+Calls = Callable[[Work, Sequence[Run], Ended], None]
+"""Makes all calls, in any order, and tells of each that has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table(Shown):
     """The results of a sweep, or of a question of `tep.sim`.
@@ -51,7 +61,7 @@ class Table(Shown):
     Attributes:
         rows: one a point: its values by name, a Profile as its name, and its figures. A figure is
             the median over the seeds; where there are several runs, "NAME low" and "NAME high" are
-            the least and the most of them, and `runs` is their number.
+            the least and the most of them, and `runs` is their number. `kind`: see `kind_of`.
         missing: runs that an interrupt left out, with their points.
     """
 
@@ -92,6 +102,7 @@ def sweep(
     seeds: int = 1,
     guessed: float = 1.0,
     processes: int | None = None,
+    calls: Calls | None = None,
     path: str | PathLike[str] | None = None,
     done: Callable[[int, int], object] | None = None,
 ) -> Table:
@@ -104,23 +115,19 @@ def sweep(
             name. It is pickled for other processes: a function of a module, not a lambda.
         grid: name -> its values.
         seeds: so many, from 0 on.
-        guessed: more than 1: each point with a `profile` is also run with each number that the
-            profile calls guessed so many times as large, and as small, which widens its interval.
+        guessed: more than 1: each point is also run with all numbers that its profile, or another
+            of its values, calls guessed so many times off: once for the slow, once for the fast
+            (see `doubts`), with a seed of its own. That widens its interval.
         processes: how many work; None: one a core; 1: this one.
+        calls: another way to make the calls, such as `tep.integrations.ray.cluster.RayCalls`; None:
+            in these processes.
         path: a file that gets each run as it ends; runs that it has are not made again.
         done: called with the number of runs that have ended, and of all; None: a progress bar.
 
     Raises:
         UsageError: an empty grid, numbers that cannot be, or two profiles of one name.
     """
-    check_int("sweep: seeds", seeds, 1)
-    if guessed < 1:
-        raise UsageError(f"sweep: guessed={guessed}; a factor of 1 or more")
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    plans = [[_Run(p, s) for s in range(seeds)] + list(_doubted(p, guessed)) for p in points]
-    if not points:
-        raise UsageError(f"sweep: no point: {dict(grid)}")
-    _check_names(grid)
+    plans = _plans(grid, seeds, guessed)
     several = any(len(plan) > 1 for plan in plans)
     runs = [run for plan in plans for run in plan]
     found = _read(path)
@@ -129,14 +136,19 @@ def sweep(
         log = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
         bar = stack.enter_context(progress("runs", len(runs), quiet=done is not None))
         tell = done or (lambda count, _: bar.update(bar.task_ids[0], completed=count))
-        tell(len(runs) - len(missing), len(runs))
+        counts = itertools.count(len(runs) - len(missing))
+        tell(next(counts), len(runs))
+
+        def ended(run: Run, values: Values) -> None:
+            found[run.key] = values
+            if log is not None:
+                log.write(json.dumps({"run": run.key, "values": values}) + "\n")
+                log.flush()
+            tell(next(counts), len(runs))
+
         try:
-            for count, (run, values) in enumerate(_called(function, missing, processes), 1):
-                found[run.key] = values
-                if log is not None:
-                    log.write(json.dumps({"run": run.key, "values": values}) + "\n")
-                    log.flush()
-                tell(len(runs) - len(missing) + count, len(runs))
+            make = calls or partial(_call, processes=processes)
+            make(partial(_values, function), missing, ended)
         except KeyboardInterrupt:
             plans = [plan for plan in plans if all(run.key in found for run in plan)]
             if not plans:
@@ -156,26 +168,79 @@ def _check_names(grid: Mapping[str, Sequence[Any]]) -> None:
             )
 
 
+def _plans(grid: Mapping[str, Sequence[Any]], seeds: int, guessed: float) -> list[list[Run]]:
+    """The runs of each point."""
+    check_int("sweep: seeds", seeds, 1)
+    if guessed < 1:
+        raise UsageError(f"sweep: guessed={guessed}; a factor of 1 or more")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    if not points:
+        raise UsageError(f"sweep: no point: {dict(grid)}")
+    _check_names(grid)
+    return [[Run(p, s) for s in range(seeds)] + _doubted(p, guessed, seeds) for p in points]
+
+
+def interval(
+    function: Callable[..., Values], values: Values, guessed: float = GUESSED, **point: Any
+) -> dict[str, tuple[float, float]]:
+    """Return the least and the most of each figure of a point whose figures are known.
+
+    Args:
+        function: as of `sweep`; it is called here.
+        values: its figures at the point.
+        guessed: as of `sweep`; 1: the interval is the figure alone.
+        point: its arguments.
+    """
+    runs = _doubted(point, guessed, 1)
+    found = [values, *(function(**run.point, seed=run.seed) for run in runs)]
+    return {name: (min(v[name] for v in found), max(v[name] for v in found)) for name in values}
+
+
 def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
-    """Yield the profiles in which one guessed number is `factor` times as large, or as small."""
-    for field, number in profile.numbers.items():
-        value = getattr(profile, field)
-        for times in (factor, 1 / factor):
-            other = max(FIELDS[field].least, round(value * times))
-            if number.confidence != "guessed" or other == value:
-                continue
-            try:
-                yield f"{FIELDS[field].path} x {times:.3g}", replace(profile, **{field: other})
-            except UsageError:
-                continue  # it contradicts another number
+    """Yield the machine as slow, and as fast, as its guessed numbers may make it.
+
+    Times and shares of what goes wrong are `factor` times as large for the slow one, all else is so
+    many times as small. Counts stay, and so does a number that would contradict another.
+    """
+    for end in ("slow", "fast"):
+        found = profile
+        for field, number in profile.numbers.items():
+            unit = FIELDS[field].unit
+            larger = (unit in {"ps", "ppm"}) == (end == "slow")
+            value = getattr(profile, field) * (factor if larger else 1 / factor)
+            if number.confidence == "guessed" and unit != "count":
+                with suppress(UsageError):
+                    found = replace(found, **{field: max(FIELDS[field].least, round(value))})
+        if found != profile:
+            yield end, found
 
 
-def _doubted(point: Mapping[str, Any], factor: float) -> Iterator[_Run]:
-    given = point.get("profile")
-    if factor > 1 and given is not None:
-        profile = given if isinstance(given, Profile) else load_profile(given)
-        for what, other in doubts(profile, factor):
-            yield _Run({**point, "profile": other}, 0, what)
+def kind_of(*machines: Profile) -> Literal["predicted", "extrapolated"]:
+    """Say how the times of simulated machines are made.
+
+    predicted: their numbers are quoted, or fitted to other figures than those that are asked for.
+    extrapolated: the rate of a NIC is guessed.
+    """
+    rates = {machine.numbers["wire_bps"].confidence for machine in machines}
+    return "extrapolated" if "guessed" in rates else "predicted"
+
+
+def _machine(name: str, value: Any) -> Any:
+    """Load the profile that a value names; another value is returned as it is."""
+    if name in {"machine", "profile"} and isinstance(value, str | PathLike):
+        return load_profile(value)
+    return value
+
+
+def _doubted(point: Mapping[str, Any], factor: float, seed: int) -> list[Run]:
+    """The two ends of every value of a point that has guessed numbers."""
+    runs: dict[str, dict[str, Any]] = {}
+    for name, given in point.items() if factor > 1 else ():
+        value = _machine(name, given)
+        ends = doubts if isinstance(value, Profile) else getattr(type(value), "doubts", None)
+        for end, other in ends(value, factor) if ends else ():
+            runs.setdefault(end, dict(point))[name] = other
+    return [Run(one, seed + k, end) for k, (end, one) in enumerate(runs.items())]
 
 
 def _read(path: str | PathLike[str] | None) -> dict[str, Values]:
@@ -191,39 +256,42 @@ def _read(path: str | PathLike[str] | None) -> dict[str, Values]:
     return found
 
 
-def _called(
-    function: Callable[..., float | Values], runs: Sequence[_Run], processes: int | None
-) -> Iterator[tuple[_Run, Values]]:
-    """Yield runs as they end."""
+def _call(work: Work, runs: Sequence[Run], ended: Ended, processes: int | None) -> None:
+    """Make the calls in so many processes."""
     count = min(len(runs), processes or os.cpu_count() or 1)
     if count < 2:
         for run in runs:
-            yield run, _values(function, run)
+            ended(run, work(run))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=context) as pool:
-        begun = {pool.submit(_values, function, run): run for run in runs}
+        begun = {pool.submit(work, run): run for run in runs}
         try:
-            for ended in as_completed(begun):
-                yield begun[ended], ended.result()
+            for one in as_completed(begun):
+                ended(begun[one], one.result())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _values(function: Callable[..., float | Values], run: _Run) -> dict[str, float]:
+def _values(function: Callable[..., float | Values], run: Run) -> dict[str, float]:
     found = function(**run.point, seed=run.seed)
     return dict(found) if isinstance(found, Mapping) else {"value": found}
 
 
-def _row(plan: Sequence[_Run], found: Mapping[str, Values], *, several: bool) -> dict[str, Any]:
+def _row(plan: Sequence[Run], found: Mapping[str, Values], *, several: bool) -> dict[str, Any]:
     """Return the row of a point; all have an interval where `several` runs make up some of them."""
     all_values = [found[run.key] for run in plan]
     seeded = [found[run.key] for run in plan if not run.doubt]
     point = plan[0].point
     row = {k: v.name if isinstance(v, Profile) else v for k, v in point.items()}
+    machines = [
+        one for one in itertools.starmap(_machine, point.items()) if isinstance(one, Profile)
+    ]
     for name in all_values[0]:
         row[name] = median(values[name] for values in seeded)
         if several:
             row[f"{name} low"] = min(values[name] for values in all_values)
             row[f"{name} high"] = max(values[name] for values in all_values)
+    if machines:
+        row["kind"] = kind_of(*machines)
     return row | ({"runs": len(plan)} if several else {})

@@ -52,6 +52,7 @@ def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
     assert (2, 0) == (found["engines"], found["failed"])
     assert found["requests"] > 0
     assert 0 < found["TTFT p50 ms"] <= found["TTFT p99 ms"]
+    assert " to " in found["p50 interval"]
     assert found["pages"] == found["requests"] * (94 * 2 * 16 + 1)
 
 
@@ -61,15 +62,21 @@ def test_the_first_token_is_predicted_for_any_length() -> None:
 
     assert [(10000, 1), (20000, 2)] == [(row["tokens"], row["chunks"]) for row in found]
     assert all(row["TTFT disaggregated ms"] > row["TTFT same node ms"] for row in found)
-    slow = rows("ttft", "10000", "--layer-ms", "100")
+    for row in found:
+        low, high = map(float, row["added interval"].split(" to "))
+        assert low < row["added ms"] < high
+        assert "predicted" == row["kind"]
+    slow = rows("ttft", "10000", "--layer-ms", "100", "--guessed", "1")
     assert 9400 == pytest.approx(slow[0]["TTFT same node ms"], rel=1e-3)
-    cold, warm = (rows("ttft", "4096", *more)[0] for more in (("--cold",), ()))
+    once = "--guessed", "1"
+    cold, warm = (rows("ttft", "4096", *once, *more)[0] for more in (("--cold",), ()))
+    assert ["extrapolated", "predicted"] == [row["kind"] for row in (cold, warm)]
     assert 26 == pytest.approx(cold["added ms"] - warm["added ms"], abs=0.2)
 
 
 def test_people_read_tables() -> None:
     """Nobody reads JSON in a terminal."""
-    result = CliRunner().invoke(app, ["kvcache", "ttft", "4096"])
+    result = CliRunner().invoke(app, ["kvcache", "ttft", "4096", "--guessed", "1"])
 
     assert 0 == result.exit_code
     assert "TTFT disaggregated ms" in result.stdout

@@ -118,6 +118,12 @@ def test_the_command_prints_what_is_predicted() -> None:
     assert {"send kernel", "proxy", "first byte", "NIC", "receive kernel"} == set(
         document["combine"]["parts_us"]
     )
+    assert "predicted" == document["kind"]
+    for half in ("dispatch", "combine"):
+        low, high = document[half]["interval_us"]
+        assert low < document[half]["p50_us"] < high
+    without = json.loads(CliRunner().invoke(app, [*small, "--guessed", "1", "--json"]).stdout)
+    assert 2 * [without["combine"]["p50_us"]] == without["combine"]["interval_us"]
 
 
 def test_the_command_compares_and_checks() -> None:

@@ -37,7 +37,10 @@ def test_a_plan_says_time_stages_and_bottleneck(config, tmp_path):
     assert {"b", "e", "X", "M"} == {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]}
     assert [1.0] == [float(row["factor"]) for row in found["comparison"][:1]]
     assert "NIC" in found["bottleneck"]
-    assert found["published_ms"] is None
+    assert found["published"] is None, "nobody has published this one"
+    low, high = found["total_interval_ms"]
+    assert low < found["total_ms"] + 0.1 <= high + 0.2
+    assert "extrapolated" == found["kind"]
 
 
 def test_a_plan_prints_tables(config):

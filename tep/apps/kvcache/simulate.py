@@ -169,6 +169,11 @@ class Report(Shown):
         rows = [{"TTFT, s": time, "requests, %": share} for time, share in zip(times, shares)]
         return draw(rows, axes, x="TTFT, s", y="requests, %")
 
+    def figures(self) -> dict[str, float]:
+        """The figures that have an interval, by name; milliseconds."""
+        found = {"TTFT p50": self.ttft_s(), "TTFT p99": self.ttft_s(0.99), "added": self.added_s()}
+        return {name: seconds * 1e3 for name, seconds in found.items()}
+
     def ttft_s(self, share: float = 0.5) -> float:
         """The time to the first token that a share of the completed requests does not exceed."""
         times = sorted(done.ttft_s for done in self.completions if done.ok)

@@ -7,9 +7,9 @@ table; or guessed. The other rows are predicted, none of their numbers is used h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from tep.apps.kvcache.model import Chunk, cut_chunks
 
 __all__ = [
     "FITTED_ROWS", "OVERHEAD", "PUBLISHED", "PUBLISHED_ROWS", "QWEN3_235B", "Measured",
-    "Overhead", "TtftModel", "fit",
+    "Overhead", "TtftModel", "fit", "kind_of",
 ]  # fmt: skip
 
 QWEN3_235B: Final = KvLayout("Qwen3-235B", 128, (KvBuffer("kv", 94, 4, 256, planes=2),))
@@ -127,6 +127,12 @@ class Overhead:
     hop_s: float = 0.0
     first_contact_s: float = 0.0
 
+    def doubts(self, factor: float) -> Iterator[tuple[str, Overhead]]:
+        """Yield both ends of what is guessed, all of it times; see tep.sim.doubts."""
+        for end, times in (("slow", factor), ("fast", 1 / factor)):
+            pass_s = max(0.0, self.pass_s + (times - 1) * _SUMS_S)
+            yield end, replace(self, hop_s=self.hop_s * times, pass_s=pass_s)
+
     def before_token_s(self, model: TtftModel, ntokens: int) -> float:
         """The time from a complete cache to the first token."""
         handed_s = self.hand_over_s * model.last_pages(ntokens)
@@ -211,13 +217,22 @@ Source: arXiv 2510.27656 v2, Table 3.
 FITTED_ROWS: Final = PUBLISHED_ROWS[1:3]
 """The rows that numbers are fitted to; the other two are predicted."""
 
+
+def kind_of(ntokens: int, *, cold: bool = False) -> Literal["fitted", "predicted", "extrapolated"]:
+    """Say how the time of a prompt is made: extrapolated beyond the lengths that are published."""
+    lengths = [row.ntokens for row in PUBLISHED_ROWS]
+    if cold or not lengths[0] <= ntokens <= lengths[-1]:
+        return "extrapolated"
+    return "fitted" if ntokens in [row.ntokens for row in FITTED_ROWS] else "predicted"
+
+
 _RANK_WEIGHTS_BYTES: Final = 22e9 * 2 / 4  # 22 G active parameters, bf16, TP4: quoted, model card
 _RANK_TOKEN_BYTES: Final = 94 * 2 * 256  # a token's K and V of the one head of a rank
 _HBM_BYTES_S: Final = 4.8e12  # quoted: NVIDIA H200 datasheet
-_SUM_S: Final = 15e-6  # guessed: one sum over four ranks; there are two in a layer
+_SUMS_S: Final = 2 * 94 * 15e-6  # guessed: sums over four ranks, two in a layer
 
 _KNOWN: Final = Overhead(
-    pass_s=_RANK_WEIGHTS_BYTES / _HBM_BYTES_S + 2 * 94 * _SUM_S,
+    pass_s=_RANK_WEIGHTS_BYTES / _HBM_BYTES_S + _SUMS_S,
     pass_token_s=_RANK_TOKEN_BYTES / _HBM_BYTES_S,
     hop_s=0.5e-3,  # guessed
     # Quoted: 26 ms, first submit to a peer over EFA without a warm-up; Mooncake's

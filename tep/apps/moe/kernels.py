@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from math import inf
@@ -52,6 +53,13 @@ class Gpu:
     push_hidden: float
     route_entry: float
     rest_peer: float
+
+    def doubts(self, factor: float) -> Iterator[tuple[str, Gpu]]:
+        """Yield both ends of what is guessed, all of it times; see tep.sim.doubts."""
+        numbers = gpu_numbers()["gpu"] | gpu_numbers()["proxy"]
+        guessed = [key for key, one in numbers.items() if one["confidence"] == "guessed"]
+        for end, times in (("slow", factor), ("fast", 1 / factor)):
+            yield end, replace(self, **{key: getattr(self, key) * times for key in guessed})
 
     # The step that the kernel times are of: EP64, 128 tokens, top 8, 7 of 8 copies leave the node.
     _COPIES = 1024

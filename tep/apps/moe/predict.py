@@ -118,6 +118,11 @@ class Prediction(Shown):
     combine_parts: dict[str, float] = field(default_factory=dict)
     barrier_us: float = 0.0
 
+    def figures(self) -> dict[str, float]:
+        """The four latencies by name."""
+        found = {"dispatch": self.dispatch_us, "combine": self.combine_us}
+        return found | {f"{half} p99": us for half, us in zip(found, self.p99_us, strict=True)}
+
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each half."""
         halves = (("dispatch", self.dispatch_us), ("combine", self.combine_us))

@@ -26,19 +26,15 @@ from tep.observe.shown import Shown
 from tep.sim import Network, Profile, load_profile
 
 __all__ = [
-    "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS",
-    "Attribution", "Busy", "Prediction", "SlowNic", "StageTimes", "predict",
+    "DENSE_MS", "HBM_BYTES_PER_S", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
+    "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS", "Attribution", "Busy", "Prediction", "SlowNic",
+    "StageTimes", "as_profile", "predict",
 ]  # fmt: skip
 
 
 QUANTUM_BYTES: Final = 4 * MiB
 """The bytes that a NIC sends of one flow before the next. The profiles' 64 KiB would be ninety
 million turns for six terabytes; rows here are megabytes, so the share of each flow is the same."""
-
-GPUS_PER_NODE: Final = 8
-"""Ranks that reach each other without their NICs. Source: HGX H100 and p5en nodes, quoted."""
-
-_GATHER_BYTES: Final = 1024 * MiB  # unsharding's traffic is sent in pieces of about this size
 
 
 class SlowNic(NamedTuple):
@@ -89,6 +85,10 @@ class Prediction(Shown):
     peak_bytes: int
     spans: tuple[Span, ...] = field(repr=False)
 
+    def figures(self) -> dict[str, float]:
+        """The figures that have an interval, by name; milliseconds."""
+        return {"total": self.total_ms, "wait": self.wait_ms}
+
     @property
     def compute_ms(self) -> float:
         """Exposed compute of the mean training rank."""
@@ -115,7 +115,6 @@ def predict(
     seed: int = 0,
     slow: SlowNic | None = None,
     spans: bool = False,
-    gpus_per_node: int | None = GPUS_PER_NODE,
     drains: bool = False,
     network: Network | None = None,
     rollout_profile: str | Profile | None = None,
@@ -129,8 +128,6 @@ def predict(
         seed: of the fabric.
         slow: one NIC that is slower than the others.
         spans: record what happened when.
-        gpus_per_node: unsharding over more ranks takes its published time, and sends (n-1)/n of the
-            bytes over all NICs of a node, beside the writes. None: leave this traffic out.
         drains: between mesh groups a rank waits for its own writes, as published; ours does not.
         network: as of sim.Cluster.
         rollout_profile: of the rollout workers' machines, where those are others.
@@ -148,7 +145,7 @@ def predict(
     ) as cluster:
         if slow is not None:
             cluster.slow_down(*slow)
-        run = _Run(cluster, schedule, times, gpus_per_node, spans, drains)
+        run = _Run(cluster, schedule, times, spans, drains)
         total_ms = cluster.run(run.main()) * 1e3
         sent = [sum(nic.nbytes for nic in engine.stats().nics) for engine in run.trains]
     stages = {name: ms / ranks for name, ms in run.stages_ms.items()}
@@ -162,9 +159,13 @@ def predict(
     )
 
 
+def as_profile(profile: str | Profile) -> Profile:
+    """Load a profile, if it is a name."""
+    return load_profile(profile) if isinstance(profile, str) else profile
+
+
 def _machine(profile: str | Profile) -> Profile:
-    found = load_profile(profile) if isinstance(profile, str) else profile
-    return dataclasses.replace(found, quantum_bytes=QUANTUM_BYTES)
+    return dataclasses.replace(as_profile(profile), quantum_bytes=QUANTUM_BYTES)
 
 
 def _links(
@@ -204,7 +205,6 @@ class _Run:
         cluster: tep.sim.Cluster,
         schedule: Schedule,
         times: StageTimes,
-        gpus_per_node: int | None,
         spans: bool,
         drains: bool,
     ) -> None:
@@ -227,7 +227,6 @@ class _Run:
         self._times = times
         self._record = spans
         self._drains = drains
-        self._node = gpus_per_node
         self._mine: list[list[int]] = [[] for _ in range(schedule.ranks)]
         for task in schedule.tasks:
             for rank in task.members:
@@ -266,7 +265,8 @@ class _Run:
 
     async def _mesh(self, mesh: str, tasks: Sequence[Task]) -> None:
         """The thread of all ranks of one sub-mesh, which gather in step."""
-        loop, unsent = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
+        expert = self._schedule.groups[tasks[0].group] == _EXPERTS
         if self._drains:
             began = loop.time()
             await self._drained(tasks[0].members, tasks[0].group)
@@ -279,7 +279,7 @@ class _Run:
             # The mean of the members: one that writes more keeps the others waiting where they
             # gather next. That is in the published time of gathering, and must not count twice.
             rows = self._rows[task.number] / len(task.members)
-            seconds = self._times.seconds(task, rows)
+            seconds = self._times.seconds(task, rows, expert=expert)
             at = loop.time()
             for name, each in seconds.items():
                 self.stages_ms[name] = self.stages_ms.get(name, 0.0) + each * 1e3 * len(
@@ -287,23 +287,8 @@ class _Run:
                 )
                 self._note(mesh, name, task, at, at + each)
                 at += each
-            unsent = self._unshard(task, unsent, last=task is tasks[-1])
             await asyncio.sleep(sum(seconds.values()))
             self._write(mesh, task)
-
-    def _unshard(self, task: Task, unsent: int, *, last: bool) -> int:
-        """Send what unsharding sends from node to node; return the bytes that wait for more."""
-        n = len(task.members)
-        if self._node is None or n <= self._node:
-            return 0
-        unsent += task.gather_bytes * (n - 1) // n // self._node
-        if unsent < _GATHER_BYTES and not last:
-            return unsent
-        for k, rank in enumerate(task.members):
-            other = task.members[(k + n // 2) % n]
-            where = ((self._sources[rank], 0), (self._staging[other], 0))
-            self.trains[rank].submit_single_write(unsent, *where)
-        return 0
 
     async def _room(self, task: Task) -> None:
         """Wait until the task's place in every member's staging is free: the watermark."""
@@ -379,23 +364,36 @@ class _Run:
             self.spans.append(stage_span(mesh, stage, task.name, start_s, stop_s))
 
 
-Attribution = Literal["roofline", "bytes", "calls"]
-"""The rule by which a published total is shared out to tasks.
+Attribution = Literal["roofline", "bytes"]
+"""The rule by which the published totals of one model become the times of another.
 
-roofline: bytes at the quoted rate of the hardware, LINE_BYTES_PER_S, and what is then left of it by
-tensors. bytes, calls: all of it by bytes, or by tensors. What was measured is not published, so
-that the three together say how much hangs on it: of the published total of Kimi-K2 they make 92 %,
-89 % and 118 % (bytes, roofline, calls). bytes is the plainest and the default.
+roofline: a stage's bytes at the rate of the hardware, and what is then left of its total by
+tensors. Experts are not gathered: a rank's shards are whole experts, and the 1.4 GB of one tensor
+over NICs of 50 GB/s would take five times the published time. A dense tensor costs less than one
+of experts: see DENSE_MS. bytes: all of it by gathered bytes, which NICs cannot carry; the least
+that another model may take.
 """
+
+HBM_BYTES_PER_S: Final = 4.8e12
+"""Memory of an H200, reads and writes together. Source: NVIDIA's datasheet, quoted."""
 
 LINE_BYTES_PER_S: Final[Mapping[str, float]] = {
     "load": 63e9,
     "unshard": 450e9,
-    "quantise": 3.35e12 / 1.5,
+    "quantise": HBM_BYTES_PER_S / 1.5,
 }
 """Shortest time of a stage's bytes: PCIe gen 5 x16 one way; NVLink 4 one way, for each
-gathered byte; HBM3 of an H100, for two bytes read and one written of each two gathered. Source:
-vendor pages, quoted. Fusing has none: where it is not a copy it takes no bytes at all."""
+gathered byte; the GPU's memory, for two bytes read and one written of each two gathered. Source:
+vendor pages, quoted. Its FLOPs, two a parameter, are a thousandth of that. Fusing has no bytes
+where it is not a copy."""
+
+DENSE_MS: Final = 84.0
+"""Compute of Kimi-K2's dense parameters on the mean rank, of 876 ms in all; guessed.
+
+The experts' compute takes longer than their writes (le.qun.ch, 2025-09-17, quoted), which are
+709 ms at line rate. That leaves the dense parameters between 0 and 167 ms: this is the middle."""
+
+_EXPERTS: Final = "experts"  # the mesh group of train_metas()
 
 
 class Operation(NamedTuple):
@@ -431,6 +429,15 @@ of its total."""
 TOTAL_MS: Final = 1233.0
 """The whole update, same table. Not an input."""
 
+PUBLISHED_MS: Final = {
+    "kimi-k2": "1,233 ms: EFA, 256 to 128 GPUs (arXiv 2510.27656 v2, Table 5)",
+    "qwen3-235b": "2,000 ms: EFA, 128 to 32 GPUs, before two of four stages were overlapped "
+    "(le.qun.ch, 2025-09-07); 1,200 to 2,000 ms in others' summary of the paper's section 5",
+    "deepseek-v3": "1,200 to 2,000 ms in others' summary of the paper's section 5, which does not "
+    "say on what",
+}
+"""Published times of whole updates, by model, in words; nothing is fitted to the last two."""
+
 
 KIMI_K2: Final = "kimi-k2", TrainLayout(fsdp=16, pp=2, ep=8), InferLayout(ep=32, replicas=4)
 """The published deployment: model, layouts of training and of inference. Source: arXiv 2510.27656
@@ -445,54 +452,65 @@ class StageTimes:
 
     Attributes:
         per_byte: stage -> seconds a byte: load of a rank's own shards, else of gathered bytes.
-        per_tensor: stage -> seconds a tensor.
+        per_tensor: stage -> seconds a tensor of experts.
         per_row: seconds to submit a row.
+        dense_times: so many times a tensor of experts does another tensor cost.
+        gathers_experts: False: a rank handles its own shards of experts only.
     """
 
     per_byte: Mapping[str, float]
     per_tensor: Mapping[str, float]
     per_row: float
+    dense_times: float = 1.0
+    gathers_experts: bool = True
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        attribution: Attribution = "bytes",
-    ) -> StageTimes:
+    def of(cls, schedule: Schedule, attribution: Attribution = "roofline") -> StageTimes:
         """Make rates of published totals.
 
         Args:
             schedule: of the published deployment, which says how many bytes the totals are for.
             attribution: see there.
         """
-        gathered = tensors = 0
+        by_line, ranks = attribution == "roofline", schedule.ranks
+        own, gathered, tensors = ({True: 0, False: 0} for _ in range(3))
         for task in schedule.tasks:
-            gathered += task.gather_bytes * len(task.members)
-            tensors += len(task.gathers) * len(task.members)
-        own = sum(task.gather_bytes for task in schedule.tasks)  # each byte is loaded once
-        ranks = schedule.ranks
+            expert = schedule.groups[task.group] == _EXPERTS
+            own[expert] += task.gather_bytes  # each byte is loaded once
+            whole = expert and by_line
+            gathered[expert] += task.gather_bytes * (1 if whole else len(task.members))
+            tensors[expert] += len(task.gathers) * len(task.members)
         per_byte: dict[str, float] = {}
-        per_tensor: dict[str, float] = {"other": OPERATIONS["other"].total_ms / 1e3 * ranks}
+        rest: dict[str, float] = {"other": OPERATIONS["other"].total_ms / 1e3 * ranks}
+        dense_s = 0.0
         for name in ("load", "unshard", "fuse", "quantise"):
             seconds = OPERATIONS[name].total_ms / 1e3 * ranks
-            nbytes = own if name == "load" else gathered
-            at_line = nbytes / LINE_BYTES_PER_S[name] if name in LINE_BYTES_PER_S else 0.0
-            shares = {"bytes": seconds, "calls": 0.0, "roofline": min(seconds, at_line)}
-            by_bytes = shares[attribution]
-            per_byte[name] = by_bytes / nbytes
-            per_tensor[name] = seconds - by_bytes
-        per_tensor = {name: seconds / tensors for name, seconds in per_tensor.items()}
+            moved = own if name == "load" else gathered
+            per_byte[name] = seconds / sum(moved.values())
+            if by_line:
+                line = 1 / LINE_BYTES_PER_S[name] if name in LINE_BYTES_PER_S else 0.0
+                per_byte[name] = min(per_byte[name], line)
+            rest[name] = seconds - per_byte[name] * sum(moved.values())
+            dense_s += per_byte[name] * moved[False]
+        dense_times = 1.0
+        if by_line:
+            share = max(0.0, DENSE_MS / 1e3 * ranks - dense_s) / sum(rest.values())
+            dense_times = share / (1 - share) * tensors[True] / tensors[False]
+        counted = tensors[True] + dense_times * tensors[False]
+        per_tensor = {name: seconds / counted for name, seconds in rest.items()}
         per_row = OPERATIONS["submit"].total_ms / 1e3 * ranks / len(schedule.rows)
-        return cls(per_byte, per_tensor, per_row)
+        return cls(per_byte, per_tensor, per_row, dense_times, not by_line)
 
-    def seconds(self, task: Task, rows: float) -> dict[str, float]:
+    def seconds(self, task: Task, rows: float, *, expert: bool) -> dict[str, float]:
         """Compute time of one task on one of its ranks, which writes so many rows in the mean."""
         own = task.gather_bytes / len(task.members)
+        gathered = task.gather_bytes if self.gathers_experts or not expert else own
         found = {
-            name: rate * (own if name == "load" else task.gather_bytes)
+            name: rate * (own if name == "load" else gathered)
             for name, rate in self.per_byte.items()
         }
+        tensors = len(task.gathers) * (1.0 if expert else self.dense_times)
         for name, each in self.per_tensor.items():
-            found[name] = found.get(name, 0.0) + each * len(task.gathers)
+            found[name] = found.get(name, 0.0) + each * tensors
         found["submit"] = self.per_row * rows
         return found

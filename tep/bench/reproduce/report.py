@@ -90,8 +90,6 @@ def _waiting(outcomes: Sequence[Outcome]) -> dict[str, object]:
     given = total.point.published - wait.point.published
     said = f"{total.point.published:g} ms published, of which {given:g} are inputs; waiting"
     said += f" {wait.point.published:g} published, {_number(wait.simulated)} simulated"
-    if wait.left_out is not None:
-        said += f", {_number(wait.left_out)} without sight of it"
     return {"rl": said}
 
 

@@ -21,8 +21,6 @@ from tep.apps.kvcache.simulate import Plant, first_token
 from tep.apps.kvcache.ttft import FITTED_ROWS, OVERHEAD, PUBLISHED, PUBLISHED_ROWS
 from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.apps.moe.predict import Workload, predict, profile_of
-from tep.apps.rl import study
-from tep.apps.rl.schedule import WATERMARK_BYTES
 from tep.base.units import PS_PER_US, KiB
 from tep.bench.reproduce.runs import Outcome, layer_us, post_all_us
 from tep.bench.reproduce.tables import NIC_PROFILES, Point, load_table
@@ -208,12 +206,6 @@ def _post_all() -> dict[Key, float]:
     return found
 
 
-def _rl() -> dict[Key, float]:
-    """Simulate with the watermark of `make_schedule`, which was guessed without the table."""
-    plain = replace(study.published_deployment(), watermark_bytes=WATERMARK_BYTES).predict()
-    return {("rl", "wait ms"): plain.wait_ms, ("rl", "total ms"): plain.total_ms}
-
-
 _WORK: Final[Mapping[str, Callable[[], dict[Key, float]]]] = {
     "p2p": _p2p,
     "kvcache": _kvcache,
@@ -222,6 +214,5 @@ _WORK: Final[Mapping[str, Callable[[], dict[Key, float]]]] = {
     "moe-private": _rest_peer,
     "moe-kernels": _kernels,
     "scatter": _post_all,
-    "rl": _rl,
 }
 """Names of tables -> functions that leave out their points."""

@@ -7,6 +7,7 @@ import math
 import sys
 import tracemalloc
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -46,7 +47,7 @@ from tep.apps.rl.models import (
     train_metas,
 )
 from tep.apps.rl.ports import Kind, PeerResult, UpdateReport, make_imm, stage_span
-from tep.apps.rl.predict import OPERATIONS, StageTimes
+from tep.apps.rl.predict import DENSE_MS, OPERATIONS, StageTimes
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.schedule import make_schedule
 from tests.support.tensors import TORCHES, get_torch
@@ -462,17 +463,42 @@ def test_parameters_share_a_task_as_long_as_its_staging_allows(bundle_bytes):
 
 def test_rates_of_published_totals_give_these_totals_again():
     """Rates for other bytes than those that were measured make every prediction wrong."""
-    tasks = [
-        SimpleNamespace(gather_bytes=100, members=(0, 1), gathers=[1]),
-        SimpleNamespace(gather_bytes=300, members=(0, 1, 2, 3), gathers=[1, 2]),
-    ]
-    schedule = SimpleNamespace(tasks=tasks, ranks=4, rows=np.zeros(5))
-    found = StageTimes.of(schedule)
-    gathered, tensors = 100 * 2 + 300 * 4, 2 + 2 * 4
-    for seconds, name in (
-        (400 * found.per_byte["load"], "load"),
-        (gathered * found.per_byte["unshard"], "unshard"),
-        (tensors * found.per_tensor["other"], "other"),
-        (5 * found.per_row, "submit"),
-    ):
-        assert OPERATIONS[name].total_ms / 1e3 * 4 == pytest.approx(seconds), name
+    for rule in ("roofline", "bytes"):
+        found, sums = StageTimes.of(PUBLISHED_TASKS, rule), dict.fromkeys(OPERATIONS, 0.0)
+        for task in PUBLISHED_TASKS.tasks:
+            expert = PUBLISHED_TASKS.groups[task.group] == "experts"
+            each = found.seconds(task, 5 / len(task.members) / 2, expert=expert)
+            for name, seconds in each.items():
+                sums[name] += seconds * len(task.members) * 1e3 / 4
+        assert {name: one.total_ms for name, one in OPERATIONS.items()} == pytest.approx(sums)
+
+
+def test_dense_tensors_take_what_the_published_phases_leave_them():
+    """The rest is the experts'. A rank that gathered all of them would wait for NICs that do not
+    exist.
+    """
+    found = StageTimes.of(PUBLISHED_TASKS)
+    dense, experts = (
+        found.seconds(task, 0.0, expert=expert)
+        for task, expert in zip(PUBLISHED_TASKS.tasks, (False, True), strict=True)
+    )
+    twice = found.seconds(PUBLISHED_TASKS.tasks[1]._replace(gather_bytes=0), 0.0, expert=True)
+
+    assert DENSE_MS * 4 / 2 == pytest.approx(sum(dense.values()) * 1e3)
+    assert 63e9 * (experts["load"] - twice["load"]) == pytest.approx(300e6 / 4)
+    assert 450e9 * (experts["unshard"] - twice["unshard"]) == pytest.approx(300e6 / 4)
+
+
+class _Task(NamedTuple):
+    group: int
+    gather_bytes: int
+    members: tuple[int, ...]
+    gathers: tuple[int, ...]
+
+
+PUBLISHED_TASKS = SimpleNamespace(
+    groups=("dense", "experts"),
+    tasks=[_Task(0, 100_000_000, (0, 1), (1,)), _Task(1, 300_000_000, (0, 1, 2, 3), (1, 2))],
+    ranks=4,
+    rows=np.zeros(5),
+)

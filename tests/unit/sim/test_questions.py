@@ -19,6 +19,8 @@ def test_a_transfer_takes_what_its_links_take() -> None:
         64 * MiB, ["efa_4x100", "cx7_400"], nics=[1, 2], page_bytes=[64 * KiB, 256 * KiB]
     )
     one, *_, two = [r for r in table.rows if "efa_4x100" == r["machine"]]
+    assert all(r["time, ms low"] <= r["time, ms"] <= r["time, ms high"] for r in table.rows)
+    assert {"predicted"} == {r["kind"] for r in table.rows}
 
     assert 8 == len(table.rows)
     assert 1.9 < one["time, ms"] / two["time, ms"] < 2.1
@@ -91,15 +93,15 @@ def test_an_interrupt_leaves_what_there_is(monkeypatch) -> None:
 
     def interrupted(*args, **kwargs):
         asked.append(args)
-        if len(asked) == 2:
+        if len(asked) == 5:
             raise KeyboardInterrupt
         return 1000.0, 4096
 
     monkeypatch.setattr(questions, "_transfer", interrupted)
     table = tep.sim.transfer_time([1, 2, 3], "cx7_400")
 
-    assert (1, 2) == (len(table.rows), table.missing)
-    asked[:] = [()]
+    assert (1, 5) == (len(table.rows), table.missing)
+    asked[:] = [()] * 4
     with pytest.raises(KeyboardInterrupt):
         tep.sim.transfer_time([1, 2, 3], "cx7_400")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,25 @@ from tep.sim import load_profile, sweep
 from tep.sim.sweeps import Table, doubts
 
 GRID = {"size": [2, 3], "name": ["a", "b"]}
+MACHINES = "cx7_400", "cx8_800"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A value with a guess in it."""
+
+    size: int
+
+    def doubts(self, factor: float) -> Iterator[tuple[str, Pair]]:
+        """Its two ends."""
+        yield "slow", Pair(round(self.size * factor))
+        yield "fast", Pair(round(self.size / factor))
+
+
+def guess(pair: Pair, seed: int) -> float:
+    """The guess."""
+    del seed
+    return float(pair.size)
 
 
 def area(size: int, name: str, seed: int) -> dict[str, float]:
@@ -46,7 +66,7 @@ def test_a_machine_without_guesses_has_the_columns_of_the_others(tmp_path: Path)
     table = sweep(latency, {"profile": [usual, other]}, guessed=2, processes=1)
     table.write(tmp_path / "x.csv")
 
-    assert ["value", "value low", "value high", "runs"] == list(table.rows[1])[1:]
+    assert ["value", "value low", "value high", "kind", "runs"] == list(table.rows[1])[1:]
     assert 1 == table.rows[1]["runs"] < table.rows[0]["runs"]
 
 
@@ -98,14 +118,52 @@ def test_guessed_numbers_widen_the_interval_and_move_no_median() -> None:
     """What nobody has measured is the largest doubt about most predictions."""
     (row,) = sweep(latency, {"profile": ["efa_2x200"]}, seeds=3, guessed=1.5, processes=1).rows
     profile = load_profile("efa_2x200")
-    guesses = [n for n in profile.numbers.values() if n.confidence == "guessed"]
 
     assert "guessed" == profile.numbers["latency_ps"].confidence
     assert profile.latency_ps + 1 == row["value"]
-    assert round(1.5 * profile.latency_ps) == row["value high"]
-    assert round(profile.latency_ps / 1.5) == row["value low"]
-    assert 3 < row["runs"] <= 3 + 2 * len(guesses)
-    assert {"wire.latency x 1.5", "wire.latency x 0.667"} <= {w for w, _ in doubts(profile, 1.5)}
+    assert round(1.5 * profile.latency_ps) + 3 == row["value high"], "and a seed of its own"
+    assert round(profile.latency_ps / 1.5) + 4 == row["value low"]
+    assert 3 + 2 == row["runs"]
+
+
+def test_the_slow_end_of_a_machine_is_slow_in_every_number() -> None:
+    """An end of which some numbers are better and some worse is inside the interval."""
+    usual = load_profile("efa_2x200")
+    ends = dict(doubts(usual, 2))
+    slow, fast = ends["slow"], ends["fast"]
+
+    assert ["slow", "fast"] == list(ends)
+    assert (2 * usual.latency_ps, usual.dma_bps / 2) == (slow.latency_ps, slow.dma_bps)
+    assert (usual.latency_ps / 2, 2 * usual.dma_bps) == (fast.latency_ps, fast.dma_bps)
+    assert usual.wire_bps == slow.wire_bps == fast.wire_bps, "what is fitted stays"
+    contradicted = replace(usual, ack_ps=usual.receive_ps)
+    assert usual.receive_ps == dict(doubts(contradicted, 2))["slow"].receive_ps
+
+
+def test_a_value_may_have_guesses_of_its_own() -> None:
+    """What a program guesses beside the machine widens its interval, too."""
+    (row,) = sweep(guess, {"pair": [Pair(8)]}, guessed=2, processes=1).rows
+
+    assert (8, 4, 16, 3) == tuple(row[k] for k in ("value", "value low", "value high", "runs"))
+
+
+def test_a_machine_whose_rate_is_a_guess_is_extrapolated() -> None:
+    """A figure of a machine that nobody has measured looks like that of a machine that somebody
+    has.
+    """
+    kinds = [sweep(latency, {"profile": [name]}, processes=1).rows[0]["kind"] for name in MACHINES]
+
+    assert ["predicted", "extrapolated"] == kinds
+
+
+def test_calls_can_be_made_elsewhere() -> None:
+    """A sweep on other machines has the rows of one here, in whatever order runs end."""
+
+    def backwards(work: Any, runs: Any, ended: Any) -> None:
+        for run in reversed(runs):
+            ended(run, work(run))
+
+    assert sweep(area, GRID, seeds=2, calls=backwards) == sweep(area, GRID, seeds=2, processes=1)
 
 
 def test_a_table_is_written_for_other_programs(tmp_path: Path) -> None:
