@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -47,6 +47,7 @@ from tep.sim.queues import (
     Units,
     by_value,
     fifo_grouped,
+    has_all,
     spans_ps,
 )
 
@@ -135,7 +136,6 @@ class Paths:
         self._rate = Rate(uplink_bps) if uplink_bps else None
         self._scale = 0 if self._rate is None else self._rate.scale
         self._nodes: dict[str, int] = {}
-        self._names: dict[int, str] = {}
         self._leaf = np.zeros(16, np.int64)
         self._ups = np.zeros(16, np.int64)
         self._downs = np.zeros(16, np.int64)
@@ -143,6 +143,7 @@ class Paths:
         self._near = _NONE  # on their way to a receiver
         self._out = _NONE  # behind their node's bus
         self._has_bus = False
+        self._is_flat = not (network.leaf_nodes or network.rails)
         self._host = np.zeros(16, np.int64)
         self._buses = np.zeros(16, np.int64)  # outwards, inwards, of each node
         self._bus_scale = np.zeros(16, np.int64)  # as of Rate, of each node; 0: no bus
@@ -156,7 +157,6 @@ class Paths:
             UsageError: more leaves than the network has.
         """
         turn = self._nodes.setdefault(node, len(self._nodes))
-        self._names[number] = node
         network = self.network
         leaf = index if network.rails else turn // network.leaf_nodes if network.leaf_nodes else 0
         if network.leaves and leaf >= network.leaves:
@@ -196,7 +196,7 @@ class Paths:
             limit_ps: see the rule above.
             receivers: the time from which each receiving NIC is free; not changed.
         """
-        ups, downs, below = self._ups.copy(), self._downs.copy(), self._below
+        ups, downs, below = self._ups, self._downs, self._below
         buses, out = self._buses, self._out
         if self._has_bus:
             buses = buses.copy()
@@ -205,22 +205,28 @@ class Paths:
             new = np.concatenate((out, new))
             early = new[:, FIRST] < limit_ps
             new, out = new[early], new[~early]
-        far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
-        near = [self._near, self._leave(new[~far])]
-        if self.network.circuit_up_ps:
-            near.append(self._leave(self._switch(new[far], ups)))
-        else:
-            crossing = self._cross(new[far], SOURCE, ups, limit_ps)
-            crossing[:, [FIRST, TAIL]] += self.network.spine_ps
-            below = np.concatenate((below, crossing))
-            beyond_ps = limit_ps + self.network.spine_ps
-            known = below[:, FIRST] < beyond_ps
-            coming, below = below[known], below[~known]
-            served = self._cross(coming, TARGET, downs, beyond_ps)
-            near.append(self._leave(served))
-        rows = np.concatenate(near)
+        near = [self._near]
+        if not self._is_flat:
+            ups, downs = ups.copy(), downs.copy()
+            far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
+            new, crossing = new[~far], new[far]
+            if self.network.circuit_up_ps:
+                near.append(self._leave(self._switch(crossing, ups)))
+            else:
+                crossing = self._cross(crossing, SOURCE, ups, limit_ps)
+                crossing[:, [FIRST, TAIL]] += self.network.spine_ps
+                below = np.concatenate((below, crossing))
+                beyond_ps = limit_ps + self.network.spine_ps
+                known = below[:, FIRST] < beyond_ps
+                coming, below = below[known], below[~known]
+                served = self._cross(coming, TARGET, downs, beyond_ps)
+                near.append(self._leave(served))
+        near.append(self._leave(new))
+        rows, waiting = np.concatenate(near), _NONE
         known = rows[:, FIRST] < limit_ps + self._latency_ps
-        rows, waiting = _in_order(rows[known]), rows[~known]
+        if not has_all(known):
+            rows, waiting = rows[known], rows[~known]
+        rows = _in_order(rows)
         if self._has_bus:
             host = self._host[rows[:, TARGET]]
             rows = self._serve(rows, 2 * host + 1, buses, self._bus_scale[host])
@@ -233,6 +239,18 @@ class Paths:
             np.maximum.at(free, rows[:, TARGET], served)
             done = np.maximum(done, served)
         return Passing(rows, served, done, free, ups, downs, below, waiting, buses, out)
+
+    def shorten(self, passing: Passing, limit_ps: int, receivers: Ints) -> Passing | None:
+        """Do as `advance` with an earlier limit; None: these servers need a pass of its own."""
+        if not self._is_flat or self._has_bus or self._ways is not None:
+            return None
+        stop = int(passing.flights[:, FIRST].searchsorted(limit_ps + self._latency_ps))
+        rows, served = passing.flights[:stop], passing.served[:stop]
+        free = receivers.copy()
+        np.maximum.at(free, rows[:, TARGET], served)
+        return replace(
+            passing, flights=rows, served=served, done=passing.done[:stop], receivers=free
+        )
 
     def keep(self, passing: Passing) -> None:
         """Make a pass effective."""
@@ -318,17 +336,10 @@ class Paths:
         rows = rows.copy()
         way: Ints | int = self._latency_ps
         if self._ways is not None:
-            way = self._ways(rows[:, SOURCE], rows[:, TARGET])[:, None]
-        if self.network.extra_ps and len(rows):
-            pairs = zip(rows[:, SOURCE].tolist(), rows[:, TARGET].tolist(), strict=True)
-            more = [self._extra_ps(*pair) for pair in pairs]
-            way = way + np.array(more, np.int64)[:, None]
-        rows[:, [FIRST, TAIL]] += way
+            way = self._ways(rows[:, SOURCE], rows[:, TARGET])
+        rows[:, FIRST] += way
+        rows[:, TAIL] += way
         return rows
-
-    def _extra_ps(self, source: int, target: int) -> int:
-        pair = self._names.get(source, ""), self._names.get(target, "")
-        return self.network.extra_ps.get(pair, 0)
 
 
 def _longer(column: Ints, index: int) -> Ints:
@@ -343,6 +354,9 @@ def _order(rows: Ints) -> Ints:
 
 
 def _in_order(rows: Ints) -> Ints:
+    first = rows[:, FIRST]
+    if has_all(first[1:] > first[:-1]):
+        return rows
     found: Ints = rows[_order(rows)]
     return found
 
@@ -425,9 +439,12 @@ def is_paced(profile: Profile) -> bool:
 
 
 class _Quantum(NamedTuple):
+    """One quantum, in the order of the columns of `Units`."""
+
+    number: int
+    target: int
     ready_ps: int
     service_ps: int
-    number: int
     last: bool
     nbytes: int
     holds_ps: int
@@ -487,11 +504,11 @@ class PacedQueue(SendQueue):
 
     def add(self, units: Units, now_ps: int) -> None:  # noqa: ARG002  # the plan is behind it
         """Take more units."""
-        for number, target, ready, service, last, nbytes, holds in units.rows():
-            pair = self._pairs.get(target)
+        for quantum in map(_Quantum._make, units.rows()):
+            pair = self._pairs.get(quantum.target)
             if pair is None:
-                pair = self._pairs[target] = _Pair(self._rows, self._count_bytes)
-            pair.waiting.append(_Quantum(ready, service, number, last, nbytes, holds))
+                pair = self._pairs[quantum.target] = _Pair(self._rows, self._count_bytes)
+            pair.waiting.append(quantum)
             self._rows += 1
         self.foresee()
 
@@ -504,7 +521,7 @@ class PacedQueue(SendQueue):
 
     def before(self, limit_ps: int) -> int:
         """Plan the units that leave before the limit; return their number, from `at` = 0 on."""
-        found: list[_Row] = []
+        found: list[_Quantum] = []
         starts: list[int] = []
         while True:
             start_ps, target = self._first()
@@ -524,11 +541,7 @@ class PacedQueue(SendQueue):
 
     def drop_waiting(self, now_ps: int) -> Units:  # noqa: ARG002  # as in add()
         """Give up the units that are not planned; return them."""
-        rows = [
-            (quantum.number, target, quantum.ready_ps, quantum.service_ps, *quantum[3:])
-            for target, pair in self._pairs.items()
-            for quantum in pair.waiting
-        ]
+        rows = [quantum for pair in self._pairs.values() for quantum in pair.waiting]
         self._pairs.clear()
         self.foresee()
         return _units(rows)
@@ -559,7 +572,7 @@ class PacedQueue(SendQueue):
             best = min(best, (max(heads_ps, pair.ended_ps), waited, pair.place, target))
         return max(best[0], self._wire_ps, self._freed_ps), best[3]
 
-    def _send(self, start_ps: int, target: int) -> _Row:
+    def _send(self, start_ps: int, target: int) -> _Quantum:
         pair = self._pairs[target]
         quantum = pair.waiting.popleft()
         self._recover(pair, start_ps)
@@ -573,7 +586,7 @@ class PacedQueue(SendQueue):
         pair.ended_ps = self._wire_ps = start_ps + quantum.service_ps
         self._turn += 1
         pair.place = self._turn
-        return quantum.number, target, quantum.ready_ps, quantum.service_ps, *quantum[3:]
+        return quantum
 
     def _take_notice(self, time_ps: int, target: int, nbytes: int, marked: bool) -> None:
         if 0 < self._pause_bytes <= self._open_bytes:
@@ -609,11 +622,7 @@ class PacedQueue(SendQueue):
             pair.rate = _FULL
 
 
-_Row = tuple[int, int, int, int, bool, int, int]
-"""One quantum, in the order of the columns of `Units`."""
-
-
-def _units(rows: list[_Row]) -> Units:
+def _units(rows: list[_Quantum]) -> Units:
     number, target, ready, service, last, nbytes, holds = np.array(rows, np.int64).reshape(-1, 7).T
     return Units(number, target, ready, service, last.astype(np.bool_), nbytes, holds)
 

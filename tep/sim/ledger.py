@@ -185,12 +185,17 @@ class Agenda:
         """Take the rows that are due: times and numbers, in order."""
         if self.first_ps > now_ps:
             return _NONE, _NONE
-        self._merge()
-        begin = self._at
-        self._at = int(self._times.searchsorted(now_ps, "right"))
-        left = self._at < len(self._times)
-        self.first_ps = int(self._times[self._at]) if left else NEVER_PS
-        return self._times[begin : self._at], self._numbers[begin : self._at]
+        if self._more:
+            self._merge()
+        times, begin = self._times, self._at
+        if begin == len(times):
+            return _NONE, _NONE
+        end = begin + 1  # mostly one is due; a search takes longer than a look at the next
+        if end < len(times) and times.item(end) <= now_ps:
+            end = int(times.searchsorted(now_ps, "right"))
+        self._at = end
+        self.first_ps = times.item(end) if end < len(times) else NEVER_PS
+        return times[begin:end], self._numbers[begin:end]
 
     def nth_ps(self, n: int) -> int:
         """The time of the n-th from now, n >= 1; NEVER_PS if there are fewer."""

@@ -13,8 +13,8 @@ Rule 5: where rows are ordered, none lands before one that was posted to the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -276,7 +276,6 @@ class Network:
             i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
             circuit_down_ps. 0: packets are switched.
         leaves: their number; needed for circuits.
-        extra_ps: (node, node) -> latency that the route from one to the other adds.
     """
 
     leaf_nodes: int = 0
@@ -287,12 +286,11 @@ class Network:
     circuit_up_ps: int = 0
     circuit_down_ps: int = 0
     leaves: int = 0
-    extra_ps: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
         numbers = (self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps, self.leaves)
-        if min(*numbers, self.circuit_up_ps, self.circuit_down_ps, *self.extra_ps.values()) < 0:
+        if min(*numbers, self.circuit_up_ps, self.circuit_down_ps) < 0:
             raise UsageError(f"{self}: a number below 0")
         if self.rails and self.leaf_nodes:
             raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
@@ -304,7 +302,7 @@ class Network:
             )
 
 
-NETWORK: Final = tuple(one.name for one in fields(Network) if one.name != "extra_ps")
+NETWORK: Final = tuple(one.name for one in fields(Network))
 """Fields that a profile and its network have in common."""
 
 

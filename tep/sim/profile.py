@@ -125,7 +125,6 @@ class Profile:
             time, and after so many bytes: to half way from where it was, and after five steps that
             is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
-        qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
         leaf_nodes, rails, uplink_bps, paths, spine_ps, circuit_up_ps, circuit_down_ps,
             leaves: the network of such machines, as in `tep.sim.Network`; rails is 0 or 1.
@@ -171,7 +170,6 @@ class Profile:
     ecn_count_bytes: int = _at("wire.ecn_count", "bytes", 0, optional=True)
     ecn_grow_bps: int = _at("wire.ecn_grow", "bps", 0, optional=True)
     poll_ps: int = _at("cpu.poll", "ps", 0, optional=True)
-    qp_depth: int = _at("nic.qp_depth", "count", 0, optional=True)
     bus_bps: int = _at("node.bus", "bps", 0, optional=True)
     leaf_nodes: int = _at("network.leaf_nodes", "count", 0, optional=True)
     rails: int = _at("network.rails", "count", 0, optional=True)

@@ -8,7 +8,6 @@ that its docstring describes; tests/unit/sim/test_timing_queues.py holds both ag
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "NEVER_PS", "Bools", "Depths", "Ints", "Quanta", "Rate", "SendQueue", "Units", "Which",
+    "NEVER_PS", "Bools", "Ints", "Quanta", "Rate", "SendQueue", "Units", "Which",
     "by_value", "cut_quanta", "fifo", "fifo_grouped", "has_all", "has_any", "is_alike",
     "round_robin", "spans_ps",
 ]  # fmt: skip
@@ -440,28 +439,3 @@ class SendQueue:
         self.starts = self.starts[:cut]
         self._lasts = None
         return dropped
-
-
-class Depths:
-    """The rows outstanding on each queue pair of one NIC, where each has a depth of its own.
-
-    Args:
-        depth: rows that one queue pair takes.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._open: Counter[int] = Counter()
-
-    def take(self, peer: int | npt.NDArray[np.unsignedinteger], start: int, n: int) -> int:
-        """Take up to n rows of a batch, from row `start` on, up to the first that does not fit."""
-        peers = [peer] * n if isinstance(peer, int) else peer[start : start + n].tolist()
-        for taken, one in enumerate(peers):
-            if self._open[one] == self._depth:
-                return taken
-            self._open[one] += 1
-        return n
-
-    def free(self, peers: Ints) -> None:
-        """Release the places of completed rows."""
-        self._open.subtract(peers.tolist())

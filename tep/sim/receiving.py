@@ -52,6 +52,8 @@ class Inlet:
             return
         fabric, ledger = self._fabric, self._fabric.ledger
         times, numbers = inbox.take(now)
+        if len(numbers) == 1 and self._take_one(numbers.item() - ledger.base):
+            return
         rows = numbers - ledger.base
         left = ledger.hold[rows] & ~_WIRE
         ledger.hold[rows] = left
@@ -65,6 +67,24 @@ class Inlet:
             times, rows = times[wanted], rows[wanted]
         if len(rows):
             self._take_rows(times, rows)
+
+    def _take_one(self, row: int) -> bool:
+        """Do as `take` for a lone row, as of a scatter; False, and nothing: it is no usual one."""
+        fabric, ledger = self._fabric, self._fabric.ledger
+        target = self.targets.get(ledger.rkey.item(row))
+        unusual = fabric.move_bytes or fabric.mortal or fabric.row_log is not None
+        if target is None or unusual or ledger.message[row]:
+            return False
+        nbytes = ledger.nbytes.item(row)
+        if not 0 <= ledger.dst.item(row) - target.ptr <= target.nbytes - nbytes:
+            return False
+        ledger.hold[row] &= ~_WIRE
+        if ledger.hold[row]:  # else the sender is gone
+            fabric.landed_bytes[self._nic.number] += nbytes
+            imm = ledger.imm.item(row)
+            if imm >= 0:
+                self._nic.ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
+        return True
 
     def _take_rows(self, times: Ints, rows: Ints) -> None:
         fabric, nic = self._fabric, self._nic

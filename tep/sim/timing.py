@@ -293,22 +293,21 @@ class TimingFabric(Fabric):
         """Let quanta pass, and those land that nothing can change; the pass may be shortened.
 
         A pass says which rows land if nothing new starts before the limit. If the first wake that
-        they cause comes before, it is made again with that as its limit.
+        they cause comes before, only what starts before that wake passes. Fewer rows wake nobody
+        earlier, so this is the end of it.
         """
         paths = self.paths
-        while True:
-            parts = [self._flights(nic, stop) for nic, stop in taken]
-            new = np.concatenate(parts) if parts else no_flights()
-            passing = paths.advance(new, limit_ps, self.free)
-            ends = passing.flights[:, LAST] != 0
-            numbers = passing.flights[ends, NUMBER]
-            rows = self._rows(numbers, self._late(numbers, passing.done[ends]))
-            wake_ps = self._first_wake_ps(rows)
-            if wake_ps >= limit_ps:
-                break
+        passing = paths.advance(self._flights(taken), limit_ps, self.free)
+        rows = self._landing(passing)
+        wake_ps = self._first_wake_ps(rows)
+        if wake_ps < limit_ps:
             assert self.marks is None, "a paced plan is made once"
             limit_ps = wake_ps
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
+            shorter = paths.shorten(passing, limit_ps, self.free)
+            if shorter is None:
+                shorter = paths.advance(self._flights(taken), limit_ps, self.free)
+            passing, rows = shorter, self._landing(shorter)
         paths.keep(passing)
         if self.marks is not None:
             self._notify(self.marks, passing, limit_ps)
@@ -317,13 +316,23 @@ class TimingFabric(Fabric):
         self._window = max(_WINDOW_MIN, 2 * max(kept, default=0))
         for nic, stop in taken:
             nic.queue.at = stop
-        if len(numbers):
+        if len(rows.numbers):
             self._land(rows)
 
     @staticmethod
-    def _flights(nic: Nic, stop: int) -> Ints:
-        span = slice(nic.queue.at, stop)
-        return flights(nic.queue.units.pick(span), nic.queue.starts[span], nic.number)
+    def _flights(taken: list[tuple[Nic, int]]) -> Ints:
+        parts = []
+        for nic, stop in taken:
+            span = slice(nic.queue.at, stop)
+            units, starts = nic.queue.units.pick(span), nic.queue.starts[span]
+            parts.append(flights(units, starts, nic.number))
+        return parts[0] if len(parts) == 1 else np.concatenate([no_flights(), *parts])
+
+    def _landing(self, passing: Passing) -> _Rows:
+        """The rows whose last quanta these are."""
+        ends = passing.flights[:, LAST] != 0
+        numbers = passing.flights[ends, NUMBER]
+        return self._rows(numbers, self._late(numbers, passing.done[ends]))
 
     def _receiving(self, source: Ints, target: Ints, service: Ints) -> Ints:
         """The time that each quantum holds its receiver: its sender's time, but for slow NICs.

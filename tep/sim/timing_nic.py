@@ -37,7 +37,6 @@ from tep.memory.source import Memory
 from tep.sim.ledger import Hold
 from tep.sim.queues import (
     NEVER_PS,
-    Depths,
     Ints,
     Units,
     cut_quanta,
@@ -60,15 +59,10 @@ _WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
 
 
 class TimingNic(Nic):
-    """One NIC; made by TimingFabric.node(). See `tep.backends.base.Domain` for the methods.
-
-    Attributes:
-        depths: rows outstanding on each queue pair, where that has a limit.
-    """
+    """One NIC; made by TimingFabric.node(). See `tep.backends.base.Domain` for the methods."""
 
     def __init__(self, fabric: Fabric, node: Node, index: int) -> None:
         super().__init__(fabric, node, index)
-        self.depths = Depths(self.profile.qp_depth) if self.profile.qp_depth else None
         self._machine = node.machine
         self._inlet = Inlet(fabric, self)
         self._keys = 0
@@ -114,8 +108,6 @@ class TimingNic(Nic):
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
         n = min(stop - start, self.caps.sq_depth - self.open_rows)
-        if self.depths is not None and n > 0:
-            n = self.depths.take(batch.peer, start, n)
         if n <= 0:
             self.node.wakes.refuse(self)
             return 0
@@ -270,9 +262,7 @@ class TimingNic(Nic):
 
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
-        if self.open_rows >= self.caps.sq_depth or (
-            self.depths is not None and not self.depths.take(peer, 0, 1)
-        ):
+        if self.open_rows >= self.caps.sq_depth:
             self.node.wakes.refuse(self)
             return False
         fabric = self.fabric
@@ -345,14 +335,14 @@ class TimingNic(Nic):
         fabric = self.fabric
         ledger = fabric.ledger
         times, numbers = self.outbox.take(now)
+        if len(numbers) == 1 and self._reap_one(numbers.item() - ledger.base, now):
+            return
         rows = numbers - ledger.base
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
                 fabric.nic(target).take_landed(now)
         ledger.hold[rows] &= ~_SENDER
         self.open_rows -= len(rows)
-        if self.depths is not None:
-            self.depths.free(ledger.target[rows])
         if fabric.row_log is not None:
             trace_ends(self, times, numbers)
         sent = ledger.message[rows]
@@ -367,6 +357,20 @@ class TimingNic(Nic):
             kind = _SENT if ledger.message[row] else _WRITE
             ctx, index = int(ledger.ctx[row]), int(ledger.row[row])
             self.ready.append((kind, int(ledger.status[row]), 1, 0, index, ctx, 0))
+
+    def _reap_one(self, row: int, now: int) -> bool:
+        """Do as `_reap` for a lone row; False, and nothing: it is no usual one."""
+        fabric, ledger = self.fabric, self.fabric.ledger
+        target = ledger.target.item(row)
+        if ledger.message[row] or fabric.row_log is not None or fabric.gone[target]:
+            return False
+        fabric.nic(target).take_landed(now)
+        if ledger.status[row] != _OK:
+            return False
+        ledger.hold[row] &= ~_SENDER
+        self.open_rows -= 1
+        self.ready.append((_WRITE, _OK, 1, 0, 0, ledger.ctx.item(row), ledger.nbytes.item(row)))
+        return True
 
     def _report_done(self, rows: Ints) -> None:
         """Report rows that are done, an entry a batch."""

@@ -411,7 +411,7 @@ def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
         for the shared area than equal shares could: a source gets T * min(R, L) at the most, and
         all that is there is shared out.
     """
-    each = np.full((config.world, config.world), config.private_tokens, np.int64)
+    each = np.broadcast_to(np.int64(config.private_tokens), (config.world, config.world))
     if before is None or config.private_sizes == "equal":
         return each
     most = config.max_tokens * config.copies_per_token

@@ -13,7 +13,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ __all__ = [
     "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest",
     "pack_hello", "parts_of", "results_to", "tokens_to", "unpack_hellos",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 # What an immediate says: routes, payload, buffers free, results, buffers free.
 ROUTE: Final = 0
@@ -376,7 +378,9 @@ class Proxy:
         if self._scatter_private(turn):
             self.mark("posted")
         await self.guard.wait(routes_in, f"routes of turn {turn.number}")
-        routes = Routes(config, self.read_routes(turn), self._limits)
+        routes = self._shared(
+            turn, "routes", lambda: Routes(config, self.read_routes(turn), self._limits)
+        )
         late = [p for p in peers.others if routes.rest[peers.rank, p] and not peers.near(p)]
         await spend(kernels.routes_s(config.world * config.num_experts, len(late)))
         payload_in = self._expect(turn, DISPATCH, self.dispatch_imms(routes))
@@ -385,7 +389,7 @@ class Proxy:
         turn.routes.set_result(routes)
         await self.guard.wait(payload_in, f"tokens of turn {turn.number}")
         await spend(kernels.flag_s())
-        self._limits = private_limits(config, routes)
+        self._limits = self._shared(turn, "limits", lambda: private_limits(config, routes))
         turn.landed.set_result(None)
 
     async def dispatched(self, turn: Turn) -> None:
@@ -499,6 +503,18 @@ class Proxy:
         return bool(slices)
 
     # ------------------------------------------------------------------ what is counted
+
+    def _shared(self, turn: Turn, what: str, make: Callable[[], T]) -> T:
+        """Make what follows from all ranks' counts: once for all, if no bytes are moved.
+
+        A table of all pairs of ranks at each of them takes memory as the third power of their
+        number.
+        """
+        if self.payload.arena is not None:
+            return make()
+        assert self._board is not None
+        alive = tuple(sorted([*self.peers.others, self.peers.rank]))
+        return self._board.once(turn.number, (what, alive), make)
 
     def read_routes(self, turn: Turn) -> Ints:
         """All ranks' counts, once their immediates are counted; a dead rank has none."""

@@ -133,15 +133,13 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message) -> None:
 def test_a_profile_with_a_base_says_only_what_differs(tmp_path) -> None:
     """A variant that repeats a machine's numbers goes on with the old ones when they are mended."""
     head = 'name = "mine"\nsummary = "one rail"\nbase = "cx7_400"\n'
-    number = (
-        '[nic.qp_depth]\nvalue = 128\nunit = "1"\nsource = "a choice"\nconfidence = "guessed"\n'
-    )
+    number = '[cpu.poll]\nvalue = 128\nunit = "ns"\nsource = "a choice"\nconfidence = "guessed"\n'
     base = load_profile("cx7_400")
-    expected = replace(base, name="mine", summary="one rail", qp_depth=128, numbers={})
+    expected = replace(base, name="mine", summary="one rail", poll_ps=128_000, numbers={})
 
     mine = read(tmp_path, head + number)
     assert expected == replace(mine, numbers={})
-    assert base.numbers | {"qp_depth": mine.numbers["qp_depth"]} == mine.numbers
+    assert base.numbers | {"poll_ps": mine.numbers["poll_ps"]} == mine.numbers
     with pytest.raises(UsageError, match="base = 'cx9' is none of cx7_400"):
         read(tmp_path, head.replace("cx7_400", "cx9"))
 

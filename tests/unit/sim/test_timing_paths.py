@@ -16,13 +16,11 @@ from tests.unit.sim.test_timing import POSTS, scatter
 from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
 MiB = 1 << 20
-PAIRS = st.tuples(st.sampled_from(["n0", "n1", "n2", "n3"]), st.sampled_from(["n0", "n1", "n3"]))
 SPINES = st.fixed_dictionaries(
     {
         "leaf_nodes": st.integers(1, 3),
         "uplink_bps": st.sampled_from([0, 50 * 10**9, 377_400_000_000, 10**12]),
         "spine_ps": st.sampled_from([0, 1, 700_000]),
-        "extra_ps": st.dictionaries(PAIRS, st.integers(0, 20 * US), max_size=4),
     }
 )
 CIRCUITS = st.fixed_dictionaries(
@@ -97,17 +95,6 @@ def test_an_uplink_shared_by_four_flows_takes_four_times_as_long() -> None:
     wire_ps = 8 * MiB * 8e12 / PLAIN.wire_bps
 
     assert 4 * wire_ps == pytest.approx(both - lone + wire_ps, rel=0.02)
-
-
-def test_a_far_pair_is_late_by_its_distance_and_no_other_is() -> None:
-    """Per-pair latency: the shortest way is the lookahead, and the others are longer."""
-    posts = [(0, 0, [(1, 4096)]), (0, 2, [(1, 4096)])]
-    posts = [(k, who, rows) for k, (_, who, rows) in enumerate(posts)]
-    near = landings(Network(), posts)
-    far = landings(Network(extra_ps={("n0", "n1"): 40 * US}), posts)
-
-    assert 40 * US == pytest.approx(far[0] - near[0], abs=200_000)
-    assert far[1] == pytest.approx(near[1], abs=200_000)
 
 
 def test_rails_keep_a_nics_traffic_apart() -> None:

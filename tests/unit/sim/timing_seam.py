@@ -267,7 +267,6 @@ def _pass(network: Network, machines: Machines, arrivals, landed: list[int]) -> 
         leaf, other = source // leaves, target // leaves
         link = _ps(size, network.uplink_bps) if network.uplink_bps else 0
         way = latency_of(machines, source, target)
-        way += network.extra_ps.get((f"n{source}", f"n{target}"), 0)
         bus_bps = of(machines, source if stage == "bus" else target).bus_bps
         bus = _ps(size, bus_bps) if bus_bps else 0
         if stage == "bus":

@@ -1,4 +1,4 @@
-"""Queue pairs with a depth of their own, and a worker that pays for polling, against a loop."""
+"""A worker that pays for polling, against a loop."""
 
 from __future__ import annotations
 
@@ -30,35 +30,22 @@ def refill(profile, rows: int, nbytes: int) -> list[int]:
 
 
 @given(
-    st.integers(1, 6),
     st.integers(1, 20),
     st.sampled_from([0, 1, 4096, 65_536]),
     st.sampled_from([0, 1, 250_000, 9_000_000]),
 )
-def test_a_queue_pair_takes_its_depth_and_a_completion_its_cpu(depth, rows, nbytes, poll) -> None:
-    """The loop: row k is posted once row k - depth is acknowledged, and that was polled."""
-    profile = replace(PLAIN, qp_depth=depth, poll_ps=poll)
+def test_a_completion_takes_its_cpu(rows, nbytes, poll) -> None:
+    """The loop: a row is posted once the one before is acknowledged, and that was polled."""
+    profile = replace(PLAIN, sq_depth=1, poll_ps=poll)
     wire, dma = Rate(profile.wire_bps), Rate(profile.dma_bps)
     service = max(int(wire.ps(nbytes)), profile.op_ps + int(dma.ps(nbytes)))
     cpu = free = 0
     expected: list[int] = []
     for k in range(rows):
-        if k >= depth:
-            cpu = max(cpu, expected[k - depth] + profile.ack_ps) + poll
-        cpu += profile.post_next_ps if 0 < k < depth else profile.post_first_ps
+        if k:
+            cpu = max(cpu, expected[-1] + profile.ack_ps) + poll
+        cpu += profile.post_first_ps
         free = max(free, cpu + int(dma.ps(min(nbytes, profile.fill_bytes)))) + service
         expected.append(free + profile.latency_ps)
 
     assert expected == refill(profile, rows, nbytes)
-
-
-def test_a_full_queue_pair_leaves_the_others_their_room() -> None:
-    """The depth is of a pair: a peer that is slow must not take the places of another."""
-    seam = Seam(replace(PLAIN, qp_depth=3), 3)
-    a, b, c = seam.owners
-
-    assert 3 == a.post([b] * 5, [1] * 5)
-    assert 0 == a.post([b], [1])
-    assert 2 == a.post([c, c, b, c], [1] * 4)
-    seam.run()
-    assert 3 == a.post([b] * 5, [1] * 5)
