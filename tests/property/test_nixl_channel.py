@@ -217,6 +217,32 @@ def test_the_name_of_an_agent_that_was_forgotten_is_free(monkeypatch):
     assert [("A", b"e0"), ("C", b"e1"), ("D", b"e2"), ("A", b"e3")] == got[:4]
 
 
+def test_nobody_takes_the_name_of_the_agent_itself():
+    """It may be told to forget its own name; whoever spoke under it then would be believed."""
+    net, got = Net(), []
+    engine = net.engine("b")
+    there = Channels(engine, "B", lambda one, body: got.append((one.name, body)), lambda *_: None)
+    there.forget("B")
+    forger = Channels(net.engine("e"), "B", lambda *_: None, lambda *_: None)
+    one = forger.to("B", engine.main_address.by_address())
+    one.send(b"forged", lambda: None, lambda _: None)
+    net.end(0, "arrives")
+    assert [] == got
+
+
+def test_pieces_of_two_messages_are_never_joined():
+    """The end of one message, whose beginning was given up, went on the beginning of another."""
+    one = Channel(SimpleNamespace(garbled=0), "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
+
+    def take(seq, gap=(0, 0), index=0, left=0, body=b""):
+        return list(one.take(channel.Frame("A", b"", seq, 0, gap, index, left, body)))
+
+    assert [] == take(0, index=0, left=3, body=b"A0") + take(1, index=1, left=2, body=b"A1")
+    assert [] == take(5, index=1, left=0, body=b"B1")
+    assert [] == take(-1, gap=(2, 6))
+    assert [b"C"] == take(6, body=b"C")
+
+
 def test_what_cannot_be_said_to_be_lost_has_one_verdict():
     """A caller that is told twice fails a request of later."""
     pair = Pair()
@@ -266,6 +292,10 @@ def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
     def take(seq, gap):
         return list(one.take(channel.Frame("A", b"", seq, 0, gap, 0, 0, b"%d" % seq)))
 
+    assert not take(2, (0, 0))
+    assert [b"2"] == take(-1, (0, 5)), "it came although it was given up"
+    assert (5, {}) == (one.next, one.early), "what is passed over would be kept for ever"
+    one.begin_at(0)
     for seq in range(1, 3 * most):
         assert not take(seq, (10 * seq, 10 * seq + 1))
         assert max(len(one.early), len(one.skips)) <= most

@@ -314,6 +314,42 @@ def test_bad_input_is_refused_by_name() -> None:
                 call()
 
 
+@pytest.mark.parametrize("kind", ["single", "pages", "scatter"])
+def test_offsets_reach_exactly_as_far_as_the_regions(kind: str) -> None:
+    """The row that leaves a region first may be any of them, and each region has its own end."""
+    with pair(nbytes=1024) as p:
+        _, small = p.b.reg_mr(np.zeros(768, np.uint8))
+        lists = tep.Pages([1, 9, 3], stride=32), tep.Pages([12, 2, 5], stride=32)
+        slices = [tep.ScatterDst(*one) for one in ((8, 64, (p.desc, 512)), (16, 32, (small, 480)))]
+        ready = {
+            "single": lambda: p.a.prepare_single_write(64, (p.mr, 128), (p.desc, 256)),
+            "pages": lambda: p.a.prepare_paged_writes(64, (p.mr, lists[0]), (p.desc, lists[1])),
+            "scatter": lambda: p.a.prepare_scatter(p.mr, slices),
+        }[kind]()
+        src = {"single": (-128, 832), "pages": (-32, 672), "scatter": (-32, 952)}[kind]
+        dst = {"single": (-256, 704), "pages": (-64, 576), "scatter": (-480, 272)}[kind]
+        for name, (least, most) in (("src_offset", src), ("dst_offset", dst)):
+            for offset in (least, most):
+                p.settle(done := ready.submit(1, **{name: offset}))
+                assert done.ok, (name, offset)
+            for offset in (least - 1, most + 1):
+                with pytest.raises(tep.BadRequest):
+                    ready.submit(1, **{name: offset})
+
+
+def test_a_region_that_was_given_back_is_refused_before_anything_is_posted() -> None:
+    """The NIC's error would come later, and burn the immediate at the peer."""
+    with pair() as p:
+        mr, _ = p.a.reg_mr(np.zeros(64, np.uint8))
+        ready = p.a.prepare_single_write(64, (mr, 0), (p.desc, 0))
+        p.settle(ready.submit(1))
+        p.a.deregister(mr)
+        with pytest.raises(tep.ClosedError):
+            ready.submit(1)
+        p.settle(last := p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1))
+        assert last.ok
+
+
 def test_explain_lists_what_is_prepared_and_still_held() -> None:
     """Nobody could tell otherwise whether a loop uses what was prepared for it."""
     with pair() as p:

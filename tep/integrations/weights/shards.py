@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import torch
-
 from tep import UsageError
 from tep.apps.rl import Box, whole
 from tep.integrations.weights.ranks import Param, Want, Weight, as_sent, named_tensors, wire_form
@@ -59,6 +57,8 @@ class Shards:
 
     def wholes(self, weights: Iterable[Weight], device: Any) -> Iterator[tuple[str, Any]]:
         """Name and tensor of each weight, in its whole shape: the engine cuts its part out."""
+        import torch  # who has a model has it
+
         for weight, (name, tensor) in zip(weights, named_tensors(weights, device)):
             if tuple(tensor.shape) == weight.param.shape:
                 yield name, tensor
@@ -76,6 +76,8 @@ class Shards:
             UsageError: it did, and has values that are no weights.
         """
         if not self._proven:
+            import torch
+
             odd = [
                 name
                 for name, one in self._model.named_parameters()

@@ -81,6 +81,18 @@ def test_a_peer_to_whom_nothing_leaves_is_over_in_time(has_endpoints: bool) -> N
     assert State.SILENT is end.peer.state
 
 
+def test_a_peer_that_has_rows_is_given_the_time_of_its_rows() -> None:
+    """A long row to it keeps frames back: all that went there failed, though it moved."""
+    end = End()
+    end.peers.say(end.peer, frames.Welcome(end.peers.me))
+    assert not end.peers.flush(end.peer, 5.0)
+    end.peer.open = 1
+    end.peers.look(end.peer, 99.0, 5.1 + TIMEOUT_S)
+    assert [] == end.over
+    end.peers.look(end.peer, 5.0, 5.1 + TIMEOUT_S)
+    assert [end.peer] == end.over
+
+
 def test_a_frame_that_is_refused_makes_the_nic_ask_whether_its_peer_lives() -> None:
     """An error of one connection ended the worker, and with it every transfer."""
     end = End()
@@ -108,6 +120,15 @@ def test_a_peer_is_forgotten_when_nothing_goes_to_it_any_more(what: str) -> None
 
     assert State.SILENT is end.peer.state
     assert end.peer.endpoint is None
+
+
+def test_a_peer_that_was_forgotten_and_has_rows_again_is_kept() -> None:
+    """The engine has met it anew; these rows would fail as those of a peer that is silent."""
+    end = End()
+    end.peer.forget_s = 10.0
+    end.peer.held.append(("a batch", 0, 99.0))
+    end.peers.let_go(end.peer, 11.0)
+    assert (State.READY, 0.0, []) == (end.peer.state, end.peer.forget_s, end.over)
 
 
 def test_only_its_peer_answers_for_a_message() -> None:

@@ -365,6 +365,21 @@ def test_a_message_fails_alone_where_the_device_registers_no_memory(rig, monkeyp
     assert [(Kind.SENT, Status.OK, 8)] == [(e[0], e[1], e[5]) for e in found]
 
 
+def test_a_control_message_that_comes_twice_is_heard_once(rig):
+    """Its answer was lost, or the network doubled it: an engine would do twice what was said."""
+    hear = rig.b.peers.hear
+    rig.b.peers.hear = lambda *told: (hear(*told), hear(*told))
+    heard = []
+    for number in (1, 2):
+        assert rig.a.post_control(rig.peer, b"%d" % number, number)
+        sent = []
+        while not sent:
+            heard += [rig.b.take_control(e[5])[0] for e in rig.poll(rig.b) if e[0] == Kind.CONTROL]
+            sent = [entry for entry in rig.poll(rig.a) if entry[0] == Kind.SENT]
+        assert [(Status.OK, number)] == [(entry[1], entry[5]) for entry in sent]
+    assert [b"1", b"2"] == heard
+
+
 def test_a_scatter_that_was_known_waits_for_a_peer_that_is_lost(stub, fan):
     """Rows on a queue pair that is gone never come back, or crash the provider."""
     rig, post = fan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import pickle
 import runpy
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tep.base.errors import TepError
 from tep.compat import nixl as tep_nixl
 from tep.compat.nixl import bindings, listener, nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
@@ -241,6 +243,19 @@ def test_a_listener_short_of_descriptors_goes_on(opened, monkeypatch):
     b.fetch_remote_metadata("A", HERE, a.listen_port)
     until(lambda: b.check_remote_metadata("A"))
     assert not short
+
+
+def test_a_call_that_is_too_long_is_refused(monkeypatch):
+    """A stranger fills the memory of whoever listens."""
+    monkeypatch.setattr(listener, "BYTES_MAX", 1000)
+    for nbytes, fits in ((1000, True), (1001, False)):
+        here, there = socket.socketpair()
+        with here, there, contextlib.ExitStack() as fails:
+            there.sendall(bytes(nbytes))
+            there.shutdown(socket.SHUT_WR)
+            if not fits:
+                fails.enter_context(pytest.raises(TepError, match="more than 1000 bytes"))
+            assert nbytes == len(listener._read(here, 60.0))
 
 
 def test_strangers_do_not_stop_the_listener(opened, monkeypatch):

@@ -330,10 +330,11 @@ def test_bridges_without_redirects_are_well(control):
     assert [Level.GOOD] == [one.level for one in acs(built)]
 
 
-def test_what_only_root_may_read_is_not_known():
+@pytest.mark.parametrize("room", [64, 256])  # what all may read, and a host without the rest
+def test_what_only_root_may_read_is_not_known(room):
     """Silence would read as "no ACS"."""
     built = healthy(dgx_h100())
-    bridges = built.bridges(0x1D, room=64)
+    bridges = built.bridges(0x1D, room=room)
     (found,) = acs(built)
 
     assert Level.NOTE is found.level

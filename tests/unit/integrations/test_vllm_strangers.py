@@ -305,6 +305,21 @@ def test_who_was_held_for_dead_is_asked_again_once_it_speaks(halves):
     assert again.ok, again.reason
 
 
+def test_a_life_that_is_lost_ends_the_loads_from_it_and_from_no_later_one(halves):
+    """They waited for their time-out; or a prefiller that is back lost those that it sends now."""
+    prefiller, decoder = halves
+    load = begin(prefiller, decoder)
+    ((name, epoch),) = decoder.loads._marks
+    assert decoder.loads.has_successor(name, epoch - 1)
+    assert not decoder.loads.has_successor(name, epoch)
+    with decoder.worker._blocks.lock:
+        decoder.loads.lost(name, epoch - 1)
+        decoder.loads.lost(f"{name}x", epoch)
+        assert "open" == load.state
+        decoder.loads.lost(name, epoch)
+    assert f"prefiller {name} is lost" == load.reason
+
+
 @pytest.mark.parametrize(
     "mark", ["", ":", "::", "a:b:c", "{}:\u00b2:5", "{}:" + "1" * 5000 + ":5", "{}:-1:5", "\0:1:\0"]
 )

@@ -97,9 +97,10 @@ def test_prometheus_has_the_numbers_of_stats() -> None:
             exporter.add(p.a)
         exporter.remove(p.a)
         exporter.remove(p.a)
-        exporter.close()
-        exporter.close()
         busy(p)  # and nobody hears of it
+        assert 1 == value("tep_transfer_duration_seconds_count", **took)
+        exporter.close()
+        exporter.close()
     for metric in METRICS:
         assert f"# HELP {metric.prometheus_name} {metric.text}" in text
     assert b"" == prometheus_client.generate_latest(registry).strip()

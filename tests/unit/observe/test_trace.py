@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ import tep
 from tep.base.api import Pages
 from tep.base.units import KiB, MiB
 from tep.observe.trace import Mark, Span, Trace
+from tests.support.inside import machine_of
 from tests.support.pairs import pair
 
 
@@ -86,6 +89,32 @@ def test_what_is_written_has_all_kinds_of_events() -> None:
         assert 1 == sum(e["ph"] == "e" for e in events)
         assert p.b.name == posted.args["to"]
         assert 0 < len(trace.of("step")) < 50, "steps that found nothing are left out"
+
+
+def test_rows_that_a_nic_still_has_at_the_end_are_said_to_be_in_flight() -> None:
+    """The last span of a trace would look like rows that came back just then."""
+    pages = Pages(range(16))
+    with pair() as p:
+        nothing = mock.patch.object(type(p.a._domains[0]), "poll", return_value=0)
+        with p.a.trace() as trace, nothing:
+            sent = p.a.submit_paged_writes(4, (p.mr, pages), (p.desc, pages), 5)
+            machine_of(p.a).step()
+        p.settle(sent)
+    (posted,) = trace.of("batch")
+
+    assert (16, 16) == (posted.args["rows"], posted.args["in_flight"])
+
+
+def test_what_has_settled_when_a_trace_ends_is_in_it() -> None:
+    """The last transfer, whose callback had not run yet, was missing."""
+    with pair() as p:
+        with p.a.trace() as trace:
+            p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0))
+            while not machine_of(p.a).worker._settled:
+                machine_of(p.a).step()
+        p.quiet()
+
+    assert ["done"] == [span.args["state"] for span in trace.of("transfer")]
 
 
 def test_a_flood_of_immediates_is_counted_by_value() -> None:
