@@ -40,9 +40,9 @@ def weights(infers: int) -> str:
 @pytest.mark.parametrize(
     ("work", "size", "events", "passes", "calls"),
     [
-        (moe_step, 16, 2576, 52, 361_070),
-        (alltoall, 64, 5511, 7, 657_866),
-        (weights, 4, 13_291, 488, 1_911_574),
+        (moe_step, 16, 2576, 52, 361_053),
+        (alltoall, 64, 5511, 7, 657_849),
+        (weights, 4, 13_380, 560, 1_926_227),
         (kvcache, 2, 12_019, 0, 655_561),
     ],
 )
