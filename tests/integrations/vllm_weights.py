@@ -144,7 +144,7 @@ class Load:
         self.version = 0  # of requests that begin now
         self.counts = {"answers": 0, "while pushing": 0}
         self.wrong: list[str] = []
-        self.pushing = False
+        self.pushing, self.pushes = False, 0
         self.answered = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
@@ -165,12 +165,13 @@ class Load:
             await self.open.wait()
             which, version, turn = dice.randrange(PROMPTS), self.version, turn + 1
             prompt = {"prompt_token_ids": self.prompts[which]}
+            seen = self.pushes - self.pushing  # pushes that are over
             async for out in self.llm.generate(prompt, sampling, f"{number}-{turn}"):
                 last = out
             tokens = list(last.outputs[0].token_ids)
             self.counts["answers"] += 1
             self.answered.set()
-            self.counts["while pushing"] += self.pushing
+            self.counts["while pushing"] += self.pushes > seen
             if tokens not in (self.expected[v][which] for v in {version, self.version}):
                 of = [v for v, answers in self.expected.items() if answers[which] == tokens]
                 self.wrong.append(
@@ -199,7 +200,7 @@ async def measure(llm, updates: int) -> dict:
             refused += await refusal(trainer, load)
             await asyncio.to_thread(trainer.train_to, seed)
         await load.next_answer()
-        load.pushing = True
+        load.pushing, load.pushes = True, load.pushes + 1
         await asyncio.to_thread(trainer.on_all, "push_weights")
         load.pushing = False
         load.open.clear()
