@@ -229,7 +229,9 @@ def draw(folder: Path) -> list[Path]:
             found = figures_of(notebook, max(wanted.values()))
             for name, number in wanted.items():
                 made.append(folder / f"{name}.svg")
-                found[number - 1].savefig(made[-1], metadata={"Date": None})
+                found[number - 1].savefig(
+                    made[-1], metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1
+                )  # a legend may stand beside the axes
             plt.close("all")
     return made
 

@@ -59,8 +59,10 @@ class Shown:
         return need("pandas", "", "to_pandas()").DataFrame(list(self.table()))
 
     def plot(self, axes: Any = None, *, x: str | None = None, y: str | None = None) -> Any:
-        """Draw one column over another; see `draw`."""
-        return draw(self.table(), axes, x=x, y=y)
+        """Draw one column over another; see `draw`. Of statistics, those of each NIC."""
+        parts = getattr(self, "nics", ())
+        rows = [{"NIC": f"NIC {k}", **part._asdict()} for k, part in enumerate(parts)]
+        return draw(rows or self.table(), axes, x=x, y=y)
 
 
 def draw(

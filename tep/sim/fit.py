@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_S
+from tep.observe.shown import Shown
 from tep.sim.profile import FIELDS, Number, Profile
 
 __all__ = ["Fit", "Measured", "fit", "left_out", "model_gbps", "read_results"]
@@ -56,7 +57,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Shown):
     """The result of a fit.
 
     Attributes:
@@ -73,6 +74,22 @@ class Fit:
     residuals: tuple[float, ...]
     errors: Mapping[str, float | None]
     kept: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        worst = max(map(abs, self.residuals))
+        return f"Fit({self.profile.name}: {len(self.points)} points, off by {worst:.1%} at most)"
+
+    def table(self) -> list[dict[str, str | int | float]]:
+        """Return a row a point."""
+        return [
+            {
+                "kind": point.kind,
+                "size, bytes": point.nbytes,
+                "measured, Gb/s": point.gbps,
+                "fitted, Gb/s": point.gbps * (1 + residual),
+            }
+            for point, residual in zip(self.points, self.residuals, strict=True)
+        ]
 
 
 def model_gbps(profile: Profile, point: Measured) -> float:

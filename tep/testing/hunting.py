@@ -43,6 +43,7 @@ from tep.base.errors import (
     WaitTimeout,
 )
 from tep.base.units import PS_PER_S, PS_PER_US
+from tep.observe.shown import Shown
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
 from tep.sim.draws import Label, Recorder
@@ -280,7 +281,7 @@ def sights(cluster: Cluster) -> Counter[str]:
     return seen
 
 
-class Tried(Counter[str]):
+class Tried(Counter[str], Shown):
     """The result of a hunt without a finding: what was met, by name, and `str()` says it in words.
 
     Attributes:
@@ -290,6 +291,10 @@ class Tried(Counter[str]):
 
     cases = 0
     seconds = 0.0
+
+    def table(self) -> list[dict[str, str | int]]:
+        """Return a row for each thing that was met."""
+        return [{"met": what, "times": n} for what, n in sorted(self.items())]
 
     def __str__(self) -> str:
         faults = {kind: self[kind] for kinds in GROUPS.values() for kind in kinds if self[kind]}

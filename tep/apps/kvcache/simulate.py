@@ -151,6 +151,10 @@ class Report(Shown):
     tokens: int = 0
     tokens_found: int = 0
 
+    def __repr__(self) -> str:
+        (row,) = self.table()
+        return f"Report({'; '.join(f'{name}: {value:.4g}' for name, value in row.items())})"
+
     @property
     def failed(self) -> list[Completion]:
         """Those that failed."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import BadDescriptor, UsageError
+from tep.observe.shown import Shown
 
 __all__ = [
     "ALIGN_BYTES", "BLOCK", "ROW", "SCALINGS", "Box", "DType", "Gather", "GatherPiece", "MeshGroup",
@@ -538,7 +539,7 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(Shown):
     """The routing table: all writes, in order. Made once; recomputed when membership changes.
 
     Attributes:
@@ -562,6 +563,20 @@ class Schedule:
         """Index the rows by task and sender."""
         key = self.rows["task"].astype(np.int64) * self.ranks + self.rows["sender"]
         object.__setattr__(self, "_starts", key)
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({len(self.tasks)} tasks, {len(self.rows)} writes, {self.ranks} ranks to "
+            f"{len(self.receivers)} workers)"
+        )
+
+    def table(self) -> list[dict[str, int | float]]:
+        """Return a row a training rank."""
+        writes = np.bincount(self.rows["sender"], minlength=self.ranks)
+        return [
+            {"training rank": rank, "writes": int(count), "sent, GB": nbytes / 1e9}
+            for rank, (count, nbytes) in enumerate(zip(writes, self.sent_bytes(), strict=True))
+        ]
 
     def rows_of(self, task: int, sender: int) -> Rows:
         """The rows that one rank writes in one task."""

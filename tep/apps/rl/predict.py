@@ -89,6 +89,11 @@ class Prediction(Shown):
         """The figures that have an interval, by name; milliseconds."""
         return {"total": self.total_ms, "wait": self.wait_ms}
 
+    def table(self) -> list[dict[str, str | float]]:
+        """Return a row a stage, the wait, and the whole."""
+        parts = {**self.stages, "wait for network and ranks": self.wait_ms, "in all": self.total_ms}
+        return [{"stage": name, "time, ms": ms} for name, ms in parts.items()]
+
     @property
     def compute_ms(self) -> float:
         """Exposed compute of the mean training rank."""

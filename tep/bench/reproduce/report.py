@@ -155,7 +155,9 @@ def _draw(outcomes: Sequence[Outcome], curves: Callable[[Axes], str], path: Path
     axes.plot([], [], "o", color="white", markeredgecolor="black", label="published")
     axes.set_title(outcomes[0].table.title, fontsize=10)
     axes.set_ylabel(outcomes[0].table.unit)
-    axes.legend(fontsize=8)
+    axes.minorticks_off()  # their labels stand over those of the sizes
+    for text in axes.legend(fontsize=8).get_texts():
+        text.set_text(text.get_text().replace("_", " "))
     figure.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(figure)
 

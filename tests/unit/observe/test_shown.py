@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 import tep
+from tep.apps import rl
+from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.rl import study
+from tep.apps.rl.predict import Prediction
 from tep.base.errors import UsageError
 from tep.observe.shown import Shown, draw
+from tep.sim.fit import Measured, fit
 from tep.sim.sweeps import Table
+from tep.testing import hunt
 from tests.support.pairs import pair
 
 ROWS = (
@@ -97,6 +103,49 @@ def test_a_dataclass_shows_its_fields() -> None:
     assert [{"what": "rows", "value": 1}, {"what": "name", "value": "x"}] == Two(1, "x").table()
     with pair() as p:
         assert "<td>imms_counted</td>" in p.a.stats()._repr_html_()
+
+
+def results() -> dict[str, Shown]:
+    """One of each kind of result that a user gets back."""
+    profile = tep.sim.load_profile("cx7_400")
+    points = [Measured("single", 65536, 40.0), Measured("paged", 65536, 300.0)]
+    deployment = study.Deployment(
+        model=rl.load_model("qwen3-235b"),
+        train=study.train_layout(32),
+        infer=study.infer_layout(16),
+    )
+    load = Load(rate=1, duration_s=2, ntokens=(1024,), max_tokens=2, seed=2)
+    with tep.sim.Cluster(2, nics=2) as cluster:
+        a, b = cluster.engines
+        (mr, _), (_, desc) = a.reg_mr(bytearray(4096)), b.reg_mr(bytearray(4096))
+        sent = a.submit_single_write(4096, (mr, 0), (desc, 0))
+        sent.wait()
+        stats = sent.stats(), a.stats()
+    return {
+        "transfer": stats[0],
+        "engine": stats[1],
+        "fit": fit(points, profile),
+        "hunt": hunt(_nothing, runs=2, faults="none"),
+        "schedule": deployment.schedule(),
+        "update": Prediction(
+            total_ms=3.0, stages={"load": 1.0}, wait_ms=2.0, links=(), peak_bytes=0, spans=()
+        ),
+        "requests": simulate(Plant(prefillers=1, decoders=1, profile="efa_2x200"), load),
+        "question": tep.sim.transfer_time([65536, 1 << 20], "cx7_400"),
+    }
+
+
+async def _nothing(cluster: tep.sim.Cluster) -> None:
+    pass
+
+
+def test_every_result_can_be_looked_at() -> None:
+    """A schedule's repr had two megabytes, and pictures of statistics ended in a TypeError."""
+    for name, result in results().items():
+        assert "\n" not in repr(result), name
+        assert 700 > len(repr(result)), name
+        assert result._repr_html_().startswith("<table><tr><th>"), name
+        assert result.plot().get_ylabel(), name
 
 
 def test_a_trace_is_a_table_and_a_timeline() -> None:
