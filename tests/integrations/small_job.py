@@ -1,4 +1,7 @@
-"""A small RL job and a KvCache cluster as commands of `tep`, for those who start ranks."""
+"""A small RL job and a KvCache cluster as commands of `tep`, for those who start ranks.
+
+python tests/integrations/small_job.py FOLDER     # writes config.json and w.safetensors there
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ KVCACHE = ["kvcache", "--fabric", "tcp", "-p", "1", "-d", "1", "--prompts", "6",
 
 def rl_job(folder: Path, train: int, updates: int) -> list[str]:
     """Write a small model and its weights; the command of a job with so many training ranks."""
+    folder.mkdir(exist_ok=True)
     config, weights = folder / "config.json", folder / "w.safetensors"
     config.write_text(json.dumps(CONFIG))
     dice = np.random.default_rng(1)
@@ -53,3 +57,7 @@ def same_tokens(printed: str) -> int:
     rows = json.loads(printed[printed.index("{") :])["rows"]
     assert all(one["same tokens"] for one in rows), rows
     return len(rows)
+
+
+if __name__ == "__main__":
+    rl_job(Path(sys.argv[1]), 2, 1)
