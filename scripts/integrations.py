@@ -147,7 +147,7 @@ INTEGRATIONS = (
         "vLLM with tep's own connector, both sides killed",
         "vllm_tep.py",
         VLLM,
-        ("--rounds", "100", "--seconds", "500"),
+        ("--rounds", "20", "--seconds", "1800"),
     ),
     Integration(
         "vLLM with two tensor parallel ranks an instance, or one, and tep's own connector",
@@ -202,7 +202,7 @@ INTEGRATIONS = (
         "vLLM 0.33's Python files on 0.32's kernels: tep's own connector, both sides killed",
         "vllm_tep.py",
         VLLM_NEXT,
-        ("--rounds", "15", "--seconds", "120"),
+        ("--rounds", "15", "--seconds", "900"),
     ),
     Integration(
         "vLLM 0.33's Python files on 0.32's kernels: weights that change under load",

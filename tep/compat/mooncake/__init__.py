@@ -80,12 +80,6 @@ class TransferEngine:
 
         return _tried(start)
 
-    def initialize_ext(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, kind: str
-    ) -> int:
-        """Do the same."""
-        return self.initialize(local_hostname, metadata_server, protocol, device_name)
-
     def get_rpc_port(self) -> int:
         """Return the port at which other engines find this one."""
         return int(self._agent.listen_port or 0)

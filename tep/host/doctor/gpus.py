@@ -57,7 +57,7 @@ def check_gpus(open_engine: Callable[[str], TransferEngine] = _beside) -> Iterat
                     wrong = _there_and_back(a, b, device)
                 else:
                     text = f"NICs {names} cannot reach the GPU's memory"
-                    yield note(area, text, "copies by tep.cuda.Staged go another way")
+                    yield note(area, text, "tep.cuda.Staged copies it through host memory")
                     continue
         except (TepError, OSError) as error:
             yield bad(
