@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import threading
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,46 @@ def drawn(seed: int) -> list:
 
 def pieces_of(descs, target) -> list:
     return list(zip(descs, np.split(target, np.cumsum(SIZES)[:-1]), strict=True))
+
+
+def test_a_read_that_is_refused_leaves_nothing_registered(monkeypatch) -> None:
+    """Its memory would stay with the engine, and the pull among those that an abort waits for."""
+    with tep.TransferEngine.open("loopback") as ours, tep.TransferEngine.open("loopback") as theirs:
+        owner, reader = Puller(ours), Puller(theirs)
+        pieces = pieces_of(offer(owner, "x", drawn(1)), np.zeros(sum(SIZES), np.uint8))
+        submit, left = theirs.submit_single_read, [1]
+
+        def refused(*args, **more):
+            if not left:
+                raise tep.BusyError("too many rows wait")
+            left.pop()
+            return submit(*args, **more)
+
+        monkeypatch.setattr(theirs, "submit_single_read", refused)
+        with pytest.raises(tep.BusyError):
+            reader.pull("x", pieces)
+        end_s = time.monotonic() + 20
+        while reader._pulls or theirs.stats().regions:
+            assert time.monotonic() < end_s, (reader._pulls, theirs.stats().regions)
+
+
+def test_an_abort_reaches_the_read_that_is_just_submitted(monkeypatch) -> None:
+    """It went on into memory that Ray had given to somebody else."""
+    with tep.TransferEngine.open("loopback") as ours, tep.TransferEngine.open("loopback") as theirs:
+        owner, reader = Puller(ours), Puller(theirs)
+        pieces = pieces_of(offer(owner, "x", drawn(1)), np.zeros(sum(SIZES), np.uint8))
+        made = []
+
+        def aborted(*_, on_done):
+            made.append(Mock())
+            reader.abort("x")
+            on_done(None)
+            return made[-1]
+
+        monkeypatch.setattr(theirs, "submit_single_read", aborted)
+        reader.pull("x", pieces)
+        assert len(SIZES) == len(made)
+        assert all(read.cancel.called for read in made)
 
 
 @pytest.mark.parametrize("backend", ["loopback", "local"])

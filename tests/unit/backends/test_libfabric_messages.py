@@ -54,6 +54,17 @@ def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, coun
     assert {} == outgoing.open
 
 
+def test_a_message_that_is_offered_again_waits_for_one_buffer():
+    """It was told twice of a buffer, and another one, for which there was the second, never."""
+    out, received = [], deque()
+    a, inbox = SimpleNamespace(data=b"a"), Inbox(Wire(b"b", out), received)
+    for number in (1, 1, 2):
+        inbox.take_data(a, frames.Data(b"a", number, b"text"))
+    out.clear()
+    inbox.add(16, 2)
+    assert [frames.Go(b"b", 1), frames.Go(b"b", 2)] == [frame for _, frame in out]
+
+
 def test_a_message_whose_go_was_lost_is_offered_anew():
     """A connection that broke took the Go along: its sender waited for a buffer for ever."""
     out, sent, received = [], deque(), deque()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
+from collections import deque
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs import open_domains, send
+from tep.backends.verbs.conns import Draining
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.handshake import Address
 from tep.backends.verbs.messages import Routes
@@ -363,6 +367,35 @@ def test_a_message_fails_alone_where_the_device_registers_no_memory(rig, monkeyp
         rig.poll(rig.b)
         found = rig.poll(rig.a)
     assert [(Kind.SENT, Status.OK, 8)] == [(e[0], e[1], e[5]) for e in found]
+
+
+def test_a_fence_that_follows_its_lifting_stays(rig):
+    """It was lifted by what had been asked before it, and late rows landed."""
+    rig.a.fence(rig.b.address, 1)
+    rig.a.unfence(rig.b.address)
+    rig.a.fence(rig.b.address, 2)
+    found = []
+    while len(found) < 2:
+        found += [entry for entry in rig.poll(rig.a) if entry[0] == Kind.FENCED]
+        rig.poll(rig.b)
+    for _ in range(20):
+        rig.poll(rig.a)
+    assert [(Status.OK, 1), (Status.OK, 2)] == [(entry[1], entry[5]) for entry in found]
+    assert rig.a.peers.table[rig.peer].shut
+
+
+def test_a_connection_has_drained_once_the_queue_was_read_twice_to_its_end():
+    """The first of these reads may have begun before the last completion came."""
+    held, retired = [True], []
+    conn = Mock(number=1, peer=0, quiet_s=0.0, deadline_s=math.inf)
+    draining = Draining(lambda _: held[0], deque(), 8, lambda one, well: retired.append(well))
+    draining.add(conn, 0.0)
+    draining.progress(1.0, 0, whole=True)
+    held[0] = False
+    for whole in (False, True, False, True):
+        assert [] == retired
+        draining.progress(1.0, 1, whole=whole)
+    assert [True] == retired
 
 
 def test_a_control_message_that_comes_twice_is_heard_once(rig):

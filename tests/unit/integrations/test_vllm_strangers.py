@@ -320,6 +320,29 @@ def test_a_life_that_is_lost_ends_the_loads_from_it_and_from_no_later_one(halves
     assert f"prefiller {name} is lost" == load.reason
 
 
+def test_a_decoders_life_that_is_lost_ends_the_sends_to_it_and_to_no_later_one(halves):
+    """A decoder that is back lost what is sent to it now; or its last life was kept for ever."""
+    begin(*halves)
+    holds = halves[0].worker.holds
+    ((name, epoch, _), send) = next(iter(holds._held["k"].sends.items()))
+    with halves[0].worker._blocks.lock:
+        holds.lost(name, epoch - 1)
+        assert ("", {(name, epoch)}) == (send.reason, holds._cards.keys())
+        holds.lost(name, epoch)
+        assert (f"decoder {name} is lost", {}) == (send.reason, holds._cards)
+
+
+def test_blocks_are_kept_for_as_long_as_a_decoder_asks_for_them(halves):
+    """A request that waits for its turn at the decoder was computed again, each time."""
+    begin(*halves)
+    holds, want = halves[0].worker.holds, Want(9, "k", "keep", False, b"", b"")
+    with halves[0].worker._blocks.lock:
+        held = holds._held["k"]
+        held.final, held.until_s = True, 0.0
+        assert "kept" == holds.answer(halves[1].engine.main_address, want).state
+        assert held.until_s > holds._now_s()
+
+
 @pytest.mark.parametrize(
     "mark", ["", ":", "::", "a:b:c", "{}:\u00b2:5", "{}:" + "1" * 5000 + ":5", "{}:-1:5", "\0:1:\0"]
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from tep import rendezvous
 from tep.base.errors import RendezvousError, WaitTimeout
-from tep.rendezvous import Place
+from tep.rendezvous import Place, door
+from tep.rendezvous.door import Door
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, join_proof, prove
 from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_rank
 
@@ -44,6 +48,15 @@ def test_a_stranger_who_talks_nonsense_is_turned_away_and_reported() -> None:
     assert "missing: 1; refused 4: 127.0.0.1:" in str(error)
     assert "a frame of 542393671 bytes; 4096 are allowed here" in str(error)
     assert 4 < len(cut), "who says nothing is cut off once all ranks are here"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others run until something is so."""
+    async with asyncio.timeout(60):
+        for _ in itertools.repeat(None):
+            if condition():
+                return
+            await asyncio.sleep(0)
 
 
 async def answer(port: int, token: str, proved: int, claimed: int) -> Message:
@@ -165,6 +178,84 @@ def test_silent_strangers_are_bounded_and_keep_nobody_out(capfd, monkeypatch) ->
     assert inside <= 8
     assert [[b"0", b"1"]] * 2 == found
     assert "" == capfd.readouterr().err
+
+
+def test_a_crowd_of_strangers_costs_nobody_a_place_who_has_proved_the_token(monkeypatch) -> None:
+    """The oldest of all was a rank that was just let in."""
+    monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 2)
+
+    async def main() -> list[bool]:
+        came, over = list[Peer](), asyncio.Event()
+
+        async def admit(peer: Peer) -> None:
+            peer.proven = not came
+            came.append(peer)
+            await over.wait()
+
+        listener, port = listen()
+        entrance = Door([listener], admit)
+        crowd = []
+        for _ in range(5):
+            crowd.append(await asyncio.open_connection("127.0.0.1", port))
+            await until(lambda: len(came) == len(crowd))
+        await until(lambda: sum(not reader.at_eof() for reader, _ in crowd) <= 3)
+        inside = [not reader.at_eof() for reader, _ in crowd]
+        over.set()
+        await entrance.close()
+        for _, writer in crowd:
+            writer.close()
+        return inside
+
+    assert [True, False, False, True, True] == asyncio.run(main())
+
+
+def test_where_no_descriptor_is_left_the_oldest_stranger_gives_its_own(monkeypatch) -> None:
+    """A program that holds nearly all of them let no rank in for as long as strangers may stay."""
+
+    async def main() -> list[bool]:
+        came, over, loop = list[Peer](), asyncio.Event(), asyncio.get_running_loop()
+        accept, short = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")]
+
+        async def admit(peer: Peer) -> None:
+            came.append(peer)
+            await over.wait()
+
+        async def scarce(sock: socket.socket) -> object:
+            if short and came:
+                raise short.pop()
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", scarce)
+        listener, port = listen()
+        entrance = Door([listener], admit)
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await until(lambda: len(came) == 2 and crowd[0][0].at_eof())
+        inside = [not reader.at_eof() for reader, _ in crowd]
+        over.set()
+        await entrance.close()
+        for _, writer in crowd:
+            writer.close()
+        return inside
+
+    assert [False, True] == asyncio.run(main())
+
+
+@pytest.mark.parametrize(("port", "addresses"), [(0, 1), (7, 2)])
+def test_any_port_is_one_port(port, addresses, monkeypatch) -> None:
+    """A host of two addresses would listen at two ports, and say one of them."""
+    bound = []
+
+    async def both(*_: object, **__: object) -> list[tuple[object, ...]]:
+        hosts = ("127.0.0.1", "127.0.0.2")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+        await door.listen("some.host", port)
+
+    monkeypatch.setattr(door.socket, "create_server", lambda where, family: bound.append(where))
+    asyncio.run(main())
+    assert addresses == len(bound)
 
 
 @pytest.mark.slow
