@@ -44,7 +44,7 @@ from tep.sim.queues import (
     has_any,
     is_alike,
 )
-from tep.sim.receiving import Inlet, trace_ends, trace_posts, trace_row
+from tep.sim.receiving import FEW, Inlet, trace_ends, trace_posts, trace_row
 from tep.sim.wakes import Fabric, Nic, Node, Region
 
 __all__ = ["MortalNic", "TimingNic"]
@@ -335,9 +335,12 @@ class TimingNic(Nic):
         fabric = self.fabric
         ledger = fabric.ledger
         times, numbers = self.outbox.take(now)
-        if len(numbers) == 1 and self._reap_one(numbers.item() - ledger.base, now):
-            return
         rows = numbers - ledger.base
+        if len(rows) <= FEW:
+            rest = [k for k, row in enumerate(rows.tolist()) if not self._reap_one(row, now)]
+            if not rest:
+                return
+            times, numbers, rows = times[rest], numbers[rest], rows[rest]
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
                 fabric.nic(target).take_landed(now)

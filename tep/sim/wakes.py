@@ -342,7 +342,9 @@ class Wakes:
         urgent = self._urgent
         while urgent and urgent[0] <= self._looked_ps:
             heappop(urgent)
-        wake_ps = urgent[0] if urgent else NEVER_PS
+        # An owner that was woken looks by itself; a message is answered when it is looked at.
+        waits = self._woken and not fabric.payloads
+        wake_ps = urgent[0] if urgent and not waits else NEVER_PS
         for nic in self.nics:
             if not self._woken:
                 if nic.inbox.first_ps < wake_ps:
@@ -382,6 +384,8 @@ class Wakes:
         came since the last, it would step once a row, and the pauses would be useless.
         """
         now = self._fabric.env.now
+        if self._woken:
+            self._catch_up(now)
         due = self.is_due(now)
         if due:
             self._look(now)
@@ -409,9 +413,25 @@ class Wakes:
             self.wake_at(max(self._floor_ps, self._fabric.env.now))
             self.book()
 
+    def _catch_up(self, now: int) -> None:
+        """Look as at each urgent time that passed since the owner was woken, but all at once."""
+        last_ps = -1
+        while self._urgent and self._urgent[0] <= now:
+            time_ps = heappop(self._urgent)
+            if time_ps > self._looked_ps:
+                last_ps = time_ps
+                self._pause(time_ps)
+        if last_ps >= 0:
+            for nic in self.nics:
+                nic.take_in(last_ps)
+
     def _look(self, now: int) -> None:
         for nic in self.nics:
             nic.take_in(now)
+        self._pause(now)
+
+    def _pause(self, now: int) -> None:
+        """Let a look at this time be the last one for a while."""
         if now > self._floor_ps + _QUIET_PS:
             self._burst_ps = now
         pause_ps = max(_PAUSE_PS_MIN, min(_PAUSE_PS_MAX, now - self._burst_ps))

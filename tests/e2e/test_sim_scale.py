@@ -40,9 +40,9 @@ def weights(infers: int) -> str:
 @pytest.mark.parametrize(
     ("work", "size", "events", "passes", "calls"),
     [
-        (moe_step, 16, 2576, 52, 361_053),
-        (alltoall, 64, 5511, 7, 657_849),
-        (weights, 4, 13_380, 560, 1_926_227),
+        (moe_step, 16, 2103, 52, 326_815),
+        (alltoall, 64, 2694, 6, 611_816),
+        (weights, 4, 13_290, 560, 1_934_525),
         (kvcache, 2, 12_019, 0, 655_561),
     ],
 )
@@ -84,7 +84,7 @@ def test_the_command_measures_a_run_and_names_what_it_does_not_know() -> None:
     (run,) = json.loads(found.stdout)["runs"]
 
     assert "all-to-all of 64 ranks" == run["what"]
-    assert run["events"] <= 1.05 * 5511
+    assert run["events"] <= 1.05 * 2694
     assert run["cpu_s"] > 0
     assert run["memory_gib"] > 0
     with pytest.raises(UsageError, match="no run is called 'of 65 ranks'; there are: KvCache"):
