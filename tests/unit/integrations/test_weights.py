@@ -289,6 +289,27 @@ def test_members_meet_and_send_over_threads():
             member.close()
 
 
+def test_a_training_rank_that_does_not_come_is_the_error_at_once(monkeypatch):
+    """Rank 0 went on waiting for its own part of an update that nobody would make any more."""
+    ended = []
+
+    async def waits(*_):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(WeightSender, "send", waits)
+    first = Member("first", Fabric("loopback", timeout_s=0.5))
+    try:
+        first.lead(2)
+        with pytest.raises(tep.FabricError, match="rank 1 of 2 has not come to the hub"):
+            first.sending(1).result(60)
+        assert [True] == ended
+    finally:
+        first.close()
+
+
 def test_a_stranger_is_not_taken_in():
     """Without the token nobody may say which weights are to be served."""
     zero, rollout = Member("weights-s0", Fabric()), Member("weights-s1", Fabric(timeout_s=5.0))
