@@ -147,7 +147,7 @@ def kvcache(
             raise UsageError(
                 f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
             )
-        _show_report(report, ends, f"{fabric.value}, {profile}", json=json)
+        _show_report(report, ends, fabric.value, profile, json=json)
     else:
         _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)
 
@@ -257,8 +257,11 @@ def _check_length(tokens: int, plant: Plant, option: str) -> None:
 
 
 def _show_report(
-    report: Report, ends: dict[str, tuple[float, float]], where: str, *, json: bool
+    report: Report, ends: dict[str, tuple[float, float]], fabric: str, profile: str, *, json: bool
 ) -> None:
+    from tep.sim import load_profile
+    from tep.sim.sweeps import kind_of
+
     figures = report.figures()
     row = {
         "engines": report.engines,
@@ -269,6 +272,7 @@ def _show_report(
         "TTFT p99 ms": round(figures["TTFT p99"], 1),
         "p99 interval": span(ends["TTFT p99"]),
         "beyond compute p50 ms": round(figures["added"], 3),
+        "kind": kind_of(load_profile(profile)),
         "prefix hits %": round(100 * report.tokens_found / max(1, report.tokens), 1),
         "paged writes": report.writes,
         "pages": report.rows,
@@ -277,7 +281,7 @@ def _show_report(
         "CPU s": round(report.cpu_s, 2),
         "RSS MiB": report.rss_bytes >> 20,
     }
-    show_rows(f"a cluster under load ({where})", [row], json=json)
+    show_rows(f"a cluster under load ({fabric}, {profile})", [row], json=json)
     _fail_on([f"{done.request}: {done.reason}" for done in report.failed], "FAILED")
 
 

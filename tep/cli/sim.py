@@ -16,12 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tep.base.errors import UsageError
-from tep.cli.show import Json, OutFile, Ray, emit_json, print_table, progress, refuse_unused
+from tep.cli.show import (
+    Guessed,
+    Json,
+    OutFile,
+    Ray,
+    emit_json,
+    print_table,
+    progress,
+    refuse_unused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tep.rendezvous import Place as RankPlace
+    from tep.sim.profile import Profile
     from tep.sim.row_log import RowLog
     from tep.testing.spreading import Finding, ProtocolJudge
 
@@ -198,42 +208,56 @@ def whatif(
     optical: Annotated[
         str, typer.Option(help="UP:DOWN us: circuits in turn, up, and being set up.")
     ] = "",
+    guessed: Guessed = 1.5,
     json: Json = False,
 ) -> None:
     """Change the machine (NICs, links, topology, a NIC that is slow) and say what it does to MoE,
     KvCache and RL.
     """
-    from tep.bench.reproduce.whatif import Machine, change, effects
-    from tep.sim.profile import load_profile
+    from tep.bench.reproduce.whatif import Effect, Machine, change, effects
+    from tep.sim import interval, load_profile
 
     try:
         up, _, down = optical.partition(":")
         times = (float(up), float(down)) if optical else None
     except ValueError:
         raise UsageError(f"--optical {optical!r}: UP:DOWN, microseconds") from None
-    base = Machine(profile=load_profile(profile))
-    changed = change(
-        Machine(
-            profile=load_profile(to or profile), other=load_profile(beside) if beside else None
-        ),
-        numbers=numbers or (),
-        slow_nic=slow_nic,
-        leaf_gpus=leaf_gpus,
-        rails=rails,
-        oversubscription=oversubscription,
-        spine_us=spine_us,
-        optical_us=times,
-    )
+
+    def found(machine: Profile, seed: int = 0) -> list[Effect]:
+        del seed  # the systems draw from their own
+        changed = change(
+            Machine(
+                profile=load_profile(to) if to else machine,
+                other=load_profile(beside) if beside else None,
+            ),
+            numbers=numbers or (),
+            slow_nic=slow_nic,
+            leaf_gpus=leaf_gpus,
+            rails=rails,
+            oversubscription=oversubscription,
+            spine_us=spine_us,
+            optical_us=times,
+        )
+        return effects(Machine(profile=machine), changed, system or ())
+
+    def factors(effects: list[Effect]) -> dict[str, float]:
+        return {f"{one.system}: {one.figure}": one.factor for one in effects}
+
+    base = load_profile(profile)
     with progress("the machine before and after", None, quiet=json):
-        found = list(effects(base, changed, system or ()))
+        first = found(base)
+        ends = interval(
+            lambda **point: factors(found(**point)), factors(first), guessed, machine=base
+        )
     rows = [
         {
-            "figure": f"{one.system}: {one.figure}",
+            "figure": figure,
             "before": f"{one.before:.1f} {one.unit}",
             "after": f"{one.after:.1f} {one.unit}",
             "times": f"{one.factor:.3f}",
+            "interval": " to ".join(f"{end:.3f}" for end in each),
         }
-        for one in found
+        for one, (figure, each) in zip(first, ends.items(), strict=True)
     ]
     if json:
         emit_json(rows)
@@ -248,25 +272,32 @@ def sweep_(
     ],
     grid: Annotated[list[str], typer.Argument(help="NAME=VALUE,VALUE,... e.g. nbytes=4096,65536")],
     seeds: Annotated[int, typer.Option(min=1, help="Of each point, from 0 on.")] = 1,
-    guessed: Annotated[
-        float, typer.Option(min=1.0, help="Also with the profile's guesses so much off.")
-    ] = 1.0,
+    guessed: Guessed = 1.5,
     processes: Annotated[int | None, typer.Option(min=1, help="None: one a core.")] = None,
     out: Annotated[Path | None, OutFile("--out", help="The table: .csv or .json.")] = None,
     resume: Annotated[
         Path | None, OutFile("--resume", help="Keep runs here, and make none twice.")
     ] = None,
+    ray: Ray = "",
     json: Json = False,
 ) -> None:
-    """Call a function at every point of a grid; medians over the seeds, and intervals."""
+    """Call a function at every point of a grid; medians over the seeds, and intervals. With --ray a
+    FILE.py must be on all nodes.
+    """
     from tep.sim.sweeps import sweep
 
+    calls = None
+    if ray:
+        from tep.integrations.ray.cluster import calls as calls_on_ray
+
+        calls = calls_on_ray(ray)
     table = sweep(
-        Named(function),
+        Named(str(Path(function).resolve()) if ".py:" in function else function),
         _grid(grid),
         seeds=seeds,
         guessed=guessed,
         processes=processes,
+        calls=calls,
         path=resume,
         done=(lambda *_: None) if json else None,
     )

@@ -27,7 +27,7 @@ from tep.observe.progress import progress
 from tep.observe.shown import Shown
 from tep.sim.profile import FIELDS, Profile, load_profile
 
-__all__ = ["GUESSED", "Run", "Table", "Values", "doubts", "interval", "kind_of", "sweep"]
+__all__ = ["GUESSED", "Table", "doubts", "interval", "kind_of", "sweep"]
 
 Values = Mapping[str, float]
 
@@ -119,7 +119,7 @@ def sweep(
             of its values, calls guessed so many times off: once for the slow, once for the fast
             (see `doubts`), with a seed of its own. That widens its interval.
         processes: how many work; None: one a core; 1: this one.
-        calls: another way to make the calls, such as `tep.integrations.ray.cluster.RayCalls`; None:
+        calls: another way to make the calls, such as `tep.integrations.ray.cluster.calls()`; None:
             in these processes.
         path: a file that gets each run as it ends; runs that it has are not made again.
         done: called with the number of runs that have ended, and of all; None: a progress bar.

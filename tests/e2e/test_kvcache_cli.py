@@ -58,18 +58,16 @@ def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
 
 def test_the_first_token_is_predicted_for_any_length() -> None:
     """A table of the published lengths alone could be read off the paper."""
-    found = rows("ttft", "10000", "20000")
+    once = "--guessed", "1"
+    found = rows("ttft", "10000", "20000", *once)
 
     assert [(10000, 1), (20000, 2)] == [(row["tokens"], row["chunks"]) for row in found]
     assert all(row["TTFT disaggregated ms"] > row["TTFT same node ms"] for row in found)
-    for row in found:
-        low, high = map(float, row["added interval"].split(" to "))
-        assert low < row["added ms"] < high
-        assert "predicted" == row["kind"]
-    slow = rows("ttft", "10000", "--layer-ms", "100", "--guessed", "1")
+    slow = rows("ttft", "10000", "--layer-ms", "100", *once)
     assert 9400 == pytest.approx(slow[0]["TTFT same node ms"], rel=1e-3)
-    once = "--guessed", "1"
-    cold, warm = (rows("ttft", "4096", *once, *more)[0] for more in (("--cold",), ()))
+    cold, warm = (rows("ttft", "4096", *more)[0] for more in ((*once, "--cold"), ()))
+    low, high = map(float, warm["added interval"].split(" to "))
+    assert low < warm["added ms"] < high
     assert ["extrapolated", "predicted"] == [row["kind"] for row in (cold, warm)]
     assert 26 == pytest.approx(cold["added ms"] - warm["added ms"], abs=0.2)
 

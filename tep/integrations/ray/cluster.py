@@ -1,8 +1,8 @@
-"""A Ray cluster's workers: a search through seeds, and jobs of ranks.
+"""A Ray cluster's workers: a search through seeds, the calls of a sweep, and jobs of ranks.
 
-Each share of seeds is one task. Each rank of a job is an actor with the environment that torchrun
-would set, so that a program which starts under torchrun or srun starts under Ray too, and meets by
-`tep.rendezvous`.
+Each share of seeds is one task, and so is each call. Each rank of a job is an actor with the
+environment that torchrun would set, so that a program which starts under torchrun or srun starts
+under Ray too, and meets by `tep.rendezvous`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tep.sim import RowLog
 from tep.testing import Finding, Judge, ProtocolJudge, confirm
 from tep.testing import search as search_here
 
-__all__ = ["connect", "run_ranks", "search"]
+__all__ = ["calls", "connect", "run_ranks", "search"]
 
 _SHARE_MAX: Final = 256
 """Most seeds of a share: about a second, for progress and for losses of workers."""
@@ -85,9 +85,42 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _work(judge: Judge, seeds: range, most: int) -> tuple[list[Finding], str, str]:
-    """Judge seeds, on a worker; return the findings, the digest of its code and its place."""
-    return list(search_here(judge, seeds, most=most)[0]), _code(), tep.__file__
+def _work(work: Callable[..., Any], *arguments: object) -> tuple[Any, str, str]:
+    """Do a task, on a worker; return its result, the digest of the worker's code and its place."""
+    return work(*arguments), _code(), tep.__file__
+
+
+def _judge(judge: Judge, seeds: range, most: int) -> list[Finding]:
+    return list(search_here(judge, seeds, most=most)[0])
+
+
+def calls(address: str = "auto") -> Callable[..., None]:
+    """Make the calls of a sweep on all CPUs of a Ray cluster: `tep.sim.sweep(..., calls=calls())`.
+
+    Ray makes a call again whose worker was lost. All nodes need the same tep, Ray and the module of
+    the function, installed; a function that stands in no module is sent to them.
+
+    Args:
+        address: same as for `connect`.
+    """
+
+    def make(
+        work: Callable[[Any], Any], runs: Sequence[Any], ended: Callable[[Any, Any], object]
+    ) -> None:
+        with _workers(work, address) as (ray, sent):
+            task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES)
+            running = {task.remote(sent, run): run for run in runs}
+            try:
+                while running:
+                    done, _ = ray.wait(list(running), timeout=_LOOK_S)
+                    for ref in done:
+                        run = running.pop(ref)
+                        ended(run, _answer(ray, ref, f"the call {run.key[:200]}"))
+            finally:
+                for ref in tuple(running):
+                    _drop(ray, ref, running)
+
+    return make
 
 
 def search(
@@ -130,7 +163,7 @@ def search(
             while True:
                 while len(running) < _cpus(ray) and (share := next(shares, None)):
                     if share.start < end:
-                        running[task.remote(sent, share, most)] = share
+                        running[task.remote(_judge, sent, share, most)] = share
                 if not running:
                     return confirm(judge, findings, seeds)
                 done, _ = ray.wait(list(running), timeout=_LOOK_S)
@@ -140,7 +173,8 @@ def search(
                     raise tep.WaitTimeout(_silence(running, timeout_s))
                 for ref in done:
                     share = running.pop(ref)
-                    findings = sorted([*findings, *_answer(ray, ref, share)])[:most]
+                    said = f"seeds {share.start} to {share[-1]}"
+                    findings = sorted([*findings, *_answer(ray, ref, said)])[:most]
                     judged(len(share))
                 if len(findings) == most:
                     end = findings[-1].seed + 1
@@ -152,7 +186,7 @@ def search(
 
 
 @contextlib.contextmanager
-def _workers(judge: Judge, address: str) -> Iterator[tuple[Any, Any]]:
+def _workers(judge: object, address: str) -> Iterator[tuple[Any, Any]]:
     """Join a cluster, and send it the judge, with the folder of a protocol."""
     options: dict[str, Any] = {}
     if isinstance(judge, ProtocolJudge):
@@ -184,34 +218,32 @@ def _cpus(ray: Any) -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 0)))
 
 
-def _drop(ray: Any, ref: Any, running: dict[Any, range]) -> None:
-    """Cancel a share that nobody needs."""
+def _drop(ray: Any, ref: Any, running: dict[Any, Any]) -> None:
+    """Cancel a task that nobody needs."""
     del running[ref]
     ray.cancel(ref, force=True)
 
 
-def _answer(ray: Any, ref: Any, share: range) -> list[Finding]:
-    """Return the findings of a share."""
+def _answer(ray: Any, ref: Any, said: str) -> Any:
+    """Return the result of a task, which an error calls what is `said`."""
     errors = ray.exceptions
     try:
-        findings, code, where = ray.get(ref)
+        found, code, where = ray.get(ref)
     except errors.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, tep.TepError) else None
-        raise tep.UsageError(f"a worker cannot judge: {cause or error}") from error
+        raise tep.UsageError(f"a worker fails at {said}: {cause or error}") from error
     except (errors.RuntimeEnvSetupError, errors.TaskUnschedulableError) as error:
         raise tep.UsageError(f"Ray cannot start workers: {error}") from error
     except errors.RayError as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise tep.RendezvousError(
-            f"{1 + _RETRIES} workers were lost while they judged seeds {share.start} to "
-            f"{share[-1]}, the last because: {why}. Run these seeds alone"
+            f"{1 + _RETRIES} workers were lost at {said}, the last because: {why}. Run them alone"
         ) from error
     if code != _code():
         raise tep.UsageError(
             f"a worker has another tep, at {where}: what it finds would not be what this one "
             f"finds. Install tep {tep.__version__} as it is here on all nodes"
         )
-    found: list[Finding] = findings
     return found
 
 

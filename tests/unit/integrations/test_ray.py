@@ -13,6 +13,7 @@ from tep.cli import main
 from tep.integrations.ray import cluster as on_ray
 from tep.integrations.ray.cluster import run_ranks
 from tep.rendezvous.launch import place_here
+from tep.sim import sweep
 from tep.testing.spreading import ProtocolJudge, search
 from tests.support.fake_ray import FakeRay
 
@@ -81,7 +82,7 @@ def test_a_cluster_of_this_process_has_no_dashboard(ray, address) -> None:
 def test_other_errors_end_a_search(ray, monkeypatch) -> None:
     """Workers that lack tep, or have another, must not pass for workers that found nothing."""
     ray.script.append(ray.exceptions.RayTaskError("no module named tep"))
-    with pytest.raises(UsageError, match="cannot judge: no module named tep"):
+    with pytest.raises(UsageError, match="fails at seeds 0 to 0: no module named tep"):
         on_ray.search(Odd(), range(9))
     ray.script.append(ray.exceptions.RuntimeEnvSetupError("no folder"))
     with pytest.raises(UsageError, match="cannot start workers: no folder"):
@@ -90,6 +91,29 @@ def test_other_errors_end_a_search(ray, monkeypatch) -> None:
     monkeypatch.setattr(on_ray, "_code", lambda: next(codes))
     with pytest.raises(UsageError, match=r"a worker has another tep, at .*tep/__init__.py"):
         on_ray.search(Odd(), range(9))
+
+
+def test_a_sweep_on_a_cluster_has_the_rows_of_one_here(ray, tmp_path) -> None:
+    """Where a call is made changes nothing but the time; what was made is kept by its file."""
+    grid, path = {"x": [1, 2, 3]}, tmp_path / "runs.jsonl"
+    found = sweep(cube, grid, seeds=2, calls=on_ray.calls("here:1"), path=path, done=nothing)
+
+    assert found == sweep(cube, grid, seeds=2, processes=1, done=nothing)
+    assert ("here:1", False, {}) == (ray.asked["address"], ray.joined, ray.refs)
+    ray.script.append(ray.exceptions.WorkerCrashedError("killed"))
+    assert found == sweep(cube, grid, seeds=2, calls=on_ray.calls(), path=path, done=nothing)
+    with pytest.raises(
+        RendezvousError, match=r"5 workers were lost at the call .*\"x\": 4.*killed"
+    ):
+        sweep(cube, {"x": [4]}, calls=on_ray.calls(), path=path, done=nothing)
+
+
+def cube(x, seed):
+    return float(x**3 + seed)
+
+
+def nothing(*_):
+    """A sweep without a bar."""
 
 
 def test_a_cluster_that_is_not_there(ray, monkeypatch) -> None:
