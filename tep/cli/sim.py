@@ -202,7 +202,8 @@ def whatif(
     ] = None,
     slow_nic: Annotated[float, typer.Option(help="One NIC takes so many times as long.")] = 1.0,
     leaf_gpus: Annotated[int, typer.Option(min=0, help="GPUs below one leaf switch.")] = 0,
-    rails: Annotated[bool, typer.Option("--rails", help="A rail for each NIC of a GPU.")] = False,
+    rails: Annotated[bool, typer.Option("--rails", help="A rail for each NIC of a host.")] = False,
+    host_gpus: Annotated[int, typer.Option(min=1, help="GPUs of one host, for rails.")] = 8,
     oversubscription: Annotated[float, typer.Option(help="NICs of a leaf : its uplink.")] = 0.0,
     spine_us: Annotated[float, typer.Option(help="What the spine adds to the latency.")] = 0.0,
     optical: Annotated[
@@ -234,6 +235,7 @@ def whatif(
             slow_nic=slow_nic,
             leaf_gpus=leaf_gpus,
             rails=rails,
+            host_gpus=host_gpus,
             oversubscription=oversubscription,
             spine_us=spine_us,
             optical_us=times,

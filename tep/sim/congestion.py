@@ -148,17 +148,25 @@ class Paths:
         self._buses = np.zeros(16, np.int64)  # outwards, inwards, of each node
         self._bus_scale = np.zeros(16, np.int64)  # as of Rate, of each node; 0: no bus
 
-    def place(self, number: int, node: str, index: int, bus_bps: int = 0) -> None:
+    def place(self, number: int, node: str, index: int, nics: int, bus_bps: int = 0) -> None:
         """Say where a NIC stands: which node, which of its NICs, and what its node's bus carries.
 
-        A bus carries so much each way; 0: as much as the NICs of the node want.
+        A bus carries so much each way; 0: as much as its NICs want.
 
         Raises:
-            UsageError: more leaves than the network has.
+            UsageError: more leaves than the network has, or a switch that limits nothing.
         """
         turn = self._nodes.setdefault(node, len(self._nodes))
         network = self.network
-        leaf = index if network.rails else turn // network.leaf_nodes if network.leaf_nodes else 0
+        leaf = turn // network.leaf_nodes if network.leaf_nodes else 0
+        if network.rails:
+            leaf = turn % max(1, network.host_gpus) * nics + index
+        if network.switch_gpus and not bus_bps:
+            raise UsageError(
+                f"node {node!r}: switch_gpus={network.switch_gpus}, but its profile has no "
+                "node.bus, so a PCIe switch would limit nothing"
+            )
+        turn //= max(1, network.switch_gpus)
         if network.leaves and leaf >= network.leaves:
             raise UsageError(f"node {node!r}, NIC {index} is below leaf {leaf} of {network.leaves}")
         self._leaf = _longer(self._leaf, number)

@@ -267,7 +267,12 @@ class Network:
 
     Attributes:
         leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
-        rails: leaves are rails instead: NIC k of every node is on rail k.
+        rails: leaves are rails instead: NIC k of every host is on rail k.
+        host_gpus: nodes of one host, each a GPU with its NICs, in the order they are started; 0: a
+            node is a host. They share nothing but rails and PCIe switches: an engine writes to the
+            other GPUs of its host over NICs, too, and NVLink belongs to applications.
+        switch_gpus: nodes of a host whose NICs share one PCIe switch, `node.bus` of their profile;
+            0: each has its own.
         uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
         paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
             one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
@@ -280,6 +285,8 @@ class Network:
 
     leaf_nodes: int = 0
     rails: bool = False
+    host_gpus: int = 0
+    switch_gpus: int = 0
     uplink_bps: int = 0
     paths: int = 0
     spine_ps: int = 0
@@ -289,13 +296,19 @@ class Network:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        numbers = (self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps, self.leaves)
+        numbers = [self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps, self.leaves]
+        numbers += [self.host_gpus, self.switch_gpus]
         if min(*numbers, self.circuit_up_ps, self.circuit_down_ps) < 0:
             raise UsageError(f"{self}: a number below 0")
         if self.rails and self.leaf_nodes:
             raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
         if self.paths and (self.circuit_up_ps or not self.uplink_bps):
             raise UsageError(f"{self}: paths share uplink_bps, and are no circuits")
+        if self.switch_gpus and self.host_gpus % self.switch_gpus:
+            raise UsageError(
+                f"{self}: host_gpus={self.host_gpus} is no multiple of "
+                f"switch_gpus={self.switch_gpus}; a switch is in one host"
+            )
         if self.circuit_up_ps and (self.leaves < 2 or not self.uplink_bps):
             raise UsageError(
                 f"{self}: circuits need two leaves or more, and uplink_bps, their rate"

@@ -126,8 +126,9 @@ class Profile:
             is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
-        leaf_nodes, rails, uplink_bps, paths, spine_ps, circuit_up_ps, circuit_down_ps,
-            leaves: the network of such machines, as in `tep.sim.Network`; rails is 0 or 1.
+        leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps, circuit_up_ps,
+            circuit_down_ps, leaves: the network of such machines, as in `tep.sim.Network`; rails is
+            0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -173,6 +174,8 @@ class Profile:
     bus_bps: int = _at("node.bus", "bps", 0, optional=True)
     leaf_nodes: int = _at("network.leaf_nodes", "count", 0, optional=True)
     rails: int = _at("network.rails", "count", 0, optional=True)
+    host_gpus: int = _at("network.host_gpus", "count", 0, optional=True)
+    switch_gpus: int = _at("network.switch_gpus", "count", 0, optional=True)
     uplink_bps: int = _at("network.uplink", "bps", 0, optional=True)
     paths: int = _at("network.paths", "count", 0, optional=True)
     spine_ps: int = _at("network.spine", "ps", 0, optional=True)

@@ -143,7 +143,7 @@ class TimingFabric(Fabric):
         made, make = Node(self, name, epoch, machine), MortalNic if self.mortal else TimingNic
         made.domains = nics = [make(self, made, index) for index in range(machine.profile.nics)]
         for nic in nics:
-            self.paths.place(nic.number, name, nic.index, nic.profile.bus_bps)
+            self.paths.place(nic.number, name, nic.index, len(nics), nic.profile.bus_bps)
         return made
 
     def _why_gone(self, number: int) -> Status:

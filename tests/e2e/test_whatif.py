@@ -56,6 +56,8 @@ def test_half_the_wire_is_nearly_twice_the_time_where_the_wire_is_the_limit() ->
         ({"leaf_gpus": 8, "oversubscription": 4.0}, 3, 4),
         ({"leaf_gpus": 8, "spine_us": 5.0}, 1.01, 1.2),
         ({"leaf_gpus": 8, "optical_us": (90.0, 10.0)}, 2, 5),
+        ({"rails": True}, 0.999, 1.001),
+        ({"rails": True, "oversubscription": 4.0}, 3, 4),  # 7 of 8 GPUs are on other rails
         ({"slow_nic": 4.0}, 2, 5),
     ],
 )
@@ -71,8 +73,8 @@ def test_rails_that_nothing_crosses_are_refused() -> None:
     machine = Machine(profile=load_profile("efa_2x200"))
     for more in ({}, {"oversubscription": 4.0}, {"spine_us": 5.0}):
         with pytest.raises(UsageError, match="so nothing crosses from rail to rail"):
-            effects(machine, change(machine, rails=True, **more), ["moe"])
-    crossed = change(machine, rails=True, oversubscription=4.0)
+            effects(machine, change(machine, rails=True, host_gpus=1, **more), ["moe"])
+    crossed = change(machine, rails=True, host_gpus=1, oversubscription=4.0)
     assert effects(machine, crossed, ["failover"])
 
 

@@ -1,7 +1,7 @@
 """`tep sim whatif`: the effect of a changed machine on the three systems.
 
 The systems are small ones, so that an answer takes seconds; only the ratio counts. A node of the
-simulated network is an engine, that is a GPU with its NICs.
+simulated network is an engine, that is a GPU with its NICs; several of them are a host.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def change(
     slow_nic: float = 1.0,
     leaf_gpus: int = 0,
     rails: bool = False,
+    host_gpus: int = 8,
     oversubscription: float = 0.0,
     spine_us: float = 0.0,
     optical_us: tuple[float, float] | None = None,
@@ -89,7 +90,8 @@ def change(
             first half, if there are two.
         slow_nic: same as for Machine.
         leaf_gpus: GPUs below one leaf.
-        rails: True: every NIC of a GPU is on its own rail.
+        rails: True: every NIC of a host is on its own rail.
+        host_gpus: GPUs of one host, for rails.
         oversubscription: ratio of the rate of a leaf's NICs to the rate of its uplink; 0: the
             spine is no limit.
         spine_us: latency that the spine adds.
@@ -107,11 +109,12 @@ def change(
             raise UsageError("a spine needs leaves: name leaf_gpus, or rails")
         return replace(machine, profile=profile, slow_nic=slow_nic)
     both = profile, machine.other or profile  # all leaves are alike: as wide as the widest
-    wide = gpus * max(one.wire_bps for one in both)
+    wide = -(-gpus // host_gpus) * max(one.wire_bps for one in both)
     if not rails:
         wide = leaf_gpus * max(one.nics * one.wire_bps for one in both)
     uplink = wide / oversubscription if oversubscription else 0.0
-    leaves = max(one.nics for one in both) if rails else -(-gpus // leaf_gpus)
+    nics = max(one.nics for one in both)
+    leaves = nics * host_gpus if rails else -(-gpus // leaf_gpus)
     up_us, down_us = optical_us or (0.0, 0.0)
     if optical_us and not uplink:
         # A circuit for each pair of leaves, all of them together as wide as the leaf.
@@ -119,6 +122,7 @@ def change(
     network = Network(
         leaf_nodes=0 if rails else leaf_gpus,
         rails=rails,
+        host_gpus=host_gpus if rails else 0,
         uplink_bps=round(uplink),
         spine_ps=round(spine_us * PS_PER_US),
         circuit_up_ps=round(up_us * PS_PER_US),
@@ -143,10 +147,11 @@ def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> lis
     if unknown:
         raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(_SYSTEMS)}")
     alike = after.profile.nics == (after.other or after.profile).nics
-    if after.network is not None and after.network.rails and alike and "failover" not in systems:
+    rails = after.network is not None and after.network.rails and after.network.host_gpus < 2
+    if rails and alike and "failover" not in systems:
         raise UsageError(
             "rails: NIC k of a GPU writes to NIC k of the others, so nothing crosses from rail to "
-            "rail until a NIC dies; name leaf_gpus, a machine beside of other NICs, or failover"
+            "rail until a NIC dies; name host_gpus, a machine beside of other NICs, or failover"
         )
     found = []
     for name in systems or _THREE:

@@ -34,8 +34,8 @@ CIRCUITS = st.fixed_dictionaries(
 )
 
 
-def landings(network: Network | None, posts, profile=PLAIN) -> dict[int, int]:
-    seam = Seam(profile, 4, network=network)
+def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int, int]:
+    seam = Seam(profile, nodes, network=network)
     landed = watch_landings(seam.owners)
     for post in sorted(posts):
         seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
@@ -111,6 +111,34 @@ def test_rails_keep_a_nics_traffic_apart() -> None:
     assert times[0] == times[1]
 
 
+@pytest.mark.parametrize(("target", "crosses"), [(5, False), (4, True), (2, True)])
+def test_a_hosts_gpus_are_on_rails_of_their_own(target, crosses) -> None:
+    """GPU 1 of a host reaches GPU 1 of another without the spine, and no other GPU: 2 x 4 GPUs."""
+    rails = Network(rails=True, host_gpus=4, uplink_bps=PLAIN.wire_bps // 4)
+    posts = [(0, 1, [(target, 8 * MiB)])]
+    near, far = (landings(network, posts, nodes=8)[0] for network in (None, rails))
+
+    assert crosses == (far > 2 * near)
+
+
+def test_gpus_of_one_pcie_switch_share_it() -> None:
+    """Two GPUs below one switch get half of it each; those below the other keep all of theirs."""
+    profile = replace(PLAIN, bus_bps=PLAIN.wire_bps)
+    network = Network(host_gpus=4, switch_gpus=2)
+    ends = []
+    for senders in ((0, 1), (0, 2)):
+        seam = Seam(profile, 8, network=network)
+        landed = watch_landings(seam.owners)
+        for sender in senders:
+            seam.owners[sender].post([seam.owners[4 + sender]], [8 * MiB])
+        seam.run()
+        ends.append(max(landed.values()))
+
+    assert 2 == pytest.approx(ends[0] / ends[1], rel=0.02)
+    with pytest.raises(UsageError, match="no node.bus, so a PCIe switch would limit nothing"):
+        Seam(PLAIN, 8, network=network)
+
+
 def test_an_optical_spine_costs_its_duty_cycle() -> None:
     """A circuit is up for one slot of a cycle, less its reconfiguration; a long flow gets that."""
     network = Network(
@@ -132,6 +160,8 @@ def test_an_optical_spine_costs_its_duty_cycle() -> None:
     [
         {"leaf_nodes": -1},
         {"rails": True, "leaf_nodes": 2},
+        {"host_gpus": 8, "switch_gpus": 3},
+        {"switch_gpus": -1},
         {"circuit_up_ps": 5, "leaves": 1, "uplink_bps": 5},
         {"circuit_up_ps": 5, "leaves": 4},
     ],
