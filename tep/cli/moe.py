@@ -40,7 +40,7 @@ Turns = Annotated[int | None, typer.Option("--turns", min=1, help="None: 64 late
 Skew = Annotated[float, typer.Option("--skew", min=0.0, help="0 = even; Zipf exponent.")]
 
 
-_EP_FITTED: Final = 64
+_EP_FITTED: Final = 128
 """The most ranks to whose published times anything is fitted."""
 
 

@@ -124,7 +124,7 @@ class Profile:
         ecn_recover_ps, ecn_count_bytes: a rate that was cut comes back by a step after each such
             time, and after so many bytes: to half way from where it was, and after five steps that
             is raised by ecn_grow_bps.
-        poll_ps: worker's CPU time for a completion that it polls.
+        poll_ps: worker's CPU time for an immediate; post_next_ps has the time for its completions.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
         leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps, circuit_up_ps,
             circuit_down_ps, leaves: the network of such machines, as in `tep.sim.Network`; rails is

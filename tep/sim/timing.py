@@ -40,7 +40,7 @@ from tep.sim.congestion import (
 from tep.sim.ledger import Hold
 from tep.sim.machines import InOrder, Machines, Network
 from tep.sim.profile import Profile
-from tep.sim.queues import NEVER_PS, Ints, by_value, has_any
+from tep.sim.queues import NEVER_PS, Ints, by_value, fifo_grouped, has_any
 from tep.sim.row_log import RowLog
 from tep.sim.timing_nic import MortalNic, TimingNic
 from tep.sim.wakes import Fabric, Nic, Node, address_of
@@ -108,6 +108,7 @@ class TimingFabric(Fabric):
         self.in_order = InOrder() if any(p.loss_ppm for p in machines.profiles) else None
         self.marks = Marks(self.profile, self.pairs, seed) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
+        self._polls = False
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
         ways = None if self.pairs is None else self.pairs.latency_ps
@@ -140,6 +141,7 @@ class TimingFabric(Fabric):
         if old is not None and not self.gone[old]:
             raise UsageError(f"node {name!r} is open; close its NICs before it starts again")
         self._epochs[name] = epoch
+        self._polls |= machine.profile.poll_ps > 0
         made, make = Node(self, name, epoch, machine), MortalNic if self.mortal else TimingNic
         made.domains = nics = [make(self, made, index) for index in range(machine.profile.nics)]
         for nic in nics:
@@ -360,10 +362,27 @@ class TimingFabric(Fabric):
         ledger = self.ledger
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
-        times = self.machines.seen_and_acked_ps(source, target, landed)
+        seen, acked = self.machines.seen_and_acked_ps(source, target, landed)
+        if self._polls and len(rows):
+            seen = self._heard(rows, target, seen)
+            acked = np.maximum(acked, seen)
         counts = np.bincount(batch, minlength=len(self.batches.left))
         mine = counts.nonzero()[0]
-        return _Rows(numbers, landed, rows, source, target, batch, *times, counts, mine)
+        return _Rows(numbers, landed, rows, source, target, batch, seen, acked, counts, mine)
+
+    def _heard(self, rows: Ints, target: Ints, seen: Ints) -> Ints:
+        """The times when workers have taken rows in: immediates one behind the other.
+
+        A sender learns of a row no earlier, which a real one does. Of long runs this is right: a
+        receiver that is late with its receive buffers holds the sender up.
+        """
+        mine = (self.ledger.imm[rows] >= 0).nonzero()[0]
+        if len(mine):
+            mine = mine[np.argsort(seen[mine], kind="stable")]
+            nics, seen = target[mine], seen.copy()
+            costs, workers = self.poll_ps[nics], self.first[nics]
+            seen[mine] = fifo_grouped(seen[mine], costs, workers, self.heard_ps)
+        return seen
 
     def _first_wake_ps(self, found: _Rows) -> int:
         """A time before which these rows wake nobody if they land as computed."""
@@ -393,6 +412,9 @@ class TimingFabric(Fabric):
             self.in_order.keep(source, target, landed)
         batches.left -= counts
         np.maximum.at(batches.seen_ps, batch, seen)
+        if self._polls:
+            said = ledger.imm[rows] >= 0
+            np.maximum.at(self.heard_ps, self.first[target[said]], seen[said])
         if self.pairs is not None:
             np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}

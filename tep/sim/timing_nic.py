@@ -55,7 +55,7 @@ _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
 _BOTH: Final = int(Hold.SENDER | Hold.WIRE)
 _OK: Final = int(Status.OK)
-_WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
+_IMM, _WRITE, _SENT = int(Kind.IMM), int(Kind.WRITE), int(Kind.SENT)
 
 
 class TimingNic(Nic):
@@ -311,7 +311,8 @@ class TimingNic(Nic):
         if ready:
             self.waker()
         if filled and self.profile.poll_ps:
-            self.node.charge(int(out["count"][:filled].sum()) * self.profile.poll_ps)
+            imms = out["count"][:filled][out["kind"][:filled] == _IMM]
+            self.node.charge(int(imms.sum()) * self.profile.poll_ps)
         return filled
 
     def take_in(self, now: int) -> None:
@@ -464,7 +465,7 @@ _STATUS_TEXT: Final = {
 }
 
 
-_IMM, _DOWN, _FENCED = int(Kind.IMM), int(Kind.DOWN), int(Kind.FENCED)
+_DOWN, _FENCED = int(Kind.DOWN), int(Kind.FENCED)
 
 
 class _MortalInlet(Inlet):

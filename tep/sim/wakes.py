@@ -54,7 +54,9 @@ class Region:
 
 
 _NICS_MIN: Final = 16
-_COLUMNS: Final = ("free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps")
+_COLUMNS: Final = (
+    "free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps", "poll_ps", "first", "heard_ps",
+)  # fmt: skip
 
 
 class Fabric:
@@ -75,6 +77,9 @@ class Fabric:
         free: when the receiving side is free.
         landed_bytes: landed here.
         cut_ps: until when the link carries nothing.
+        poll_ps: worker's time for an immediate.
+        first: the first NIC of its node.
+        heard_ps: of a node's first NIC: when the worker has taken all immediates that have landed.
     """
 
     def __init__(
@@ -106,6 +111,9 @@ class Fabric:
         self.gone = np.ones(_NICS_MIN, np.bool_)
         self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
         self.cut_ps = np.zeros(_NICS_MIN, np.int64)
+        self.poll_ps = np.zeros(_NICS_MIN, np.int64)
+        self.first = np.zeros(_NICS_MIN, np.int64)
+        self.heard_ps = np.zeros(_NICS_MIN, np.int64)
 
     def attach(self, nic: Nic) -> int:
         """Give a NIC its number."""
@@ -113,6 +121,9 @@ class Fabric:
         assert self._nics[number] is None, nic.address
         self._nics[number] = nic
         self.gone[number] = False
+        self.poll_ps[number] = nic.profile.poll_ps
+        first = self.number_of(address_of(nic.node.name, nic.node.epoch, 0))
+        self.first[number] = first
         if self.pairs is not None:
             self.pairs.place(number, nic.node.machine.kind)
         return number
@@ -235,8 +246,9 @@ class Node(SimNode):
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows; they are launched once all posts of this instant are known.
 
-        A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
-        NIC all its rows before it comes to the next. So the rows of one instant are put in turn.
+        A step of ours offers one NIC all its rows before it comes to the next. The worker of the
+        paper posts one row on each NIC at once, then `turn_rows` at the most on one before it comes
+        to the next. So the rows of one instant are put in that order.
         """
         if not self._posts:
             self._fabric.env.call_at(self._fabric.env.now, self._launch, self._cpu_free_ps)
@@ -259,14 +271,17 @@ class Node(SimNode):
         mine: dict[int, list[_Post]] = {}
         for post in posts:
             mine.setdefault(post.nic.index, []).append(post)
-        sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
-        turns = np.zeros((max(sizes), len(mine)), np.int64)  # a NIC without more rows costs nothing
-        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
-            turns[:size, index] = np.concatenate([post.costs for post in found])
-        done = start_ps + np.cumsum(turns).reshape(turns.shape)
-        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
+        each = [np.concatenate([post.costs for post in found]) for found in mine.values()]
+        most = self._profile.turn_rows
+        turns = np.concatenate([(np.arange(len(own)) + most - 1) // most for own in each])
+        order = np.argsort(turns, kind="stable")
+        done = np.empty(len(order), np.int64)
+        done[order] = start_ps + np.cumsum(np.concatenate(each)[order])
+        start = 0
+        for found, own in zip(mine.values(), each):
             numbers = np.concatenate([post.numbers for post in found])
-            found[0].nic.launch(numbers, done[:size, index])
+            found[0].nic.launch(numbers, done[start : start + len(own)])
+            start += len(own)
 
 
 class _Post(NamedTuple):

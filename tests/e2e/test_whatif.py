@@ -57,7 +57,7 @@ def test_half_the_wire_is_nearly_twice_the_time_where_the_wire_is_the_limit() ->
         ({"leaf_gpus": 8, "spine_us": 5.0}, 1.01, 1.2),
         ({"leaf_gpus": 8, "optical_us": (90.0, 10.0)}, 2, 5),
         ({"rails": True}, 0.999, 1.001),
-        ({"rails": True, "oversubscription": 4.0}, 3, 4),  # 7 of 8 GPUs are on other rails
+        ({"rails": True, "oversubscription": 4.0}, 2.5, 4),  # 7 of 8 GPUs are on other rails
         ({"slow_nic": 4.0}, 2, 5),
     ],
 )
@@ -154,7 +154,7 @@ def test_the_command_prints_before_and_after() -> None:
         assert "failover: write over all NICs, 2 or more" == write["figure"]
         times.append(float(write["times"]))
 
-    assert 1.05 < times[0] < 1.2  # the last pages all go to one of the slower NICs
+    assert 1.02 < times[0] < 1.2  # the last pages all go to one of the slower NICs
     assert 1.5 < times[1] < times[2] < 2  # twice as many NICs, and bytes; 358 Gb/s take them
     assert isinstance(
         CliRunner().invoke(app, ["sim", "whatif", "--optical", "9"]).exception, UsageError

@@ -24,6 +24,7 @@ from tep.apps.moe.predict import Prediction, Workload, per_token, predict
 from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
 from tep.base.units import PS_PER_US, KiB
+from tep.bench.reproduce.hosts import alltoall_gbytes_s
 from tep.bench.reproduce.tables import NIC_PROFILES, Point, Table, load_table
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
 ]  # fmt: skip
 
 _PAGES: Final = 16_384
-_DEEPEP: Final = "DeepEP_CX7"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,17 +108,13 @@ def single_us(profile: str | sim.Profile, nbytes: int, seed: int = 0) -> float:
 
 
 def paged_us(profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES) -> float:
-    """Measure submit to the sender's done of pages in random order, each with an immediate."""
+    """Measure submit to the sender's done of pages in random order; as published, no immediates."""
     cluster, mr, desc = pair(profile, page_bytes * npages)
     order = np.random.default_rng(1)
     with cluster:
-        a, b = cluster.engines
-        got = b.expect_imm_count(42, npages)
         src, dst = (tep.Pages(order.permutation(npages)) for _ in range(2))
-        a.submit_paged_writes(page_bytes, (mr, src), (desc, dst), imm=42).wait()
-        done_us = cluster.now_us
-        got.wait()
-        return done_us
+        cluster.engines[0].submit_paged_writes(page_bytes, (mr, src), (desc, dst)).wait()
+        return cluster.now_us
 
 
 def _p2p(keys: Mapping[str, str]) -> float:
@@ -153,8 +149,14 @@ def _kvcache(keys: Mapping[str, str]) -> float:
 
 
 def layer_us(npages: int) -> float:
-    """Measure one layer's pages from one rank, through an engine."""
-    return paged_us(NIC_PROFILES["EFA"], 32 * KiB, npages)
+    """Measure one layer's pages from one rank, submit to the last page's immediate."""
+    cluster, mr, desc = pair(NIC_PROFILES["EFA"], 32 * KiB * npages)
+    with cluster:
+        a, b = cluster.engines
+        pages = tep.Pages(np.arange(npages))
+        a.submit_paged_writes(32 * KiB, (mr, pages), (desc, pages), imm=42)
+        b.expect_imm_count(42, npages).wait()
+        return cluster.now_us
 
 
 # ---------------------------------------------------------------- RL
@@ -186,10 +188,14 @@ def _half(workload: Workload, op: str) -> float:
 
 def _decode(keys: Mapping[str, str]) -> float:
     ep = int(keys["ep"])
-    if keys["nic"] == _DEEPEP:
+    if keys["nic"].startswith("DeepEP"):
         row = per_token(Workload(ep=ep, nic="cx7"))
         return row.dispatch_us if keys["op"] == "dispatch" else row.combine_us
     return _half(Workload(ep=ep, nic=keys["nic"].lower()), keys["op"])
+
+
+def _hosts(keys: Mapping[str, str]) -> float:
+    return alltoall_gbytes_s("efa_4x100", int(keys["bytes"]), rail=keys["traffic"] == "rail")
 
 
 def _tails(keys: Mapping[str, str]) -> float:
@@ -258,7 +264,9 @@ _RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
     "p2p": _p2p,
     "kvcache": _kvcache,
     "rl": _rl,
+    "hosts": _hosts,
     "moe-decode": _decode,
+    "moe-others": _decode,
     "moe-prefill": _prefill,
     "moe-private": _private,
     "moe-tails": _tails,
@@ -267,5 +275,5 @@ _RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
     "uvm": _uvm,
 }
 
-_TRIED: Final = frozenset({"moe-private", "moe-tails"})
+_TRIED: Final = frozenset({"hosts", "moe-private", "moe-tails"})
 """Tables whose points are simulated although they are not modelled, to show the error."""

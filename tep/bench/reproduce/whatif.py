@@ -113,8 +113,7 @@ def change(
     if not rails:
         wide = leaf_gpus * max(one.nics * one.wire_bps for one in both)
     uplink = wide / oversubscription if oversubscription else 0.0
-    nics = max(one.nics for one in both)
-    leaves = nics * host_gpus if rails else -(-gpus // leaf_gpus)
+    leaves = host_gpus * max(one.nics for one in both) if rails else -(-gpus // leaf_gpus)
     up_us, down_us = optical_us or (0.0, 0.0)
     if optical_us and not uplink:
         # A circuit for each pair of leaves, all of them together as wide as the leaf.

@@ -57,7 +57,7 @@ def test_the_closed_form_is_what_engines_do(nic) -> None:
     points = [Measured("single", n, 1.0) for n in SIZES]
     points += [Measured("paged", n, 1.0) for n in PAGES]
     for point in points:
-        assert model_gbps(profile, point) == pytest.approx(simulated(profile, point), rel=1e-3)
+        assert model_gbps(profile, point) == pytest.approx(simulated(profile, point), rel=1e-2)
 
 
 @given(

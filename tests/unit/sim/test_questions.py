@@ -44,7 +44,7 @@ def test_layers_follow_each_other() -> None:
     (whole,) = tep.sim.transfer_time(8 * MiB, "efa_2x200").rows
     (parts,) = tep.sim.transfer_time(8 * MiB, "efa_2x200", parts=8).rows
 
-    assert whole["time, ms"] < parts["time, ms"] < 2 * whole["time, ms"]
+    assert whole["time, ms"] < parts["time, ms"] < 2.1 * whole["time, ms"]
 
 
 def test_a_fault_costs_what_the_other_nics_have_to_carry() -> None:

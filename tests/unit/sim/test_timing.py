@@ -154,8 +154,8 @@ def test_post_order_would_overstate_an_all_to_all() -> None:
 
 
 def test_rows_of_one_instant_take_turns_on_the_nics() -> None:
-    """A worker serves its NICs in turn; the second must not wait until the first has all rows."""
-    seam = Seam(replace(PLAIN, nics=2))
+    """The worker posts a row on each NIC, then a turn's rows on one: the next NIC starts late."""
+    seam = Seam(replace(PLAIN, nics=2, turn_rows=32, op_ps=0))
     landed = watch_landings(seam.owners)
     a, b = seam.owners
     for nic in (0, 1):
@@ -163,7 +163,7 @@ def test_rows_of_one_instant_take_turns_on_the_nics() -> None:
     seam.run()
 
     order = sorted(landed, key=landed.get)
-    assert [0, 100, 1, 101, 2, 102] == order[:6]
+    assert [0, 100, *range(1, 33), *range(101, 133), 33] == order[:67]
 
 
 def test_worker_with_a_backlog_takes_a_small_request_at_its_next_turn() -> None:
