@@ -15,7 +15,7 @@ from tep.apps.kvcache.blocks import KvLoad, KvReceiver, KvSend
 from tep.apps.kvcache.blocks import sender as block_sender
 from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.prefiller import Prefiller, _Job
+from tep.apps.kvcache.prefiller import _Job
 from tep.base.errors import StallError
 from tests.support.kv_trial import Trial, run_trial
 from tests.support.planted import PlantedBugs, first_shown
@@ -124,21 +124,7 @@ def a_request_that_was_given_up_is_not_taken_back(patch: pytest.MonkeyPatch) -> 
     around(patch, Decoder, "_fail", fail)
 
 
-@bug
-def a_decoder_keeps_its_lost_keys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Decoder, "_renew", lambda _: None)
-
-
-@bug
-def a_prefiller_keeps_its_lost_keys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Prefiller, "_renew", lambda _: None)
-
-
-CALM: dict[str, Any] = {"event": "none", "more": 0, "harm": False, "impatient": False}
-
 FIXED: dict[str, dict[str, Any]] = {
-    "a_decoder_keeps_its_lost_keys": CALM | {"event": "revoke", "requests": 10, "decoders": 1},
-    "a_prefiller_keeps_its_lost_keys": CALM | {"event": "revoke", "requests": 10},
     "a_request_that_was_given_up_is_not_taken_back": {"requests": 10, "cancels": 0.6},
 }
 """Fields that are not drawn: some bugs need what drawn scenarios have too seldom."""

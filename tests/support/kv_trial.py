@@ -55,7 +55,7 @@ EVENTS: Final = (
 )
 """The events that befall an instance, or one of its NICs; "join": a new pair comes."""
 
-_BRIEF: Final = frozenset({"none", "revoke", "slow", "pause", "restart", "join"})
+_BRIEF: Final = frozenset({"none", "slow", "pause", "restart", "join"})
 """After these everybody is there again, or has never been away for long."""
 
 _LASTS: Final = (300_000, 2_000_000, 8_000_000, 100_000_000, None)

@@ -25,8 +25,6 @@ from tep.apps.kvcache.scheduler import PrefillerCard
 
 __all__ = ["Decoder"]
 
-_KEY_LOST = "REMOTE_KEY"  # the seam's name for it, as errors say it
-
 _SERIALS_MAX = 512  # in one beat
 
 
@@ -69,7 +67,7 @@ class Decoder(Instance):
         self._open: dict[int, _Attempt] = {}
         self._dead: dict[str, int] = {}  # prefillers, and the epochs that are certain to be dead
         self._busy = 0
-        self._cards = self._describe()
+        self._cards = tuple(one.card() for one in self.memory.blocks)
 
     async def settled(self) -> None:
         """Return when the pages of every failed attempt are free."""
@@ -252,8 +250,6 @@ class Decoder(Instance):
         attempt.ended.set_result(reason)
         for load in attempt.loads:
             load.cancel(reason)
-        if _KEY_LOST in reason and attempt.order.cards == self._cards:
-            self._renew()
         self._look(attempt)
 
     def _forget(self, attempt: _Attempt) -> None:
@@ -264,17 +260,6 @@ class Decoder(Instance):
 
     def _with(self, prefiller: NetAddr) -> list[_Attempt]:
         return [one for one in self._open.values() if one.card.addr == prefiller]
-
-    def _renew(self) -> None:
-        """A NIC here has lost its registrations: register anew, for orders from here on.
-
-        Writes under the old keys fail from here on; their attempts are tried again.
-        """
-        if self.memory.renew(self.name):
-            self._cards = self._describe()
-
-    def _describe(self) -> tuple[bytes, ...]:
-        return tuple(one.card() for one in self.memory.blocks)
 
     # ------------------------------------------------------------------ messages and time
 

@@ -6,7 +6,6 @@ A page is one index for all layers, buffers and ranks of an instance.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,15 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tep import ClosedError, TepError, TransferEngine, UsageError
+from tep import ClosedError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvBlocks, Patience
 from tep.apps.kvcache.layout import KvLayout, RankShape
 
 __all__ = [
     "Allocate", "KvMemory", "PageIndices", "PagePool", "SideOptions", "host_memory", "no_memory",
 ]  # fmt: skip
-
-_log = logging.getLogger("tep.kvcache")
 
 _CLOSED = "the instance that these pages belong to was closed"
 
@@ -260,19 +257,6 @@ class KvMemory:
     def tp(self) -> int:
         """Ranks."""
         return len(self.engines)
-
-    def renew(self, name: str) -> bool:
-        """Register everything anew: keys given out before are worth nothing from here on.
-
-        A NIC has lost its registrations, and nothing reads from it. A failure is False, and logged.
-        """
-        try:
-            for blocks in self.blocks:
-                blocks.renew()
-        except TepError as error:
-            _log.warning("%s cannot register its memory again: %s", name, error)
-            return False
-        return True
 
     def pages(self, rank: int, buffer: int) -> Bytes:
         """One buffer as u8[layers, planes, npages, heads, head_bytes], writable in place.

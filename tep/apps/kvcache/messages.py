@@ -23,7 +23,7 @@ class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         serial: of this attempt; grows with each that this incarnation makes.
-        cards: where you may write, one a rank; others once the memory is registered anew.
+        cards: where you may write, one a rank.
         request: its name.
         tickets: one a rank.
         ntokens: length of the prompt.

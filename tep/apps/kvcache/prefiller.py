@@ -25,7 +25,6 @@ from tep.apps.kvcache.scheduler import PrefillerCard
 
 __all__ = ["Prefiller"]
 
-_KEY_LOST: Final = "LOCAL_KEY"  # the seam's name for it, as errors say it
 _ANSWERS_MAX: Final = 4096
 
 
@@ -64,8 +63,6 @@ class Prefiller(Instance):
         self._answers: OrderedDict[tuple[NetAddr, int], Answer] = OrderedDict()
         self._jobs: set[_Job] = set()
         self._leaving = False
-        self._healthy = asyncio.Event()
-        self._healthy.set()
 
     @property
     def card(self) -> PrefillerCard:
@@ -156,7 +153,6 @@ class Prefiller(Instance):
         job.computing = True
         try:
             async with self._computing:
-                await self._healthy.wait()
                 for pool, n in (
                     (self.pool, self._layout.npages(job.order.ntokens)),
                     (self.tails, 1),
@@ -231,15 +227,6 @@ class Prefiller(Instance):
 
     def _settle(self, job: _Job) -> None:
         self._jobs.remove(job)
-        if _KEY_LOST in job.why:
-            self._healthy.clear()
-        if not (self._healthy.is_set() or any(other.sends for other in self._jobs)):
-            self._renew()
         if not any(other.peer == job.peer for other in self._jobs):
             self._heard.pop(job.peer, None)
         self._changed.set()
-
-    def _renew(self) -> None:
-        """A NIC here has lost its registrations: register anew, now that nothing is under way."""
-        if self.memory.renew(self.name):
-            self._healthy.set()

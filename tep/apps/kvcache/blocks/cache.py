@@ -167,7 +167,6 @@ class KvBlocks:
         # By name: device, first and last address; the tensor, its blocks and strides; the array.
         self._added: dict[str, tuple[tuple[str, int, int], tuple[Any, ...], object]] = {}
         self._regions: list[tuple[MrHandle, MrDesc]] = []
-        self._spans: list[tuple[int, int, str]] = []  # address, length and device of each region
         self._under_way: dict[Hashable, tuple[int, int]] = {}
         self._out: Counter[tuple[str, int]] = Counter()
         self._handlers: dict[type[Message], Callable[..., object]] = {}
@@ -242,8 +241,7 @@ class KvBlocks:
                 merged[-1] = (device, merged[-1][1], max(stop, merged[-1][2]))
             else:
                 merged.append((device, start, stop))
-        self._spans = [(start, stop - start, device) for device, start, stop in merged]
-        self._regions = [self.engine.reg_mr(span) for span in self._spans]
+        self._regions = [self.engine.reg_mr((a, b - a, device)) for device, a, b in merged]
         for (device, at, _), (tensor, *extents), _ in self._added.values():
             region = next(k for k, (d, a, b) in enumerate(merged) if d == device and a <= at < b)
             found = _placed(tensor, region, at - merged[region][1], *extents)
@@ -254,18 +252,6 @@ class KvBlocks:
         self._arrays = [array for _, _, array in self._added.values()]  # which own the memory
         self._added.clear()
         self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message, with_sender=True)
-
-    def renew(self) -> None:
-        """Register the memory anew, after a NIC has lost its registrations; then card() is another.
-
-        Writes under the keys given out before fail from here on.
-
-        Raises:
-            BusyError: writes of ours still read it.
-        """
-        for index, (mr, _) in enumerate(self._regions):
-            self.engine.deregister(mr)
-            self._regions[index] = self.engine.reg_mr(self._spans[index])
 
     @property
     def groups(self) -> int:
