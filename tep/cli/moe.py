@@ -31,9 +31,6 @@ SlowNic = Annotated[
     float,
     typer.Option("--slow-nic", min=1.0, help="Rank 0's first NIC takes so many times as long."),
 ]
-Adaptive = Annotated[
-    bool, typer.Option("--adaptive", help="Share private areas out by the step before.")
-]
 Nics = Annotated[int | None, typer.Option("--nics", min=1, help="NICs of a GPU.")]
 Prefill = Annotated[bool, typer.Option("--prefill", help="4096 tokens a rank, not 128.")]
 Turns = Annotated[int | None, typer.Option("--turns", min=1, help="None: 64 latencies or more.")]
@@ -66,7 +63,6 @@ def moe(
     node_sums: Annotated[
         bool, typer.Option("--node-sums", help="Add results up at the sending node.")
     ] = False,
-    adaptive: Adaptive = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Other ways on the same machine, side by side.")
     ] = False,
@@ -105,7 +101,6 @@ def moe(
         slow_nic=slow_nic,
         seed=seed,
         private_scatter="bytes" if by_bytes else "peers",
-        private_sizes="adaptive" if adaptive else "equal",
         turns=1 if prefill and turns is None else turns,
         sums="node" if node_sums else "token",
     )

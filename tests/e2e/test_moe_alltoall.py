@@ -259,19 +259,3 @@ def test_by_bytes_the_first_burst_uses_all_nics_of_the_receiver() -> None:
     by_bytes = predict(Workload(ep=16, nic="efa", turns=1, private_scatter="bytes"))
 
     assert by_bytes.dispatch_us < 0.75 * by_peers.dispatch_us
-
-
-@pytest.mark.long
-def test_adaptive_areas_help_uneven_ranks() -> None:
-    """If some ranks bring many tokens and some few, equal areas are too small and too large."""
-    workload = Workload(ep=32, nic="efa", private_tokens=20, turns=2)
-
-    def uneven(rank: int, turn: int) -> np.ndarray:
-        rng = np.random.default_rng([rank, turn])
-        n = 128 if rank % 2 else 8
-        return rng.random((n, 256)).argpartition(8, axis=1)[:, :8]
-
-    equal = predict(workload, uneven).dispatch_us
-    adaptive = predict(replace(workload, private_sizes="adaptive"), uneven).dispatch_us
-
-    assert adaptive < equal

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.apps.moe.config import MoeConfig, Routes, private_limits, sort_copies
+from tep.apps.moe.config import MoeConfig, Routes, sort_copies
 
 
 @st.composite
@@ -27,7 +25,7 @@ def configs(draw) -> MoeConfig:
 
 def routes_of(config: MoeConfig, chosen: list[np.ndarray]) -> Routes:
     counts = np.array([sort_copies(one, config).counts for one in chosen])
-    return Routes(config, counts, private_limits(config, None))
+    return Routes(config, counts)
 
 
 def worst_case(config: MoeConfig, rank: int) -> list[np.ndarray]:
@@ -62,23 +60,6 @@ def test_no_routing_exceeds_the_bounds(config, data) -> None:
         assert int(routes.copies[:, rank].sum()) <= config.received_copies_max
         assert int(routes.rest[:, rank].sum()) <= config.shared_copies_max
     assert int(routes.copies.sum(axis=1).max(initial=0)) <= config.sent_copies_max
-
-
-@given(configs(), st.integers(0, 2**32 - 1))
-def test_adaptive_areas_fit_the_same_memory(config, seed) -> None:
-    """Areas that are shared out anew must neither overlap nor leave more for the shared area."""
-    config = dataclasses.replace(config, private_sizes="adaptive")
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, config.max_tokens + 1, (config.world, config.num_experts))
-    limits = private_limits(config, Routes(config, counts, private_limits(config, None)))
-    most = config.max_tokens * config.copies_per_token
-
-    assert (limits >= 0).all()
-    assert (limits.sum(axis=0) <= config.world * config.private_tokens).all()
-    for rank in range(config.world):
-        foreign = [g for g in range(config.world) if g != rank]
-        left = sum(max(0, most - int(limits[g, rank])) for g in foreign)
-        assert left <= config.shared_copies_max
 
 
 @given(configs(), st.data())

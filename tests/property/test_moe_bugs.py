@@ -107,12 +107,12 @@ def routes_not_waited_for() -> list[Change]:
 def private_overflow_by_one() -> list[Change]:
     """The first burst is one copy longer than the private area."""
 
-    def longer(self, peer, copies):
-        there = private(self, peer, 0)[1]
-        return min(copies, self.config.private_tokens + 1), there
+    def longer(peers, layout, copies):
+        there = area(peers, layout, 0)[1]
+        return min(copies, peers.config.private_tokens + 1), there
 
-    private = Proxy.private
-    return [(Proxy, "private", longer)]
+    area = proxy_room.private_area
+    return [(proxy_room, "private_area", longer)]
 
 
 @bug()
@@ -120,8 +120,8 @@ def rest_lands_at_the_start() -> list[Change]:
     """Every source believes to be alone in the shared area."""
     init = Routes.__init__
 
-    def alone(self, config, counts, limits):
-        init(self, config, counts, limits)
+    def alone(self, config, counts):
+        init(self, config, counts)
         self.shared_at = np.zeros_like(self.shared_at)
 
     return [(Routes, "__init__", alone)]
@@ -159,24 +159,6 @@ def nobody_is_summed() -> list[Change]:
         return weighted_sum(results, np.maximum(place, 0), weights, fmt, width)
 
     return [(payload_room, "weighted_sum", careless)]
-
-
-@bug(private_sizes="adaptive", turns=4)
-def private_areas_of_another_turn() -> list[Change]:
-    """A rank shares its private slots out by other routes than its peers know of."""
-    limits = proxy_room.private_limits
-
-    def own(config, before):
-        found = limits(config, before)
-        return found if before is None else np.roll(found, int(before.counts.sum()) % 2, axis=0)
-
-    odd = {"count": 0}
-
-    def sometimes(config, before):
-        odd["count"] += 1
-        return own(config, before) if odd["count"] % 3 == 0 else limits(config, before)
-
-    return [(proxy_room, "private_limits", sometimes)]
 
 
 # ---------------------------------------------------------------- order and reuse

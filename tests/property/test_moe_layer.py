@@ -37,7 +37,6 @@ def trials(draw) -> Trial:
         expert_padding=draw(st.sampled_from([1, 4, 7])),
         dispatch_format=fmt,
         combine_format=draw(st.sampled_from([Format.BF16, Format.FP32])),
-        private_sizes=draw(st.sampled_from(["equal", "adaptive"])),
         private_scatter=draw(st.sampled_from(["peers", "bytes"])),
         routing=draw(st.sampled_from(["even", "skewed", "one_rank", "one_expert", "holes"])),
         nics=draw(st.sampled_from([1, 2, 4])),

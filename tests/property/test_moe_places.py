@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.apps.moe.config import Layout, MoeConfig, Routes, private_limits, sort_copies
+from tep.apps.moe.config import Layout, MoeConfig, Routes, sort_copies
 from tep.apps.moe.payload import Payload
 
 # Each example walks through every copy of every rank.
@@ -24,7 +24,6 @@ def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
         max_tokens=draw(st.integers(0, 8)),
         world=world,
         private_tokens=draw(st.integers(0, 6)),
-        private_sizes=draw(st.sampled_from(["equal", "adaptive"])),
         expert_padding=draw(st.sampled_from([1, 1, 2, 8])),
     )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -41,10 +40,8 @@ def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
 
 
 def routes_of(config: MoeConfig, batches: list[np.ndarray]) -> Routes:
-    """The routes of a turn that follows one with the same tokens, each rank's rotated."""
-    counts = np.array([sort_copies(b, config).counts for b in batches])
-    before = Routes(config, np.roll(counts, 1, axis=0), private_limits(config, None))
-    return Routes(config, counts, private_limits(config, before))
+    """The routes of a turn."""
+    return Routes(config, np.array([sort_copies(b, config).counts for b in batches]))
 
 
 def copies_of(config: MoeConfig, chosen: np.ndarray, rank: int) -> list[tuple[int, int]]:
@@ -93,7 +90,7 @@ def test_every_copy_has_its_own_place_and_is_read_from_it(drawn) -> None:
                 if source == rank:
                     at = layout.send + (int(routes.starts[source, rank]) + index) * layout.stride
                 elif index < int(routes.private[source, rank]):
-                    slot = int(routes.private_at[source, rank]) + index
+                    slot = source * config.private_tokens + index
                     at = layout.private + slot * layout.stride
                     assert at + layout.stride <= layout.shared
                 else:

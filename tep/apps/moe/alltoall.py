@@ -224,7 +224,7 @@ class AllToAll:
             self._group.board.publish(turn.number, self.rank, batch)
         payload.write_route(turn.number, batch.counts)
         self._proxy.counted.store(turn.number)
-        moves = tokens_to(self._peers, layout, batch, self._proxy.private, near=True)
+        moves = tokens_to(self._peers, layout, batch, near=True)
         blocks = batch.counts.reshape(self.config.world, -1).sum(axis=1)
         pushed = sum(move.nbytes for move in moves) // layout.stride
         staged = int(blocks[self._peers.others].sum()) - pushed

@@ -27,8 +27,7 @@ from tep import BadRequest, UsageError
 
 __all__ = [
     "HEADER_BYTES", "NOWHERE", "PARTIAL_HEAD_BYTES", "ROUTE_HEAD_BYTES", "VOTE_BYTES", "Arrivals",
-    "Batch", "Format", "Ints", "Layout", "MoeConfig", "OnDead", "Routes", "private_limits",
-    "sort_copies",
+    "Batch", "Format", "Ints", "Layout", "MoeConfig", "OnDead", "Routes", "sort_copies",
 ]  # fmt: skip
 
 
@@ -82,8 +81,6 @@ class MoeConfig:
         dispatch_format, combine_format: how tokens travel there and back.
         num_scales: f32 scales of a token; None = one for 128 elements of fp8, else none.
         expert_padding: rows of each expert are padded to a multiple of this.
-        private_sizes: "equal", or "adaptive": a receiver's private slots are shared out anew in
-            every turn, to those that sent it most in the turn before; all ranks know these routes.
         private_scatter: "peers" as the reference: a peer's burst goes whole over one NIC; "bytes":
             every NIC carries a part of each.
         sums: "token": each result travels, and its token's rank adds up, in one fixed order, with
@@ -105,7 +102,6 @@ class MoeConfig:
     combine_format: Format = Format.BF16
     num_scales: int | None = None
     expert_padding: int = 1
-    private_sizes: Literal["equal", "adaptive"] = "equal"
     private_scatter: Literal["peers", "bytes"] = "peers"
     sums: Literal["token", "node"] = "token"
     on_dead: OnDead = "error"
@@ -398,47 +394,12 @@ class Arrivals(NamedTuple):
     starts: Ints
 
 
-def private_limits(config: MoeConfig, before: Routes | None) -> Ints:
-    """Number of private slots of each source at each rank; i64[world, world].
-
-    Args:
-        config: of the all-to-all.
-        before: routes of the turn before, which all ranks know; None: there was none.
-
-    Returns:
-        Equal shares; or, with adaptive sizes, shares by what came the turn before and two standard
-        deviations more. The slots of a rank stay N * private_tokens in all, and never leave more
-        for the shared area than equal shares could: a source gets T * min(R, L) at the most, and
-        all that is there is shared out.
-    """
-    each = np.broadcast_to(np.int64(config.private_tokens), (config.world, config.world))
-    if before is None or config.private_sizes == "equal":
-        return each
-    most = config.max_tokens * config.copies_per_token
-    own = np.eye(config.world, dtype=np.bool_)
-    budget = (config.world - 1) * min(config.private_tokens, most)
-    wish = before.copies + np.ceil(2 * np.sqrt(before.copies)).astype(np.int64)
-    wish = np.where(own, 0, np.minimum(wish, most))
-    # A peer that gets a second burst costs the same whether it is one copy or fifty: so where the
-    # slots do not suffice for all, the small ones are served whole.
-    order = np.argsort(wish, axis=0, kind="stable")
-    ordered = np.take_along_axis(wish, order, axis=0)
-    served = np.where(np.cumsum(ordered, axis=0) <= budget, ordered, 0)
-    limits = np.zeros_like(wish)
-    np.put_along_axis(limits, order, served, axis=0)
-    room = np.where(own, 0, most) - limits
-    left = budget - limits.sum(axis=0)
-    limits += np.clip(left - (np.cumsum(room, axis=0) - room), 0, room)
-    return limits
-
-
 class Routes:
     """The counts of one turn, and all places that follow from them.
 
     Args:
         config: of the all-to-all.
         counts: i64[world, E], copies by source and expert.
-        limits: i64[world, world], private slots of each source at each rank.
 
     Attributes:
         counts: as given.
@@ -446,11 +407,10 @@ class Routes:
         starts: where a rank's block starts in the source's sending order.
         private: copies that go to the private area.
         rest: copies that go to the shared area.
-        private_at: where a source's slots start in a rank's private area.
         shared_at: where the rest of a source starts in a rank's shared area.
     """
 
-    def __init__(self, config: MoeConfig, counts: Ints, limits: Ints) -> None:
+    def __init__(self, config: MoeConfig, counts: Ints) -> None:
         assert counts.shape == (config.world, config.num_experts), counts.shape
         self.config = config
         self.counts = counts
@@ -458,8 +418,7 @@ class Routes:
         self.copies: Ints = counts.reshape(shape).sum(axis=2)
         self.starts: Ints = np.cumsum(self.copies, axis=1) - self.copies
         foreign = ~np.eye(config.world, dtype=np.bool_)
-        self.private: Ints = np.minimum(self.copies, limits) * foreign
-        self.private_at: Ints = np.cumsum(limits, axis=0) - limits
+        self.private: Ints = np.minimum(self.copies, config.private_tokens) * foreign
         self.rest: Ints = (self.copies - self.private) * foreign
         self.shared_at: Ints = np.cumsum(self.rest, axis=0) - self.rest
 

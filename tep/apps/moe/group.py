@@ -14,16 +14,14 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from tep import UsageError
-from tep.apps.moe.config import Batch
+from tep.apps.moe.config import Batch, Routes
 from tep.apps.moe.payload import Bytes
 
 __all__ = ["Board", "Exchange", "Group", "Move", "Nvlink", "NvlinkPort", "local_groups"]
 
-
-T = TypeVar("T")
 
 Exchange = Callable[[bytes], Awaitable[list[bytes]]]
 """Give every rank's bytes to every rank, by rank; e.g. a rendezvous group's `all_gather`."""
@@ -72,7 +70,7 @@ class Board:
 
     world: int
     batches: dict[tuple[int, int], Batch] = field(default_factory=dict)
-    _made: dict[tuple[int, Hashable], Any] = field(default_factory=dict)
+    _made: dict[tuple[int, tuple[int, ...]], Routes] = field(default_factory=dict)
     _hellos: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _ready: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
     _rounds: dict[int, int] = field(default_factory=dict)
@@ -82,13 +80,12 @@ class Board:
         self.batches[turn, rank] = batch
         self.batches.pop((turn - 2, rank), None)
 
-    def once(self, turn: int, what: Hashable, make: Callable[[], T]) -> T:
-        """Make what all ranks make of the same numbers in a turn; the others take the first's."""
-        if (turn, what) not in self._made:
+    def once(self, turn: int, alive: tuple[int, ...], make: Callable[[], Routes]) -> Routes:
+        """Make what these ranks make of the same counts in a turn; the others take the first's."""
+        if (turn, alive) not in self._made:
             self._made = {key: made for key, made in self._made.items() if key[0] > turn - 2}
-            self._made[turn, what] = make()
-        found: T = self._made[turn, what]
-        return found
+            self._made[turn, alive] = make()
+        return self._made[turn, alive]
 
     async def exchange(self, rank: int, data: bytes) -> list[bytes]:
         """Give every rank's bytes to every rank of this process."""

@@ -183,7 +183,7 @@ class Payload:
         limit, private = routes.private[source, rank], config.sent_copies_max
         shared = private + config.world * config.private_tokens
         late = shared + routes.shared_at[source, rank] + index - limit
-        found = np.where(index < limit, private + routes.private_at[source, rank] + index, late)
+        found = np.where(index < limit, private + source * config.private_tokens + index, late)
         where: Ints = np.where(source == rank, routes.starts[rank, rank] + index, found)
         return where
 

@@ -66,7 +66,7 @@ class Workload:
         turns: how many; the first is left out of the medians if there are more. None: one, and as
             many more as give _SAMPLES latencies: 5 at EP16, 2 at EP64.
         seed: of routing and jitter.
-        private_sizes, private_scatter, sums: as of MoeConfig.
+        private_scatter, sums: as of MoeConfig.
     """
 
     ep: int = 64
@@ -83,7 +83,6 @@ class Workload:
     slow_nic: float = 1.0
     turns: int | None = None
     seed: int = 0
-    private_sizes: Literal["equal", "adaptive"] = "equal"
     private_scatter: Literal["peers", "bytes"] = "peers"
     sums: Literal["token", "node"] = "token"
 
@@ -219,7 +218,6 @@ def _shape(workload: Workload) -> dict[str, Any]:
         "num_scales": workload.scales,
         "max_tokens": workload.tokens,
         "private_tokens": workload.private_tokens,
-        "private_sizes": workload.private_sizes,
         "private_scatter": workload.private_scatter,
         "sums": workload.sums,
     }
@@ -354,7 +352,6 @@ def ways(workload: Workload) -> list[Callable[[], Row]]:
         "  first burst by bytes": replace(workload, private_scatter="bytes"),
         "  sums at the sending node": replace(workload, sums="node"),
         "  both": replace(workload, sums="node", private_scatter="bytes"),
-        "  adaptive private areas": replace(workload, private_sizes="adaptive"),
     }
     # Nodes of one GPU have nothing to add up, one node has nobody to send to.
     adds = 1 < workload.gpus < workload.ep

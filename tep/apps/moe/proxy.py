@@ -13,7 +13,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from tep.apps.moe.config import (
     Layout,
     MoeConfig,
     Routes,
-    private_limits,
 )
 from tep.apps.moe.group import Board, Move
 from tep.apps.moe.kernels import Gpu, spend
@@ -44,8 +43,6 @@ __all__ = [
     "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest",
     "pack_hello", "parts_of", "results_to", "tokens_to", "unpack_hellos",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 # What an immediate says: routes, payload, buffers free, results, buffers free.
 ROUTE: Final = 0
@@ -194,27 +191,25 @@ def cut(nbytes: int, parts: int, k: int) -> tuple[int, int]:
     return start, nbytes if last else nbytes * (k + 1) // parts // _PART_ALIGN * _PART_ALIGN
 
 
-def tokens_to(
-    peers: Peers,
-    layout: Layout,
-    batch: Batch,
-    private: Callable[[int, int], tuple[int, int]],
-    *,
-    near: bool,
-) -> list[Move]:
+def private_area(peers: Peers, layout: Layout, copies: int) -> tuple[int, int]:
+    """Number of copies that fit this rank's private area at a peer, and the area's offset."""
+    size = peers.config.private_tokens
+    return min(copies, size), layout.private + peers.rank * size * layout.stride
+
+
+def tokens_to(peers: Peers, layout: Layout, batch: Batch, *, near: bool) -> list[Move]:
     """First burst of tokens for the ranks of the node, or for all others.
 
     Args:
         peers: of this rank.
         layout: of the arena.
         batch: own copies.
-        private: (peer, copies) -> how many of them fit its private area, and where that is.
         near: which.
     """
     blocks = batch.counts.reshape(peers.config.world, -1).sum(axis=1)
     starts, stride, moves = np.cumsum(blocks) - blocks, layout.stride, []
     for p in peers.others:
-        copies, there = private(p, int(blocks[p]))
+        copies, there = private_area(peers, layout, int(blocks[p]))
         if copies and peers.near(p) == near:
             moves.append(Move(p, int(starts[p]) * stride, there, copies * stride))
     return moves
@@ -353,12 +348,10 @@ class Proxy:
         self._pinned = [_FIRST_NIC]
         self._spread_private = config.private_scatter == "bytes"
         self._peers: Peers | None = None
-        self._limits = private_limits(config, None)
 
     def meet(self, peers: Peers) -> None:
         """Work with these peers from now on."""
         self._peers = peers
-        self._limits = private_limits(self.config, None)
         addresses = [peers.descs[p].addr for p in peers.others]
         # One a scatter: a group remembers the targets of its last request.
         names = ("routes", "private", "rest", "results", "barrier")
@@ -378,9 +371,7 @@ class Proxy:
         if self._scatter_private(turn):
             self.mark("posted")
         await self.guard.wait(routes_in, f"routes of turn {turn.number}")
-        routes = self._shared(
-            turn, "routes", lambda: Routes(config, self.read_routes(turn), self._limits)
-        )
+        routes = self._routes(turn)
         late = [p for p in peers.others if routes.rest[peers.rank, p] and not peers.near(p)]
         await spend(kernels.routes_s(config.world * config.num_experts, len(late)))
         payload_in = self._expect(turn, DISPATCH, self.dispatch_imms(routes))
@@ -389,7 +380,6 @@ class Proxy:
         turn.routes.set_result(routes)
         await self.guard.wait(payload_in, f"tokens of turn {turn.number}")
         await spend(kernels.flag_s())
-        self._limits = self._shared(turn, "limits", lambda: private_limits(config, routes))
         turn.landed.set_result(None)
 
     async def dispatched(self, turn: Turn) -> None:
@@ -448,15 +438,8 @@ class Proxy:
         self.guard.watch(sent)
         turn.sent_tokens.append(sent)
 
-    def private(self, peer: int, copies: int) -> tuple[int, int]:
-        """Number of copies that fit this rank's private area at a peer, and the area's offset."""
-        rank = self.peers.rank
-        first = int(self._limits[:rank, peer].sum())
-        there = self.layout.private + first * self.layout.stride
-        return min(copies, int(self._limits[rank, peer])), there
-
     def _scatter_private(self, turn: Turn) -> bool:
-        moves = tokens_to(self.peers, self.layout, turn.batch, self.private, near=False)
+        moves = tokens_to(self.peers, self.layout, turn.batch, near=False)
         return self._scatter(turn, DISPATCH, "private", moves, spread=self._spread_private)
 
     def _scatter_rest(self, turn: Turn, routes: Routes, late: list[int]) -> None:
@@ -504,17 +487,19 @@ class Proxy:
 
     # ------------------------------------------------------------------ what is counted
 
-    def _shared(self, turn: Turn, what: str, make: Callable[[], T]) -> T:
-        """Make what follows from all ranks' counts: once for all, if no bytes are moved.
+    def _routes(self, turn: Turn) -> Routes:
+        """What follows from all ranks' counts: made once for all, if no bytes are moved.
 
         A table of all pairs of ranks at each of them takes memory as the third power of their
         number.
         """
         if self.payload.arena is not None:
-            return make()
+            return Routes(self.config, self.read_routes(turn))
         assert self._board is not None
         alive = tuple(sorted([*self.peers.others, self.peers.rank]))
-        return self._board.once(turn.number, (what, alive), make)
+        return self._board.once(
+            turn.number, alive, lambda: Routes(self.config, self.read_routes(turn))
+        )
 
     def read_routes(self, turn: Turn) -> Ints:
         """All ranks' counts, once their immediates are counted; a dead rank has none."""

@@ -83,7 +83,6 @@ class Trial:
     expert_padding: int = 1
     dispatch_format: Format = Format.FP8
     combine_format: Format = Format.BF16
-    private_sizes: Literal["equal", "adaptive"] = "equal"
     private_scatter: Literal["peers", "bytes"] = "peers"
     sums: Literal["token", "node"] = "token"
     turns: int = 2
@@ -254,7 +253,6 @@ def draw_trial(seed: int) -> Trial:
         expert_padding=one_of(1, 4, 7),
         dispatch_format=one_of(*Format),
         combine_format=one_of(Format.BF16, Format.FP32),
-        private_sizes=one_of("equal", "adaptive"),
         private_scatter=one_of("peers", "bytes"),
         sums="node" if by_node else "token",
         routing=one_of(*get_args(Routing)),
