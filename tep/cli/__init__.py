@@ -14,7 +14,7 @@ import typer
 
 from tep import __version__
 from tep.base.errors import TepError
-from tep.cli import bench, demo, doctor, info, kvcache, moe, new, reproduce, rl, sim, top
+from tep.cli import bench, demo, info, kvcache, moe, new, rl, sim, top
 
 __all__ = ["app", "main"]
 
@@ -43,10 +43,10 @@ def options(
 
 
 app.command("info")(info.info)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(info.doctor)
 app.command("demo")(demo.demo)
 app.command("moe")(moe.moe)
-app.command("reproduce")(reproduce.reproduce)
+app.command("reproduce")(bench.reproduce)
 app.command("stall")(top.stall)
 app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")

@@ -1,6 +1,6 @@
 """Parts of a chaos NIC that know nobody else: its state, regions, and completions.
 
-What the NIC does with them is the matter of `chaos_target` and `chaos_nic`.
+What the NIC does with them is the matter of `chaos_target` and `chaos`.
 """
 
 from __future__ import annotations

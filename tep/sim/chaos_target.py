@@ -1,6 +1,6 @@
 """The fabric and its nodes as NICs see them, rows and links, and the target side of a NIC.
 
-Fragments are placed, immediates come out, messages find buffers, fences keep rows out. `chaos_nic`
+Fragments are placed, immediates come out, messages find buffers, fences keep rows out. `chaos`
 has the other side: what is posted here, and how it ends. Rule 1: the immediate of a row comes after
 all its bytes. Rule 2: no address of the process, and no `id`, reaches a draw or the row log; keys
 and bases are made up here.
@@ -46,7 +46,7 @@ CONTROL_BYTES: Final = KiB
 """The longest control message."""
 
 _LINK_BPS: Final = 256_000_000_000
-"""Nominal: the 32 bytes a ns of `chaos_nic`; no machine's figure."""
+"""Nominal: the 32 bytes a ns of `chaos`; no machine's figure."""
 
 _OK: Final = int(Status.OK)
 _IMM: Final = int(Kind.IMM)

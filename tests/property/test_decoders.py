@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.apps.kvcache import messages as kvcache_messages
+from tep.apps.kvcache import instance as kvcache_messages
 from tep.apps.kvcache.blocks import messages as block_messages
 from tep.apps.kvcache.layout import Placed
 from tep.apps.moe.config import MoeConfig
@@ -163,7 +163,7 @@ CASES: dict[str, list[Case]] = {
         Case(nixl_wire.Remote.read, structs(nixl_wire)),
     ],
     "tep/integrations/vllm/terms.py::decode": [Case(vllm_terms.decode, structs(vllm_terms))],
-    "tep/apps/kvcache/messages.py::decode": [
+    "tep/apps/kvcache/instance.py::decode": [
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],
     "tep/apps/moe/proxy.py::unpack_hellos": [

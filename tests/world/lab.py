@@ -21,8 +21,7 @@ from tep.base.hashing import draw_array, stream_key
 from tep.base.wire import MrDesc
 from tep.core.regions import MrHandle
 from tep.engine import TransferEngine
-from tep.sim.chaos import ChaosFabric, ChaosNode
-from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos import ChaosFabric, ChaosNic, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.draws import Stream
 from tep.sim.driver import SimDriver

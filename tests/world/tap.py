@@ -26,7 +26,7 @@ from tep.backends.base import (
     take_completion,
 )
 from tep.control.membership import PeerChange, PeerEvent
-from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos import ChaosNic
 from tep.sim.chaos_parts import NicState
 from tests.world.turns import Turns
 

@@ -17,9 +17,8 @@ import numpy as np
 from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
-from tep.apps.kvcache.instance import Instance
+from tep.apps.kvcache.instance import Answer, Beat, Instance, Message, Order
 from tep.apps.kvcache.memory import PageIndices, SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Message, Order
 from tep.apps.kvcache.model import Completion, DecodeWork, Model, Request
 from tep.apps.kvcache.scheduler import PrefillerCard
 

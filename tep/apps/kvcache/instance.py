@@ -3,6 +3,11 @@
 A turn every `Patience.beat_s` sends beats to watched peers and notices those that fell silent.
 Silence proves nothing: a peer that is silent may still write; what follows from it is decided by
 the instance. Rule: everything here runs on the event loop's thread, but `_hear` and `_call`.
+
+Messages are notes of the first ranks' `KvBlocks`: MessagePack arrays that begin with the name of
+the message; strict: what does not fit is refused. Notes may be lost, repeated and overtake each
+other. Who sent one is known from `KvBlocks`. What senders and receivers of blocks say to each other
+is in blocks/messages.py.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tep import BadDescriptor, NetAddr, TransferEngine
 from tep.apps.kvcache.blocks import KvReceiver, KvSender
 from tep.apps.kvcache.memory import KvMemory, PagePool, SideOptions
-from tep.apps.kvcache.messages import Message, decode, encode
 from tep.apps.kvcache.model import Model
 
-__all__ = ["Instance"]
+__all__ = ["Answer", "Beat", "Instance", "Message", "Order", "decode", "encode"]
 
 
 class Instance(ABC):
@@ -142,3 +148,72 @@ class Instance(ABC):
         while not condition():
             self._changed.clear()
             await self._changed.wait()
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """One message."""
+
+
+class Order(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Decoder -> prefiller: compute this prompt, and write what the tickets are for.
+
+    Attributes:
+        serial: of this attempt; grows with each that this incarnation makes.
+        cards: where you may write, one a rank.
+        request: its name.
+        tickets: one a rank.
+        ntokens: length of the prompt.
+        input_ids: i32 little-endian; empty where the model needs none.
+    """
+
+    serial: int
+    cards: tuple[bytes, ...]
+    request: str
+    tickets: tuple[bytes, ...]
+    ntokens: int
+    input_ids: bytes
+
+
+class Answer(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Prefiller -> decoder: what becomes of an order.
+
+    Attributes:
+        serial: of the order.
+        refusal: why it is not done; "": it is being done, or was.
+    """
+
+    serial: int
+    refusal: str = ""
+
+
+class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Decoder -> prefiller, and back: I live.
+
+    Attributes:
+        serials: orders that the decoder knows to be taken, and waits for; none from a prefiller.
+    """
+
+    serials: tuple[int, ...] = ()
+
+
+Message = Order | Answer | Beat
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Turn a message into bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        BadDescriptor: the bytes are none.
+    """
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(payload)} bytes are no KV cache message: {error}") from error

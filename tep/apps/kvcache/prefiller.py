@@ -17,9 +17,8 @@ import numpy as np
 
 from tep import NetAddr, TepError, TransferEngine, UsageError
 from tep.apps.kvcache.blocks import KvSend, KvSender
-from tep.apps.kvcache.instance import Instance
+from tep.apps.kvcache.instance import Answer, Beat, Instance, Message, Order
 from tep.apps.kvcache.memory import SideOptions
-from tep.apps.kvcache.messages import Answer, Beat, Message, Order
 from tep.apps.kvcache.model import Model, PrefillWork, Request, cut_chunks
 from tep.apps.kvcache.scheduler import PrefillerCard
 

@@ -16,9 +16,9 @@ from tep import BadDescriptor, BusyError, ClosedError, UsageError
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.blocks.receiver import ImmSpace
 from tep.apps.kvcache.decoder import Decoder
+from tep.apps.kvcache.instance import Answer, Beat, Order, decode, encode
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import PagePool
-from tep.apps.kvcache.messages import Answer, Beat, Order, decode, encode
 from tep.apps.kvcache.model import cut_chunks
 
 LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 1, 1, 8),))

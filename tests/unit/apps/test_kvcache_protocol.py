@@ -14,9 +14,9 @@ import tep
 import tep.sim
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
+from tep.apps.kvcache.instance import Beat
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import SideOptions, no_memory
-from tep.apps.kvcache.messages import Beat
 from tep.apps.kvcache.model import Completion, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler

@@ -18,7 +18,7 @@ from tep.control.membership import PeerChange
 from tep.core.handles import Removal, Transfer
 from tep.core.path import Link
 from tep.engine import TransferEngine
-from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos import ChaosNic
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, Clog
 from tests.support.couple import (

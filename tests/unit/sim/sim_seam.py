@@ -14,8 +14,7 @@ import numpy as np
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.base.units import PS_PER_NS
 from tep.memory.source import adapt
-from tep.sim.chaos import ChaosFabric, ChaosNode
-from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos import ChaosFabric, ChaosNic, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
 from tep.sim.row_log import RowLog
