@@ -46,7 +46,6 @@ from tests.tidy.sources import python_files, text
 
 NAMES = {"from_bytes", "decode", "_decode", "parse", "check_address", "unpack_hellos"}
 NO_DECODERS = {
-    "tep/apps/kvcache/decoder.py::Decoder._decode": "makes tokens",
     "tep/base/wire.py::_Wire.from_bytes": "listed by its subclasses",
 }
 READERS = {

@@ -6,7 +6,7 @@ import inspect
 from itertools import pairwise
 
 from tep.apps import immediates
-from tep.apps.kvcache import Decoder, KvReceiver
+from tep.apps.kvcache import KvReceiver
 from tep.apps.moe.config import MoeConfig
 from tep.apps.rl.ports import ATTEMPTS, Kind, make_imm
 
@@ -23,8 +23,7 @@ def test_ranges_do_not_overlap():
 
 def test_each_app_keeps_to_its_own():
     """A range that is written down and not kept to protects nobody."""
-    for side in (Decoder, KvReceiver):
-        assert immediates.KVCACHE == inspect.signature(side).parameters["imms"].default
+    assert immediates.KVCACHE == inspect.signature(KvReceiver).parameters["imms"].default
     for kind in Kind:
         assert make_imm(kind, 0) in immediates.RL
         assert make_imm(kind, ATTEMPTS - 1, (1 << 16) - 1) in immediates.RL
