@@ -488,7 +488,7 @@ class Proxy:
     # ------------------------------------------------------------------ what is counted
 
     def _routes(self, turn: Turn) -> Routes:
-        """What follows from all ranks' counts: made once for all, if no bytes are moved.
+        """Places of all ranks by their counts: made once for all, if no bytes are moved.
 
         A table of all pairs of ranks at each of them takes memory as the third power of their
         number.
