@@ -22,6 +22,7 @@ from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi.efa import SESSION_OFFSETS, Dv, Efa
 from tep.backends.ffi.ibverbs import ENUMS, C, Events, Struct
 from tep.base.errors import BackendUnavailable, FabricError
+from tep.memory.source import DmabufExport, Memory
 
 __all__ = [
     "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices",
@@ -351,25 +352,9 @@ class Nic:
 
     # --- memory
 
-    def register(self, ptr: int, nbytes: int, access: int) -> Handle:
-        """Register host memory."""
-        pointer = self.lib.make(
-            "ibv_reg_mr_iova2", self._pd, ptr, nbytes, ptr, access, nic=self.name, nbytes=nbytes
-        )
-        return self._kept(pointer)
-
-    def register_dmabuf(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Handle:
-        """Register a part of a dma-buf; peers call its first byte `ptr`."""
-        if not self.lib.has_dmabuf:
-            raise FabricError(
-                "dma-buf needs ibv_reg_dmabuf_mr of rdma-core 34 or later", code="LOCAL_KEY"
-            )
-        pointer = self.lib.make(
-            "ibv_reg_dmabuf_mr", self._pd, offset, nbytes, ptr, fd, access, nic=self.name
-        )
-        return self._kept(pointer)
-
-    def _kept(self, pointer: int) -> Handle:
+    def register(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Handle:
+        """Register memory; `export` makes a dma-buf of a device's."""
+        pointer = self.lib.register(self._pd, memory, access, export, nic=self.name)
         handle = Handle(self, pointer)
         self._regions.add(handle)
         return handle

@@ -45,7 +45,7 @@ from tep.backends.libfabric.objects import CqError
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.slots import READ, Ticket
 from tep.base.units import MiB
-from tep.memory.source import DmabufExport, Memory, exported
+from tep.memory.source import DmabufExport, Memory
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.objects import Endpoint, Region
@@ -415,11 +415,7 @@ class Regions(objects.Regions):
     def add(self, memory: Memory, access: Access) -> objects.Region:
         target = access.target
         flags = rights(access)
-        if self._dmabuf is not None and memory.kind != "cpu":
-            with exported(self._dmabuf, memory) as (fd, offset):
-                handle = self._device.register_dmabuf(fd, offset, memory.ptr, memory.nbytes, flags)
-        else:
-            handle = self._device.register(memory.ptr, memory.nbytes, flags)
+        handle = self._device.register(memory, flags, self._dmabuf)
         # The engine's local key is a number of ours: a device may give the same as lkey and rkey,
         # and a mix-up should fail.
         self._turn += 1
@@ -473,7 +469,7 @@ class Mailbox(completions.Mailbox):
         self._way = way
         self._first = first
         memory = self._map(frame_bytes, receives, sends)
-        handle = nic.register(memory.ptr, memory.nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
+        handle = nic.register(memory, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
         self._lkey = handle.lkey
         self.region = objects.Region(
             (handle,), memory, DomainKey(0, 0, 0), handle.lkey, target=False

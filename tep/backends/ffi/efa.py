@@ -118,10 +118,9 @@ def load() -> Efa:
 
 
 def _find(what: str, variable: str, names: list[str]) -> str:
-    def accept(lib: ctypes.CDLL) -> str:
+    def accept(lib: ctypes.CDLL) -> None:
         if missing := [name for name in names if not hasattr(lib, name)]:
             raise LookupError(f"it has no {', '.join(missing)}")
-        return ""
 
     named = os.environ.get(variable, "")
     steps = [env_step(variable), system_step(f"{what}.so.1")]

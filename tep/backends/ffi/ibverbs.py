@@ -36,34 +36,17 @@ from tep.backends.ffi.load import (
     prototypes,
     system_step,
 )
+from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = [
-    "ABI_COMPAT_OFFSETS",
-    "ENUMS",
-    "NOT_FORK_SAFE",
-    "OPTIONAL",
-    "PROTOTYPES",
-    "RECV_WR",
-    "SEND_WR",
-    "SGE",
-    "WC",
-    "C",
-    "CreateQp",
-    "DataPath",
-    "Events",
-    "Library",
-    "Ref",
-    "Struct",
-    "fail",
-    "layout",
-    "load",
-    "ref",
-    "rights",
+    "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "PROTOTYPES", "RECV_WR", "SEND_WR",
+    "SGE", "WC", "C", "CreateQp", "DataPath", "Events", "Library", "Ref", "Struct", "fail",
+    "layout", "load", "ref", "rights",
 ]  # fmt: skip
 
 _SONAME: Final = "libibverbs.so.1"
 _VARIABLE: Final = "TEP_LIBIBVERBS"
-_CURE: Final = "install rdma-core 33 or later (Debian: apt install libibverbs1 ibverbs-providers)"
+_CURE: Final = "install rdma-core 34 or later (Debian: apt install libibverbs1 ibverbs-providers)"
 
 _P, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -463,8 +446,7 @@ IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM 2   IBV_QP_EX_WITH_SEND 4   IBV_QP_EX_WITH_RD
 IBV_WC_SUCCESS 0   IBV_WC_LOC_LEN_ERR 1   IBV_WC_LOC_QP_OP_ERR 2   IBV_WC_LOC_PROT_ERR 4
 IBV_WC_WR_FLUSH_ERR 5   IBV_WC_LOC_ACCESS_ERR 8   IBV_WC_REM_INV_REQ_ERR 9
 IBV_WC_REM_ACCESS_ERR 10   IBV_WC_REM_OP_ERR 11   IBV_WC_RETRY_EXC_ERR 12
-IBV_WC_RNR_RETRY_EXC_ERR 13   IBV_WC_REM_ABORT_ERR 16   IBV_WC_FATAL_ERR 19
-IBV_WC_RESP_TIMEOUT_ERR 20   IBV_WC_GENERAL_ERR 21   IBV_ACCESS_LOCAL_WRITE 1
+IBV_WC_RNR_RETRY_EXC_ERR 13   IBV_WC_RESP_TIMEOUT_ERR 20   IBV_ACCESS_LOCAL_WRITE 1
 IBV_ACCESS_REMOTE_WRITE 2   IBV_ACCESS_REMOTE_READ 4   IBV_ACCESS_RELAXED_ORDERING 1048576
 IBV_QPT_RC 2   IBV_QPT_UD 4   IBV_QPS_INIT 1   IBV_QPS_RTR 2   IBV_QPS_RTS 3   IBV_QPS_ERR 6
 IBV_QP_STATE 1   IBV_QP_ACCESS_FLAGS 8   IBV_QP_PKEY_INDEX 16   IBV_QP_PORT 32   IBV_QP_QKEY 64
@@ -472,7 +454,7 @@ IBV_QP_AV 128   IBV_QP_PATH_MTU 256   IBV_QP_TIMEOUT 512   IBV_QP_RETRY_CNT 1024
 IBV_QP_RNR_RETRY 2048   IBV_QP_RQ_PSN 4096   IBV_QP_MAX_QP_RD_ATOMIC 8192
 IBV_QP_MIN_RNR_TIMER 32768   IBV_QP_SQ_PSN 65536   IBV_QP_MAX_DEST_RD_ATOMIC 131072
 IBV_QP_DEST_QPN 1048576   IBV_LINK_LAYER_INFINIBAND 1   IBV_LINK_LAYER_ETHERNET 2
-IBV_PORT_ACTIVE 4   IBV_QPF_GRH_REQUIRED 1   IBV_GID_TYPE_IB 0   IBV_GID_TYPE_ROCE_V1 1
+IBV_PORT_ACTIVE 4   IBV_QPF_GRH_REQUIRED 1   IBV_GID_TYPE_ROCE_V1 1
 IBV_GID_TYPE_ROCE_V2 2   IBV_WC_RECV_RDMA_WITH_IMM 129   IBV_EVENT_CQ_ERR 0
 IBV_EVENT_QP_FATAL 1   IBV_EVENT_DEVICE_FATAL 8   IBV_EVENT_SRQ_ERR 14
 """
@@ -501,6 +483,8 @@ int ibv_dealloc_pd(struct ibv_pd *pd);
    old kernel does not know. The exported ibv_reg_mr does not know IBV_ACCESS_RELAXED_ORDERING. */
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length,
                             uint64_t iova, unsigned int access);
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length,
+                             uint64_t iova, int fd, int access);
 int ibv_dereg_mr(struct ibv_mr *mr);
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context);
 int ibv_destroy_comp_channel(struct ibv_comp_channel *channel);
@@ -528,13 +512,6 @@ void ibv_ack_async_event(struct ibv_async_event *event);
 const char *ibv_wc_status_str(enum ibv_wc_status status);
 """)
 
-OPTIONAL: Final = prototypes("""
-/* From rdma-core 34 on (IBVERBS_1.12), so it may be absent. */
-struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length,
-                             uint64_t iova, int fd, int access);
-""")
-
-
 NOT_FORK_SAFE: Final = (
     "; a fork may take registered pages away from the NIC: memory was registered in this process "
     "before tep was loaded, on a kernel before 5.12"
@@ -547,15 +524,13 @@ class Library:
 
     Attributes:
         path: what was loaded.
-        has_dmabuf: whether ibv_reg_dmabuf_mr is there.
         fork_safe: whether children that are forked leave registered pages alone.
     """
 
     def __init__(self, lib: ctypes.CDLL, path: str) -> None:
         self.path = path
         self._lib = lib
-        give_types(lib, PROTOTYPES | OPTIONAL)
-        self.has_dmabuf = hasattr(lib, "ibv_reg_dmabuf_mr")
+        give_types(lib, PROTOTYPES)
         self.fork_safe = self._fork_init()
 
     def _fork_init(self) -> bool:
@@ -600,6 +575,20 @@ class Library:
     def do(self, name: str, *arguments: object) -> None:
         """Make a call that returns nothing."""
         getattr(self._lib, name)(*arguments)
+
+    def register(
+        self, pd: int, memory: Memory, access: int, export: DmabufExport | None, **context: str
+    ) -> int:
+        """Register memory, as a dma-buf where a device's has an export; return the ibv_mr.
+
+        Peers call the first byte by its address here. The caller keeps it mapped.
+        """
+        ptr, nbytes = memory.ptr, memory.nbytes
+        context |= {"ptr": hex(ptr), "nbytes": str(nbytes)}
+        if export is None or memory.kind == "cpu":
+            return self.make("ibv_reg_mr_iova2", pd, ptr, nbytes, ptr, access, **context)
+        with exported(export, memory) as (fd, offset):
+            return self.make("ibv_reg_dmabuf_mr", pd, offset, nbytes, ptr, fd, access, **context)
 
     def extended_create(self, context: int) -> CreateQp | None:
         """create_qp_ex of an open device, as the inline ibv_create_qp_ex finds it; None: not there.
@@ -749,10 +738,9 @@ def load(path: str | None = None) -> Library:
     return _typed(found.path)
 
 
-def _accept(lib: ctypes.CDLL) -> str:
+def _accept(lib: ctypes.CDLL) -> None:
     if missing := [name for name in PROTOTYPES if not hasattr(lib, name)]:
-        raise LookupError(f"it has no {', '.join(missing)}; rdma-core 33 and later have all calls")
-    return "with dma-buf" if hasattr(lib, "ibv_reg_dmabuf_mr") else "without dma-buf"
+        raise LookupError(f"it has no {', '.join(missing)}; rdma-core 34 and later have all calls")
 
 
 @cache

@@ -599,7 +599,7 @@ class Libfabric:
         return rc
 
 
-def _accept(library: ctypes.CDLL) -> str:
+def _accept(library: ctypes.CDLL) -> None:
     """Declare the exported functions; refuse a library older than VERSION_MIN."""
     give_types(library, EXPORTS)
     library.fi_dupinfo.restype = POINTER(C.fi_info)
@@ -607,7 +607,6 @@ def _accept(library: ctypes.CDLL) -> str:
     version = packed >> 16, packed & 0xFFFF
     if version < VERSION_MIN:
         raise LookupError(f"version {version[0]}.{version[1]}; 1.17 is the oldest that tep takes")
-    return f"{version[0]}.{version[1]}"
 
 
 def steps() -> tuple[Step, ...]:

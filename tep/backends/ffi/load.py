@@ -165,14 +165,12 @@ class Found:
         library: the handle.
         path: what was given to the loader.
         found_via: name of the step that found it.
-        note: what `accept` said of it, e.g. its version.
         tried: (step, why it failed) of the steps before.
     """
 
     library: ctypes.CDLL
     path: str
     found_via: str
-    note: str
     tried: tuple[tuple[str, str], ...]
 
 
@@ -195,15 +193,15 @@ _REMEMBERED: dict[str, Found | BackendUnavailable] = {}
 
 
 def find(
-    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], str], cure: str
+    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], object], cure: str
 ) -> Found:
     """Load the first library that the steps find and `accept` takes; remember the outcome.
 
     Args:
         what: the library's name, also the name under which the outcome is remembered.
         steps: where to look, best first.
-        accept: returns a note on a loaded library; raises LookupError or AttributeError with the
-            reason if it is not usable.
+        accept: looks at a loaded library; raises LookupError or AttributeError with the reason if
+            it is not usable.
         cure: what to do when nothing is found, for the message.
 
     Raises:
@@ -223,7 +221,7 @@ def forget(what: str) -> None:
 
 
 def _search(
-    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], str], cure: str
+    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], object], cure: str
 ) -> Found | BackendUnavailable:
     tried: list[tuple[str, str]] = []
     for step in steps:
@@ -234,7 +232,8 @@ def _search(
                 if library is None:
                     continue
                 try:
-                    return Found(library, path, step.name, accept(library), tuple(tried))
+                    accept(library)
+                    return Found(library, path, step.name, tuple(tried))
                 except (LookupError, AttributeError) as error:
                     tried.append((f"{step.name}: {path}", _reason(error)))
         except LookupError as error:

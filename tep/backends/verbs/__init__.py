@@ -11,7 +11,7 @@
     handshake.py  addresses, and how two NICs agree on queue pairs; no I/O
     device.py     one RDMA device, its address, the depth of its queues, and what a user may set
 
-It needs rdma-core 33 or later, and 34 for dma-bufs. A peer takes 136 KiB of send queues on each NIC
+It needs rdma-core 34 or later. A peer takes 136 KiB of send queues on each NIC
 of ConnectX (device.py says how to have less), which `describe()` and `tep info --json` say too.
 
 Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,

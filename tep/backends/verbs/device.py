@@ -25,6 +25,7 @@ from tep.backends.ffi.ibverbs import ENUMS, NOT_FORK_SAFE, C, DataPath, Library,
 from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.host.nics import HCA, Environ, NameList, Number, read_list, read_number, said
+from tep.memory.source import DmabufExport, Memory
 
 __all__ = [
     "DATAGRAMS_IN", "DATAGRAMS_OUT", "MESSAGES_OUT", "NO_HINTS", "READS", "ROWS", "SPARE_WRS",
@@ -418,24 +419,9 @@ class Device:
         finally:
             self.free("ibv_destroy_cq", cq)
 
-    def reg_mr(self, ptr: int, nbytes: int, access: int) -> Struct:
+    def register(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Struct:
         """Register memory; the caller keeps it mapped until dereg_mr."""
-        about = {"ptr": hex(ptr), "nbytes": nbytes}
-        found = self._make("ibv_reg_mr_iova2", self.pd, ptr, nbytes, ptr, access, **about)
-        return C.ibv_mr.from_address(found)
-
-    def reg_dmabuf_mr(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Struct:
-        """Register device memory that was exported as a dma-buf.
-
-        Raises:
-            FabricError: the library is too old for it, or the device refuses.
-        """
-        lib = self.lib
-        if not lib.has_dmabuf:
-            why = f"{lib.path} has no ibv_reg_dmabuf_mr; rdma-core 34 or later does"
-            raise FabricError(why, code="PROVIDER")
-        about = {"fd": fd, "nbytes": nbytes}
-        found = self._make("ibv_reg_dmabuf_mr", self.pd, offset, nbytes, ptr, fd, access, **about)
+        found = self.lib.register(self.pd, memory, access, export, device=self.name)
         return C.ibv_mr.from_address(found)
 
     def dereg_mr(self, mr: Struct) -> None:

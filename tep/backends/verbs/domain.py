@@ -41,7 +41,7 @@ from tep.backends.verbs.peers import Peers, ended_as
 from tep.backends.verbs.receive import POLL_MAX, STATUS_TEXT, ImmReceives, Poller
 from tep.backends.verbs.send import RKEY_MAX
 from tep.base.errors import FabricError
-from tep.memory.source import DmabufExport, Memory, exported
+from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["VerbsDomain"]
 
@@ -166,18 +166,13 @@ class VerbsDomain:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        device = self.device
         # Without relaxed ordering fabric-lib stays below 200 Gb/s on ConnectX-7 (quoted).
         flags = rights(access) | ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
-        if memory.kind == "cuda" and self._export is not None:
-            with exported(self._export, memory) as (fd, offset):
-                mr = device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
-        else:
-            if memory.kind == "cuda":  # an export does it for the others
-                from tep.cuda.memory import set_sync_memops
+        if memory.kind == "cuda" and self._export is None:  # an export does it for the others
+            from tep.cuda.memory import set_sync_memops
 
-                set_sync_memops(memory)
-            mr = device.reg_mr(memory.ptr, memory.nbytes, flags)
+            set_sync_memops(memory)
+        mr = self.device.register(memory, flags, self._export)
         # The memory stays mapped as long as the NIC knows it: a late write would else land in what
         # the allocator put there next.
         self._mrs[int(mr.lkey)] = (mr, memory)

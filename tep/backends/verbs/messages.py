@@ -29,6 +29,7 @@ from tep.backends.verbs.conns import Conn, Tag, create_ud, qp_number, tag
 from tep.backends.verbs.device import DATAGRAMS_IN, DATAGRAMS_OUT, MESSAGES_OUT, Device
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX, Address
 from tep.base.errors import FabricError
+from tep.memory.source import adapt
 
 __all__ = ["Datagrams", "Messages", "Routes"]
 
@@ -62,8 +63,9 @@ class _Region:
             self.memory = mmap.mmap(-1, nbytes)
         except OSError as error:
             raise MemoryError(f"{nbytes} bytes for messages: {error}") from error
-        self.ptr = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
-        self.mr: Struct = device.reg_mr(self.ptr, nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
+        source = adapt(self.memory)
+        self.ptr = source.ptr
+        self.mr: Struct = device.register(source, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
 
 
 class _In(NamedTuple):

@@ -36,7 +36,6 @@ def name(request):
 
 def accept(library):
     """Take any library."""
-    return "fine"
 
 
 def test_the_first_that_works_is_taken_and_the_others_tell_why(name, monkeypatch, tmp_path):
@@ -55,7 +54,7 @@ def test_the_first_that_works_is_taken_and_the_others_tell_why(name, monkeypatch
     found = find(name, steps, accept, CURE)
     tried = dict(found.tried)
 
-    assert (LIBC, "system", "fine") == (found.path, found.found_via, found.note)
+    assert (LIBC, "system") == (found.path, found.found_via)
     assert "not set" == tried["TEP_NOWHERE"]
     assert "no file /no/such/place.so" == tried["vendor"]
     assert "not installed" == tried["wheel tep-no-such-wheel"]
@@ -140,7 +139,9 @@ class Release:
 @pytest.mark.parametrize("release", [(1, 17), (1, 22), (2, 0)])
 def test_a_libfabric_of_any_release_from_1_17_on_is_taken(release):
     """A machine with a newer library than ours would have none."""
-    assert "{}.{}".format(*release) == libfabric._accept(Release(*release))
+    taken = Release(*release)
+    libfabric._accept(taken)
+    assert taken.fi_getinfo.argtypes, "its calls are declared"
 
 
 @pytest.mark.parametrize("release", [(1, 16), (0, 99)])

@@ -357,7 +357,7 @@ def test_a_message_fails_alone_where_the_device_registers_no_memory(rig, monkeyp
 
     rig.b.post_recvs(64, 1)
     with monkeypatch.context() as short:
-        short.setattr(Device, "reg_mr", full)
+        short.setattr(Device, "register", full)
         assert rig.a.post_send(rig.peer, b"lost", 7)
         assert [(Kind.SENT, Status.PROVIDER, 7)] == [(e[0], e[1], e[5]) for e in rig.poll(rig.a)]
         assert "ENOMEM" in rig.a.status_text(Status.PROVIDER)
