@@ -52,14 +52,11 @@ EFA = {
     "all": (31, {
         "RDMA write, rows to 1 GiB": ("ok", ""),
         "RDMA read, to 1 GiB": ("ok", ""),
-        "unsolicited receives: an immediate needs no posted": ("ok", ""),
-        "send queue of 4096 entries with 2 parts, receive queue of 8192, 32 bytes": ("ok", ""),
         "firmware 0.0.0.fake; messages to 8928 B on port 1; registrations to 1 TiB": ("ok", ""),
     }),
     "none": (0, {
         "no RDMA write": ("bad", "instance type"),
         "no RDMA read": ("note", "nothing for writes"),
-        "no unsolicited receives": ("note", "newer EFA"),
         "no retry after RNR": ("warning", "newer efa driver"),
     }),
 }  # fmt: skip

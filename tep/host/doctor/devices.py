@@ -41,7 +41,6 @@ _AMAZON: Final = 0x1D0F
 _READ: Final = 1 << 0
 _RNR_RETRY: Final = 1 << 1
 _WRITE: Final = 1 << 3
-_UNSOLICITED: Final = 1 << 4
 
 _PAGE: Final = 64 * KiB
 _PAGES: Final = 64
@@ -219,26 +218,12 @@ def _efa(name: str, area: str) -> Iterator[Finding]:
         yield note(
             area, "no RDMA read", "nothing for writes; another instance type, or a newer efa driver"
         )
-    if attr.device_caps & _UNSOLICITED:
-        text = "unsolicited receives: an immediate needs no posted receive; tep posts them"
-        yield good(area, text)
-    else:
-        yield note(
-            area,
-            "no unsolicited receives: each immediate takes a posted receive, as tep expects",
-            "nothing; newer EFA devices and drivers have them",
-        )
     if not attr.device_caps & _RNR_RETRY:
         yield warn(
             area,
             "no retry after RNR: writes fail while their target has no receive posted",
             "a newer efa driver: AWS's EFA installer brings one (modinfo efa says which is here)",
         )
-    yield good(
-        area,
-        f"send queue of {attr.max_sq_wr} entries with {attr.max_sq_sge} parts, receive queue of "
-        f"{attr.max_rq_wr}, {attr.inline_buf_size} bytes inline",
-    )
 
 
 _INSTALL: Final = "install rdma-core 44 or later with its EFA provider: AWS's EFA installer does"

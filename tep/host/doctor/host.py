@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tep.base.units import GiB, KiB, MiB
+from tep.base.units import GiB
 from tep.host.doctor import Finding, bad, good, note, warn
 from tep.host.hostfiles import HostFiles
 from tep.host.topology import number
@@ -35,9 +35,7 @@ def check_host(files: HostFiles) -> Iterator[Finding]:
     """Check everything that is no NIC."""
     has_nic = bool(files.names("/sys/class/infiniband"))
     yield from _limits(files, has_nic=has_nic)
-    yield from _hugepages(files)
     yield from _container(files)
-    yield from _ptrace(files)
     yield from _cpus(files)
     yield from _gpus(files, has_nic=has_nic)
     yield from _kernel(files, has_nic=has_nic)
@@ -69,36 +67,16 @@ def _limits(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
             yield warn(area, f"limit {found[1]}: each peer and NIC costs some", cure)
 
 
-def _hugepages(files: HostFiles) -> Iterator[Finding]:
-    text = files.read("/proc/meminfo") or ""
-    numbers = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", text, re.MULTILINE)}
-    total, free = numbers.get("HugePages_Total", 0), numbers.get("HugePages_Free", 0)
-    size = numbers.get("Hugepagesize", 0) * KiB
-    if total:
-        yield good("hugepages", f"{free} of {total} are free, {size // MiB} MiB each")
-    else:
-        yield note(
-            "hugepages",
-            "none are reserved; they make registration of much host memory quicker",
-            "sysctl vm.nr_hugepages=N; EFA's library takes some where they are",
-        )
-
-
-def _capabilities(files: HostFiles) -> int | None:
-    """Read the mask of what this process may do; None = it is not known."""
-    status = files.read("/proc/self/status") or ""
-    found = re.search(r"^CapEff:\s+([0-9a-f]+)", status, re.MULTILINE)
-    return None if found is None else int(found[1], 16)
-
-
 def _container(files: HostFiles) -> Iterator[Finding]:
     marks = [path for path in ("/.dockerenv", "/run/.containerenv") if files.read(path) is not None]
     groups = files.read("/proc/1/cgroup") or ""
     inside = bool(marks) or any(word in groups for word in ("docker", "kubepods", "containerd"))
-    mask = _capabilities(files)
-    if mask is None:
+    status = files.read("/proc/self/status") or ""
+    found = re.search(r"^CapEff:\s+([0-9a-f]+)", status, re.MULTILINE)
+    if found is None:
         yield note("capabilities", "unknown: /proc/self/status cannot be read")
         return
+    mask = int(found[1], 16)
     lacks = [name for name, bit in _CAPABILITIES.items() if not mask >> bit & 1]
     where = "in a container" if inside else "not in a container"
     if lacks and inside:
@@ -110,30 +88,6 @@ def _container(files: HostFiles) -> Iterator[Finding]:
         )
     else:
         yield good("capabilities", where + (f"; without {', '.join(lacks)}" if lacks else ""))
-
-
-def _ptrace(files: HostFiles) -> Iterator[Finding]:
-    scope = files.read("/proc/sys/kernel/yama/ptrace_scope")
-    match scope:
-        case None | "0":
-            yield good("ptrace", "processes of one user may write to each other (backend local)")
-        case "1":
-            yield note(
-                "ptrace",
-                "kernel.yama.ptrace_scope is 1: an engine of the backend local opens its process "
-                "to all of the same user; with allow_tracer=False peers reach memory of "
-                "tep.alloc_shared only",
-                "sysctl kernel.yama.ptrace_scope=0, or leave allow_tracer on",
-            )
-        case "2" if (_capabilities(files) or 0) >> _CAPABILITIES["CAP_SYS_PTRACE"] & 1:
-            yield good("ptrace", "kernel.yama.ptrace_scope is 2, and there is CAP_SYS_PTRACE")
-        case _:
-            yield note(
-                "ptrace",
-                f"kernel.yama.ptrace_scope is {scope}: the backend local writes and reads only "
-                "memory of tep.alloc_shared",
-                "sysctl kernel.yama.ptrace_scope=0 (3 lasts until the next boot)",
-            )
 
 
 def _cpus(files: HostFiles) -> Iterator[Finding]:

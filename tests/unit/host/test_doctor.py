@@ -84,8 +84,6 @@ AILMENTS = {
         "limit 1024",
         "ulimit -n",
     ),
-    "ptrace": ("/proc/sys/kernel/yama/ptrace_scope", "1", "ptrace", "NOTE", "is 1", "allow_tracer"),
-    "no ptrace": ("/proc/sys/kernel/yama/ptrace_scope", "3", "ptrace", "NOTE", "is 3", "next boot"),
     "clock": (
         "/sys/devices/system/clocksource/clocksource0/current_clocksource",
         "hpet",
@@ -563,16 +561,6 @@ def test_a_kernel_that_forbids_copies_between_processes_is_named(monkeypatch):
     assert "memory of tep.alloc_shared() only" in limited.text
     assert "EPERM" in limited.text
     assert "--cap-add=SYS_PTRACE" in limited.remedy
-
-
-@pytest.mark.parametrize(("mask", "level"), [("0", Level.NOTE), ("80000", Level.GOOD)])
-def test_scope_2_of_yama_asks_for_a_capability(mask, level):
-    """Root in a container often lacks it, and root outside has it."""
-    built = healthy(p5())
-    built.texts["/proc/sys/kernel/yama/ptrace_scope"] = "2"
-    built.texts["/proc/self/status"] = f"CapEff:\t{mask}"
-
-    assert [level] == [one.level for one in look(built) if one.area == "ptrace"]
 
 
 def test_counters_tell_whether_the_nic_was_used():
