@@ -664,7 +664,7 @@ def _held(member: str) -> Any:
 
 
 # One type for all devices: each PYFUNCTYPE is a new class, garbage once its device is closed.
-_POST: Final = _held("post_send")
+_POST: Final = _held("post_recv")
 _POST_REFS: Final = ctypes.PYFUNCTYPE(_INT)
 _POLL: Final = _held("poll_cq")
 _NOTIFY: Final = _held("req_notify_cq")
@@ -675,12 +675,12 @@ Ref = object
 
 
 def ref(pointer: int) -> Ref:
-    """Make a pointer ready for `DataPath.post_send_refs`; nothing keeps alive what it points to."""
+    """Make a pointer ready for `DataPath.post_send`; nothing keeps alive what it points to."""
     return ctypes.byref(ctypes.c_char.from_address(pointer))
 
 
 class DataPath:
-    """The hot calls of one open device; pointers are plain ints, except for `post_send_refs`.
+    """The hot calls of one open device; pointers are plain ints, except for `post_send`.
 
     The calls keep the interpreter's lock: they are shorter than what giving it up would cost (243
     against 281 ns a call, measured with a provider that does nothing, CPython 3.11).
@@ -688,11 +688,10 @@ class DataPath:
 
     def __init__(self, context: int) -> None:
         ops = C.ibv_context.from_address(context).ops
-        self.post_send = cast("Post", _POST(ops.post_send))
-        # The same, for pointers that were made ready by ref(). Without argtypes ctypes hands such
-        # on as they are; converting three ints costs 100 of 250 ns a call (measured, CPython 3.11).
-        # Anything but refs would be cut to 32 bits here.
-        self.post_send_refs = cast("Callable[[Ref, Ref, Ref], int]", _POST_REFS(ops.post_send))
+        # For pointers that were made ready by ref(). Without argtypes ctypes hands such on as they
+        # are; converting three ints costs 100 of 250 ns a call (measured, CPython 3.11). Anything
+        # but refs would be cut to 32 bits here.
+        self.post_send = cast("Callable[[Ref, Ref, Ref], int]", _POST_REFS(ops.post_send))
         self.post_recv = cast("Post", _POST(ops.post_recv))
         self.post_srq_recv = cast("Post", _POST(ops.post_srq_recv))
         self.poll_cq = cast("Post", _POLL(ops.poll_cq))

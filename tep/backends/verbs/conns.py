@@ -153,7 +153,7 @@ class Conn:
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
         queues: those for rows; none: the peer takes messages only.
-        msg_qp: the one for messages.
+        msg_qp, msg_ref: the one for messages, and it ready for a call.
         ids: number and first packet sequence number of each: messages, then rows.
         lost, gone: nothing more can be posted; its queue pairs are destroyed.
         quiet_s, deadline_s: once it is lost: when its queue pairs receive no more, and when they
@@ -183,6 +183,7 @@ class Conn:
         with contextlib.ExitStack() as undo:
             undo.callback(self.destroy)
             self.msg_qp = self._make(queues.cq, queues.msg_srq, MESSAGES_OUT)
+            self.msg_ref = ref(self.msg_qp)
             self.queues = [
                 RowQueue(self, self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads))
                 for _ in range(settings.qps_per_peer if rows else 0)

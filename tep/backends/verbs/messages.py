@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs import ENUMS, RECV_WR, SEND_WR, SGE, Struct, fail
+from tep.backends.ffi.ibverbs import ENUMS, RECV_WR, SEND_WR, SGE, Struct, fail, ref
 from tep.backends.verbs.conns import Conn, Tag, create_ud, qp_number, tag
 from tep.backends.verbs.device import DATAGRAMS_IN, DATAGRAMS_OUT, MESSAGES_OUT, Device
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX, Address
@@ -101,9 +101,10 @@ class _Requests:
             wr["num_sge"] = 1
         self._send_wr["opcode"] = ENUMS["IBV_WR_SEND"]
         self._send_wr["send_flags"] = ENUMS["IBV_SEND_SIGNALED"]
-        self._recv_ptr, self._send_ptr = self._recv_wr.ctypes.data, self._send_wr.ctypes.data
+        self._recv_ptr, self._send_ref = self._recv_wr.ctypes.data, ref(self._send_wr.ctypes.data)
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
+        self._bad_ref = ref(self._bad_ptr)
 
 
 class Messages(_Requests):
@@ -163,7 +164,7 @@ class Messages(_Requests):
         wr = self._send_wr
         wr["wr_id"] = tag(Tag.MESSAGE_OUT, slot)
         wr["num_sge"] = 1 if out.nbytes else 0
-        rc = self._device.data.post_send(conn.msg_qp, self._send_ptr, self._bad_ptr)
+        rc = self._device.data.post_send(conn.msg_ref, self._send_ref, self._bad_ref)
         if rc == 0:
             out.conn = conn
         return rc == 0
@@ -289,7 +290,7 @@ class Datagrams(_Requests):
         wr["ah"] = route
         wr["remote_qpn"] = to.ud_qpn
         wr["remote_qkey"] = to.qkey
-        if self._device.data.post_send(self._qp, self._send_ptr, self._bad_ptr):
+        if self._device.data.post_send(ref(self._qp), self._send_ref, self._bad_ref):
             self._free.append(slot)
 
     def sent(self, slot: int) -> None:

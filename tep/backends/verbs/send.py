@@ -129,13 +129,11 @@ class Writer:
         self.short = False
         self.tails: dict[RowQueue, int] = {}
         self._post_send = device.data.post_send
-        self._post_refs = device.data.post_send_refs
         self._run = _RunRing(min(depths.rows, _RUN_MAX))
         self._reads = _ReadRing(max(1, depths.reads))
         self._one = _One()
         self._bad = ctypes.c_void_p()
-        self._bad_ptr = ctypes.addressof(self._bad)
-        self._bad_ref = ref(self._bad_ptr)
+        self._bad_ref = ref(ctypes.addressof(self._bad))
         self._first_fan = _Fan(_FAN_MAX, self.write_bytes_max, self._bad_ref)
         self._sets: dict[int, _Loose] = {}
         self._number = 0
@@ -228,7 +226,7 @@ class Writer:
                 ring.mend(n)
                 self.short = True
                 break
-            rc = self._post_refs(queue.ref, ring.ref, self._bad_ref)
+            rc = self._post_send(queue.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
                 queue.runs.pop()
@@ -263,7 +261,7 @@ class Writer:
         self._number = number = self._number + 1 & _SETS_MASK
         wr_id = tag(Tag.LOOSE, number)
         one, inline_max = self._one, 0 if batch.lkey in self._not_inline else self._inline_max
-        qp = (conn.queues[0] if self._one_qp else conn.pick()).qp
+        queue = conn.queues[0] if self._one_qp else conn.pick()
         n = stop - start
         try:
             self._sets[number] = _Loose(batch.ctx, start, n, (conn,) * n)
@@ -274,7 +272,7 @@ class Writer:
         for row in (row_of(batch, start),) if n == 1 else batch.rows(start, stop):
             flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
             one.write(row, wr_id + taken, flags)
-            rc = self._post_send(qp, one.ptr, self._bad_ptr)
+            rc = self._post_send(queue.ref, one.ref, self._bad_ref)
             if rc:
                 if rc not in _LATER:
                     self._refuse(rc, batch.ctx, start + taken)
@@ -296,7 +294,7 @@ class Writer:
         n = len(fan.conns)
         self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
         calls = iter(fan.calls)
-        codes = starmap(self._post_refs, calls)
+        codes = starmap(self._post_send, calls)
         failures = [(n - length_hint(calls) - 1, rc) for rc in filter(None, codes)]
         if failures:
             self._sort_out(number, batch, start, failures)
@@ -321,13 +319,13 @@ class Writer:
         """Ask for the completions that short posts left open, where there is room by now."""
         for queue, wr_id in list(self.tails.items()):
             gone = queue.conn.lost or not queue.runs
-            if gone or self.post_empty(queue.qp, wr_id):
+            if gone or self.post_empty(queue, wr_id):
                 del self.tails[queue]
 
-    def post_empty(self, qp: int, wr_id: int) -> bool:
+    def post_empty(self, queue: RowQueue, wr_id: int) -> bool:
         """Post a request without bytes that asks for a completion; False = there is no room."""
         self._one.write(_NOTHING, wr_id, _SIGNALED)
-        return self._post_send(qp, self._one.ptr, self._bad_ptr) == 0
+        return self._post_send(queue.ref, self._one.ref, self._bad_ref) == 0
 
     def possible_until(self, batch: Batch, start: int, stop: int) -> int:
         """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
@@ -440,6 +438,7 @@ class _Ring:
         self._wr = np.zeros(n, SEND_WR)
         self._sge = np.zeros(n, SGE)
         self.ptr = int(self._wr.ctypes.data)
+        self.ref = ref(self.ptr)
         self._sge_ptr = int(self._sge.ctypes.data)
         self._iota = np.arange(n, dtype=np.uint64)
         wr, sge = self._wr, self._sge
@@ -507,7 +506,6 @@ class _RunRing(_Ring):
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.ref = ref(self.ptr)
         self._wr_id[:] = self._iota + np.uint64(tag(Tag.RUN))
         self._links = [self.ptr + (k + 1) * _WR_BYTES for k in range(n - 1)] + [0]
         self._next[:] = self._links

@@ -145,7 +145,7 @@ def test_an_overrun_ends_what_is_open_and_hangs_nobody(stub):
     (conn,) = pair.a.peers.up
     for _ in range(pair.a.depths.cq // 16 + 1):
         for _ in range(16):
-            pair.a._writer.post_empty(conn.queues[0].qp, 2 << 60)
+            pair.a._writer.post_empty(conn.queues[0], 2 << 60)
     stub.set(Knob.SINK, 0)
     pair.write("a", "b", 5)
     pair.until(lambda: pair.ended("a", Kind.DOWN))
