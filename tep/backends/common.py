@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +39,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.base.checks import check_text
-from tep.base.errors import ClosedError, FabricError, UsageError
+from tep.base.errors import BadDescriptor, ClosedError, FabricError, UsageError
 from tep.host.folders import own_folder
 from tep.memory.source import Memory
 
@@ -46,13 +47,35 @@ if TYPE_CHECKING:
     from tep.memory.source import Memory
 
 __all__ = [
-    "STRONG", "HostRegion", "Offsets", "ReceivePool", "Unread", "all_or_none", "at", "bounds",
-    "check_memory", "check_timeout", "closed", "copy_rows", "identity", "keep_at_fork", "meaning",
-    "most", "new_fence", "offsets", "order_of", "orphan_at_fork", "part", "row_of", "says",
+    "STRONG",
+    "HostRegion",
+    "Offsets",
+    "ReceivePool",
+    "Unread",
+    "all_or_none",
+    "at",
+    "bounds",
+    "check_memory",
+    "check_timeout",
+    "closed",
+    "copy_rows",
+    "identity",
+    "keep_at_fork",
+    "meaning",
+    "most",
+    "new_fence",
+    "offsets",
+    "order_of",
+    "orphan_at_fork",
+    "part",
+    "read_message",
+    "row_of",
+    "says",
     "spread",
 ]  # fmt: skip
 
 DomainT = TypeVar("DomainT", bound=Domain)
+T = TypeVar("T")
 
 _NUMBERS: Final = itertools.count(1)
 _NAME_BYTES_MAX: Final = 200
@@ -176,6 +199,21 @@ def closed(nic: str) -> ClosedError:
         f"{nic}: this domain is closed, or belongs to the process that forked this one; open the "
         "engine anew"
     )
+
+
+def read_message(decoder: msgspec.msgpack.Decoder[T], data: bytes, meant: str) -> T:
+    """Read bytes of a peer strictly; `meant` is what they should be.
+
+    Raises:
+        BadDescriptor: they are something else.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadDescriptor(
+            f"{bytes(data[:16])!r}... ({len(data)} bytes) is not {meant} of this release of tep; "
+            f"is the peer's engine on another backend? ({error})"
+        ) from error
 
 
 class Unread:

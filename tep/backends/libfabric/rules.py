@@ -4,19 +4,9 @@ Every line was learnt by experiment on libfabric 1.17 to 2.5, except EFA's, whic
 provider's source and manual (1.22 to 2.6) and not yet run on hardware; scripts/verify_efa runs it.
 Nothing here opens, posts or polls.
 
-An address is provider, incarnation, and the provider's own name of the endpoint.
-The layout (integers little-endian); tests/unit/backends/test_libfabric_parts.py checks it. The
-magic tells releases apart whose frames differ:
-
-    offset  size  field     content
-    0       4     magic     b"OFI2"
-    4       8     epoch     of this incarnation
-    12      1     length p  of the provider's name
-    13      1     length n  of the NIC's name
-    14      1     length r  of the raw address
-    15      p     provider  UTF-8, e.g. "tcp"
-    15+p    n     nic       UTF-8, e.g. "127.0.0.1"
-    15+p+n  r     raw       what fi_getname gave
+An address is a MessagePack array: a tag with the layout's version, which tells releases apart whose
+frames differ, then the fields of `NicAddress` in order: provider, incarnation, and the provider's
+own name of the endpoint (what fi_getname gave).
 
 Rule: raw bytes reach fi_av_insert only through `parse`. On tcp one address of a wrong family would
 be taken in silence and make every later insert fail.
@@ -25,14 +15,16 @@ be taken in silence and make every later insert fail.
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from tep.backends.base import Status
+from tep.backends.common import read_message
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.objects import Endpoint, Option
 from tep.base.errors import BackendUnavailable, BadDescriptor
@@ -236,14 +228,15 @@ def check_device(endpoint: Endpoint, nic: str) -> None:
 
 # ------------------------------------------------------------------ addresses
 
-_HEAD: Final = struct.Struct("<4sQBBB")
-_MAGIC: Final = b"OFI2"
 _BYTES_MAX: Final = 256  # of the field that carries an address in NetAddr
+_AROUND_BYTES: Final = 24
+"""The most bytes that an address takes beside its texts and the endpoint's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class NicAddress:
-    """One NIC in one incarnation.
+class NicAddress(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="OFI3"
+):
+    """The address of one NIC in one incarnation.
 
     Attributes:
         provider: as the user names it; peers must agree.
@@ -253,20 +246,24 @@ class NicAddress:
     """
 
     provider: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
     nic: str
     raw: bytes
 
     def to_bytes(self) -> bytes:
-        """Write the address down; `parse` is the inverse."""
-        provider, nic = self.provider.encode(), self.nic.encode()
-        # The NIC's name is for people only, and gives way where the rest is long.
-        nic = nic[: _BYTES_MAX - _HEAD.size - len(provider) - len(self.raw)]
-        head = _HEAD.pack(_MAGIC, self.epoch, len(provider), len(nic), len(self.raw))
-        return head + provider + nic + self.raw
+        """Write the address down; `parse` is the inverse.
+
+        The NIC's name is for people only, and gives way where the rest is long.
+        """
+        room = _BYTES_MAX - _AROUND_BYTES - len(self.provider.encode()) - len(self.raw)
+        name = self.nic.encode()[:room].decode(errors="ignore")
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, nic=name))
 
     def __str__(self) -> str:
         return f"{self.provider} {self.nic} ({_spell(self.raw)}, epoch {self.epoch})"
+
+
+_ADDRESS: Final = msgspec.msgpack.Decoder(NicAddress)
 
 
 def parse(data: bytes, provider: str) -> NicAddress:
@@ -275,38 +272,27 @@ def parse(data: bytes, provider: str) -> NicAddress:
     Raises:
         BadDescriptor: not such an address, or one that the provider would choke on.
     """
-    if len(data) < _HEAD.size or data[:4] != _MAGIC:
+    found = read_message(_ADDRESS, data, "the address of a libfabric NIC")
+    if found.provider != provider:
         raise BadDescriptor(
-            f"{data[:16]!r}... ({len(data)} bytes) is not a libfabric NIC's address; is the peer's "
-            "engine on another backend, or of another release of tep?"
+            f"the peer's NIC {found.nic!r} is driven by provider {found.provider!r}, this one by "
+            f"{provider!r}; open both ends with the same provider"
         )
-    _, epoch, p, n, r = _HEAD.unpack_from(data)
-    if len(data) != _HEAD.size + p + n + r:
-        raise BadDescriptor(
-            f"libfabric address: {len(data)} bytes, its head says {_HEAD.size + p + n + r}; "
-            "truncated or padded"
-        )
-    body = data[_HEAD.size :]
-    try:
-        theirs, nic = body[:p].decode(), body[p : p + n].decode(errors="replace")
-    except UnicodeDecodeError as error:
-        raise BadDescriptor(f"libfabric address: its provider is not UTF-8: {error}") from error
-    if theirs != provider:
-        raise BadDescriptor(
-            f"the peer's NIC {nic!r} is driven by provider {theirs!r}, this one by {provider!r}; "
-            "open both ends with the same provider"
-        )
-    raw = body[p + n :]
-    complaint = _CHECKS[provider](raw)
+    complaint = _CHECKS[provider](found.raw)
     if complaint:
-        raise BadDescriptor(f"libfabric address of {nic!r}: {complaint}: {raw.hex() or 'empty'}")
+        text = f"{complaint}: {found.raw.hex() or 'empty'}"
+        raise BadDescriptor(f"libfabric address of {found.nic!r}: {text}")
     # One copy of a NIC's name: peers that come and go a thousand times are all kept.
-    return NicAddress(provider, epoch, sys.intern(nic), raw)
+    return msgspec.structs.replace(found, nic=sys.intern(found.nic))
 
 
 def engine_of(data: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
-    return data[4:12] if len(data) >= _HEAD.size else data
+    try:
+        found = read_message(_ADDRESS, data, "the address of a libfabric NIC")
+    except BadDescriptor:
+        return data
+    return found.epoch.to_bytes(8, "little")
 
 
 def is_loopback(raw: bytes) -> bool:

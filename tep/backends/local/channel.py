@@ -1,19 +1,7 @@
 """The addresses of local NICs, the socket between two of them, and the epoll set of each.
 
-The address of a NIC says which socket it listens on, in which incarnation, on which host:
-
-    offset  size  field   content (integers little-endian)
-    0       4     magic   b"TLOC"
-    4       1     version 1
-    5       1     -       0
-    6       2     nic     index in its engine
-    8       4     pid     of its process, in that process's own namespace; for people
-    12      4     -       0
-    16      8     start   when that process started, clock ticks since boot
-    24      8     epoch   of its engine's incarnation
-    32      8     host    digest of this boot of this machine
-    40      16    token   random; whoever connects has to show it
-    56      4     crc32   of bytes 0..55
+The address of a NIC says which socket it listens on, in which incarnation, on which host. It is a
+MessagePack array: a tag with the layout's version, then the fields of `Address` in order.
 
 The socket's name is made of these fields and is new with every incarnation, so that an old address
 leads nowhere. The token keeps strangers out: such names have no owner and no permissions.
@@ -37,15 +25,15 @@ import select
 import socket
 import struct
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, Self
+from typing import Annotated, Final
 
 import msgspec
 
 from tep.backends.base import LATER, SHORT
+from tep.backends.common import read_message
 from tep.backends.ffi.libc import Timer
 from tep.base.errors import BackendUnavailable, BadDescriptor
 
@@ -261,49 +249,37 @@ def close_all(fds: list[int] | tuple[int, ...]) -> None:
             os.close(fd)
 
 
-_LAYOUT: Final = struct.Struct("<4sBxHI4xQQ8s16s")
-_MAGIC: Final = b"TLOC"
-_VERSION: Final = 1
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="LOC2"):
+    """The address of a NIC.
 
+    Attributes:
+        nic: index in its engine.
+        pid: of its process, in that process's own namespace; for people.
+        start: when that process started, clock ticks since boot.
+        epoch: of its engine's incarnation.
+        host: digest of this boot of this machine.
+        token: random; whoever connects has to show it.
+    """
 
-class Address(NamedTuple):
-    """The fields of an address; see the table above."""
-
-    nic: int
-    pid: int
-    start: int
-    epoch: int
-    host: bytes
-    token: bytes
+    nic: Unsigned
+    pid: Unsigned
+    start: Unsigned
+    epoch: Unsigned
+    host: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     def to_bytes(self) -> bytes:
-        """Write it down, 60 bytes."""
-        body = _LAYOUT.pack(
-            _MAGIC, _VERSION, self.nic, self.pid, self.start, self.epoch, self.host, self.token
-        )
-        return body + zlib.crc32(body).to_bytes(4, "little")
+        """Write it down."""
+        return _encode(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes) -> Address:
         """Read it back.
 
         Raises:
-            BadDescriptor: no such address, of another version, altered, or of another host.
+            BadDescriptor: no such address, or of another host.
         """
-        if len(data) != _LAYOUT.size + 4 or data[:4] != _MAGIC:
-            raise BadDescriptor(
-                f"{data[:16]!r}... ({len(data)} bytes) is not a local address; is the peer's "
-                "engine on another backend?"
-            )
-        if data[4] != _VERSION:
-            raise BadDescriptor(
-                f"local address of version {data[4]}, this tep reads {_VERSION}; run the same "
-                "release in both processes"
-            )
-        body, crc = data[:-4], int.from_bytes(data[-4:], "little")
-        if zlib.crc32(body) != crc:
-            raise BadDescriptor("local address: its checksum does not fit; altered on the way")
-        found = cls(*_LAYOUT.unpack(body)[2:])
+        found = read_message(_ADDRESS, data, "a local address")
         if found.host != host_digest():
             raise BadDescriptor(
                 f"local address of process {found.pid} on another host, or of an earlier boot of "
@@ -323,9 +299,16 @@ class Address(NamedTuple):
         return str(self)
 
 
+_ADDRESS: Final = msgspec.msgpack.Decoder(Address)
+
+
 def engine_of(data: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: process, epoch and host."""
-    return data[8:40] if len(data) == _LAYOUT.size + 4 else data
+    try:
+        found = read_message(_ADDRESS, data, "a local address")
+    except BadDescriptor:
+        return data
+    return _encode((found.pid, found.start, found.epoch, found.host))
 
 
 @functools.cache

@@ -27,11 +27,12 @@ import hashlib
 import ipaddress
 from collections.abc import Iterator
 from enum import Enum, IntEnum, auto
-from typing import Annotated, Final, Protocol, TypeVar
+from typing import Annotated, Final, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from tep.backends.common import read_message
 from tep.backends.ffi.ibverbs import ENUMS
 from tep.base.errors import BadDescriptor
 
@@ -48,7 +49,6 @@ _QPS_MAX: Final = 17
 U64 = Annotated[int, Meta(ge=0)]  # no larger one can be written down
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 U24 = Annotated[int, Meta(ge=0, lt=1 << 24)]
-T = TypeVar("T")
 
 
 class Address(
@@ -87,7 +87,7 @@ class Address(
         Raises:
             BadDescriptor: these bytes cannot be such an address.
         """
-        return _read(_ADDRESS, data, "the address of a verbs NIC of this release of tep")
+        return read_message(_ADDRESS, data, "the address of a verbs NIC")
 
     @property
     def is_ib(self) -> bool:
@@ -226,7 +226,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         Raises:
             BadDescriptor: these bytes cannot be such a datagram.
         """
-        found = _read(_HELLO, data, "a handshake of this release of tep")
+        found = read_message(_HELLO, data, "a handshake")
         if bool(found.qps) != (found.kind in {Kind.REQ, Kind.REP}):
             raise BadDescriptor(f"handshake {found.kind.name}: queue pairs {found.qps}")
         return found
@@ -234,14 +234,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 _ADDRESS: Final = msgspec.msgpack.Decoder(Address)
 _HELLO: Final = msgspec.msgpack.Decoder(Hello)
-
-
-def _read(decoder: msgspec.msgpack.Decoder[T], data: bytes, meant: str) -> T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        text = f"{bytes(data[:16])!r}... ({len(data)} bytes) is not {meant}: {error}"
-        raise BadDescriptor(text) from error
 
 
 class Phase(Enum):

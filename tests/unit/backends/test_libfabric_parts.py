@@ -8,6 +8,7 @@ import errno
 import socket
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,14 +35,11 @@ LOOPBACK = (
 # ---------------------------------------------------------------- addresses
 
 
-def test_an_address_is_the_bytes_of_its_table():
+def test_an_address_is_an_array_with_a_tag():
     """Peers of other releases read these bytes."""
     data = NicAddress("tcp", 7, "127.0.0.1", LOOPBACK).to_bytes()
 
-    assert b"OFI2" == data[:4]
-    assert 7 == int.from_bytes(data[4:12], "little")
-    assert (3, 9, 16) == tuple(data[12:15])
-    assert b"tcp127.0.0.1" + LOOPBACK == data[15:]
+    assert ["OFI3", "tcp", 7, "127.0.0.1", LOOPBACK] == msgspec.msgpack.decode(data)
     assert NicAddress("tcp", 7, "127.0.0.1", LOOPBACK) == parse(data, "tcp")
 
 
@@ -49,7 +47,7 @@ def test_a_long_name_gives_way():
     """An address travels in a field of 256 bytes, whatever a device is called."""
     data = NicAddress("tcp", 7, "n" * 300, LOOPBACK).to_bytes()
 
-    assert 256 == len(data)
+    assert 240 < len(data) <= 256
     assert LOOPBACK == parse(data, "tcp").raw
 
 
