@@ -153,6 +153,7 @@ class Conn:
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
         queues: those for rows; none: the peer takes messages only.
+        by_number: all that were made for rows, by number.
         msg_qp, msg_ref: the one for messages, and it ready for a call.
         ids: number and first packet sequence number of each: messages, then rows.
         lost, gone: nothing more can be posted; its queue pairs are destroyed.
@@ -200,6 +201,7 @@ class Conn:
         self.ids: tuple[QpId, ...] = tuple(
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )
+        self.by_number = {qp_number(queue.qp): queue for queue in self.queues}
 
     def _make(self, cq: int, srq: int, depth: int) -> int:
         qp = self._device.make_rc(cq, srq, depth + SPARE_WRS)
@@ -216,13 +218,6 @@ class Conn:
         """The queue pair for the next rows."""
         self._turn += 1
         return self.queues[self._turn % len(self.queues)]
-
-    def queue_of(self, number: int) -> RowQueue:
-        """The queue pair for rows of this number."""
-        first = self.queues[0]
-        if len(self.queues) == 1:
-            return first
-        return next(queue for queue in self.queues if qp_number(queue.qp) == number)
 
     def to_rtr(self, hello: Hello) -> None:
         """Let all receive from the peer's queue pairs."""

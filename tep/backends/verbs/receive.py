@@ -216,7 +216,7 @@ class Poller:
         if wr_id >> KIND_SHIFT == Tag.LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
-            self._writer.complete_run(conn.queue_of(qpn), wr_id, found)
+            self._writer.complete_run(conn.by_number[qpn], wr_id, found)
         if status:
             self._peers.fail(conn, found)
 
