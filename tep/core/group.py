@@ -616,13 +616,6 @@ class DomainGroup(Posting):
         pending = self.batches.get(ctx)
         return 0 if pending is None else pending.at - pending.back
 
-    def lost(self, domain: int) -> None:
-        """A NIC is gone: end its rows, which will not complete."""
-        for ctx, pending in tuple(self.batches.items()):
-            out = pending.at - pending.back
-            if pending.domain == domain and out and not pending.is_read:
-                self.finish_rows(domain, ctx, out, Status.NIC_DOWN, pending.back)
-
     def _reroute(self, wanted: Callable[[Pending], bool]) -> None:
         queued = [p for queue in self._queues for p in queue]
         for pending in filter(wanted, queued):

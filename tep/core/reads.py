@@ -275,16 +275,6 @@ class Reads:
             transfer.failure = error
         return False
 
-    def lost(self, domain: int) -> None:
-        """A NIC cannot be polled any more: end its rows.
-
-        None is posted again, because nobody knows which of a batch were back.
-        """
-        for ctx, pending in tuple(self._group.batches.items()):
-            out = pending.at - pending.back
-            if pending.is_read and pending.domain == domain and out:
-                self.finish(domain, ctx, out, Status.NIC_DOWN, pending.back)
-
     # ------------------------------------------------------------------ other paths
 
     def _move_all(self, queue: deque[_Reading]) -> None:

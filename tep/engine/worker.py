@@ -288,9 +288,13 @@ class Worker:
         self._end_rest(index)
 
     def _end_rest(self, index: int) -> None:
-        """End what a NIC will not return."""
-        self.reads.lost(index)
-        self.group.lost(index)
+        """End what a NIC will not return; no read is posted again: nobody knows which were back."""
+        group = self.group
+        for ctx, pending in tuple(group.batches.items()):
+            out = pending.at - pending.back
+            if pending.domain == index and out:
+                finish = self.reads.finish if pending.is_read else group.finish_rows
+                finish(index, ctx, out, Status.NIC_DOWN, pending.back)
         self.outbox.lost(index)
         self.channel.lost(index)
 
