@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeVar, cast
 
@@ -88,6 +89,7 @@ def sooner(one_s: float | None, other_s: float | None) -> float | None:
     return one_s if other_s is None or one_s < other_s else other_s
 
 
+@dataclass(slots=True, eq=False)
 class _Delivery:
     """One control message on its way: to a link, or back to the sender of a question.
 
@@ -98,19 +100,15 @@ class _Delivery:
         question, round: the question that it asks, and the round in which it asks.
     """
 
-    __slots__ = ("link", "message", "question", "remote", "round", "way")
-
-    def __init__(
-        self, message: ControlMessage, way: tuple[int, bytes], link: Link | None, remote: int = 0
-    ) -> None:
-        self.message = message
-        self.way = way
-        self.link = link
-        self.remote = remote
-        self.question: _Question | None = None
-        self.round = 0
+    message: ControlMessage
+    way: tuple[int, bytes]
+    link: Link | None
+    remote: int = 0
+    question: _Question | None = None
+    round: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
     """A control message that is repeated until it is answered.
 
@@ -130,26 +128,16 @@ class _Question:
         deaf: whether all that failed so far found nobody at the other end.
     """
 
-    __slots__ = (
-        "deaf", "due_s", "link", "lost", "message", "others", "out", "round", "told", "why",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        message: ControlMessage,
-        link: Link,
-        told: Callable[[Answer], object],
-        lost: Callable[[str], object],
-    ) -> None:
-        self.message = message
-        self.link = link
-        self.told = told
-        self.lost = lost
-        self.why = ""
-        self.due_s: float | None = None
-        self.round = self.out = 0
-        self.others: list[tuple[int, int]] = []
-        self.deaf = True
+    message: ControlMessage
+    link: Link
+    told: Callable[[Answer], object]
+    lost: Callable[[str], object]
+    why: str = ""
+    due_s: float | None = None
+    round: int = 0
+    out: int = 0
+    others: list[tuple[int, int]] = field(default_factory=list)
+    deaf: bool = True
 
 
 class Channel:
@@ -461,6 +449,7 @@ class Channel:
             self._lose(question, "the engine was closed")
 
 
+@dataclass(slots=True, eq=False)
 class _Peer:
     """The notices of one peer.
 
@@ -473,14 +462,12 @@ class _Peer:
         tries: how many there were without an answer.
     """
 
-    __slots__ = ("due_s", "out", "tries", "unsent", "wait_s", "waiting")
-
-    def __init__(self, wait_s: float) -> None:
-        self.waiting: dict[int, str] = {}
-        self.unsent: list[Callable[[int], Failed]] = []
-        self.out = self.tries = 0
-        self.due_s: float | None = None
-        self.wait_s = wait_s
+    wait_s: float
+    waiting: dict[int, str] = field(default_factory=dict)
+    unsent: list[Callable[[int], Failed]] = field(default_factory=list)
+    out: int = 0
+    tries: int = 0
+    due_s: float | None = None
 
 
 class Notices:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, cast
 from weakref import ref
 
@@ -318,6 +319,7 @@ class LostRow(NamedTuple):
         return self.pending.imm(self.row)
 
 
+@dataclass(slots=True, eq=False)
 class Loss:
     """Rows that one path lost, until it is known which of them landed.
 
@@ -330,15 +332,12 @@ class Loss:
         left: answers that are missing.
     """
 
-    __slots__ = ("asked", "counts", "left", "path", "pruned", "rows")
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[LostRow] = []
-        self.asked = False
-        self.counts: dict[int, int] = {}
-        self.pruned: int | None = None
-        self.left = 0
+    path: Path
+    rows: list[LostRow] = field(default_factory=list)
+    asked: bool = False
+    counts: dict[int, int] = field(default_factory=dict)
+    pruned: int | None = None
+    left: int = 0
 
 
 class DomainGroup(Posting):

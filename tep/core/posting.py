@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import numpy as np
@@ -74,6 +75,7 @@ NO_ROWS: Final[set[int]] = set()
 """The lost rows of every batch that has lost none; it is never changed."""
 
 
+@dataclass(slots=True, eq=False)
 class Retransmission:
     """Rows that are written again, and the immediates that follow once all of them have arrived.
 
@@ -84,12 +86,9 @@ class Retransmission:
         after: (batch, row, error) of the rows whose immediates follow.
     """
 
-    __slots__ = ("after", "left", "missed")
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.missed = False
-        self.after: list[tuple[Pending, int, FabricError]] = []
+    left: int = 0
+    missed: bool = False
+    after: list[tuple[Pending, int, FabricError]] = field(default_factory=list)
 
 
 class Pending:
@@ -166,6 +165,7 @@ class Pending:
         return remote, self.nics if isinstance(self.nics, int) else self.nics[row]
 
 
+@dataclass(slots=True, eq=False)
 class _Race:
     """The shares of one paged write, which began together.
 
@@ -175,12 +175,9 @@ class _Race:
         ends: those that are, and the time that each took, seconds; the first to end first.
     """
 
-    __slots__ = ("ends", "left", "start_s")
-
-    def __init__(self, start_s: float, nshares: int) -> None:
-        self.start_s = start_s
-        self.left = nshares
-        self.ends: list[tuple[Pending, float]] = []
+    start_s: float
+    left: int
+    ends: list[tuple[Pending, float]] = field(default_factory=list)
 
 
 class Posting:

@@ -19,6 +19,7 @@ import mmap
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -76,16 +77,14 @@ class _In(NamedTuple):
     nbytes: int
 
 
+@dataclass(slots=True, eq=False)
 class _Out:
     """One message on its way; `large` is its own region if it has one."""
 
-    __slots__ = ("conn", "ctx", "large", "nbytes")
-
-    def __init__(self, ctx: int, nbytes: int) -> None:
-        self.ctx = ctx
-        self.nbytes = nbytes
-        self.conn: Conn | None = None
-        self.large: _Region | None = None
+    ctx: int
+    nbytes: int
+    conn: Conn | None = None
+    large: _Region | None = None
 
 
 class _Requests:
