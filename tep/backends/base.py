@@ -193,6 +193,7 @@ class ReadRow(NamedTuple):
     nbytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Rows as columns, in whichever direction their bytes go: WriteBatch or ReadBatch.
 
@@ -200,29 +201,15 @@ class Batch:
     one int that holds for every row. `WriteBatch` says what each of them is.
     """
 
-    __slots__ = ("ctx", "dst", "imm", "lkey", "n", "nbytes", "peer", "rkey", "src")
-
-    def __init__(
-        self,
-        n: int,
-        peer: Column,
-        src: Column,
-        lkey: int,
-        dst: Column,
-        rkey: Column,
-        nbytes: Column,
-        imm: Column | None,
-        ctx: int,
-    ) -> None:
-        self.n = n
-        self.peer = peer
-        self.src = src
-        self.lkey = lkey
-        self.dst = dst
-        self.rkey = rkey
-        self.nbytes = nbytes
-        self.imm = imm
-        self.ctx = ctx
+    n: int
+    peer: Column
+    src: Column
+    lkey: int
+    dst: Column
+    rkey: Column
+    nbytes: Column
+    imm: Column | None
+    ctx: int
 
 
 class WriteBatch(Batch):
