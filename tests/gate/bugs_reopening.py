@@ -9,7 +9,7 @@ from __future__ import annotations
 from tep.control.failover import Failover, Fencing, Pruning
 from tep.control.membership import Membership
 from tep.core.group import DomainGroup
-from tep.core.path import Arrivals, FarEnds, PathSums, expand
+from tep.core.path import Arrivals, FarEnds, Path, PathEvent, PathSums, expand
 from tep.sim.chaos_target import ChaosTarget
 from tests.gate.registry import FAILOVER, Bug, Change, bug, mistake
 from tests.support.orders import Nic
@@ -105,7 +105,8 @@ def never_asked_without_a_fence() -> list[Change]:
 @reopening
 def open_in_name_only() -> list[Change]:
     """The path is told to be open, and stays shut."""
-    return [(DomainGroup, "reopen", lambda *_: None)]
+    to = Path.to
+    return [(Path, "to", lambda path, event: event is PathEvent.OPENED or to(path, event))]
 
 
 @reopening

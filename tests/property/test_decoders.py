@@ -54,6 +54,7 @@ READERS = {
     "tep/apps/rl/job.py": "a file of the user's own, as JSON",
     "tep/host/hostfiles.py": "a captured machine, a file of the user's own, as JSON",
     "tep/sim/fit.py": "measurements, a file of the user's own, as JSON",
+    "tep/integrations/weights/sglang_engine.py": "an order that the server's user gave, as JSON",
     "tep/apps/kvcache/cluster.py": "an argument of a process that this one starts, as JSON",
 }
 

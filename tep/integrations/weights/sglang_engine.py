@@ -91,7 +91,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     try:
         ((words, _),) = named_tensors
         what = msgspec.json.decode(words, type=Join | Load, strict=True)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"load_format={LOADER!r} wants tensors of order(): {error}") from error
     rank = _ranks.get(model)
     if isinstance(what, Join):
