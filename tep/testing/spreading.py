@@ -20,7 +20,7 @@ from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics, Violation
 from tep.testing.hunting import Protocol, load_protocol, run
 
-__all__ = ["Finding", "Judge", "ProtocolJudge", "confirm", "search"]
+__all__ = ["Finding", "Judge", "ProtocolJudge", "confirm", "judge_all", "search"]
 
 TURN_MAX: Final = 256
 """Seeds that a rank of torchrun or srun judges before it tells the others."""
@@ -99,7 +99,7 @@ class ProtocolJudge:
         return None
 
 
-def _judge(judge: Judge, seeds: range, most: int) -> list[Finding]:
+def judge_all(judge: Judge, seeds: range, most: int) -> list[Finding]:
     """Judge seeds one after another: all, or until `most` have findings."""
     findings: list[Finding] = []
     for seed in seeds:
@@ -144,7 +144,7 @@ def search(
     findings: list[Finding] = []
     for turn in range(seeds.start, seeds.stop, count * size):
         first = turn + rank * count
-        found = _judge(judge, range(first, min(first + count, seeds.stop)), most)
+        found = judge_all(judge, range(first, min(first + count, seeds.stop)), most)
         if group is None:
             findings += found
         else:

@@ -27,12 +27,12 @@ from tep.base.distribution import need
 from tep.rendezvous import Place
 from tep.sim import RowLog
 from tep.testing import Finding, Judge, ProtocolJudge, confirm
-from tep.testing import search as search_here
+from tep.testing.spreading import judge_all
 
 __all__ = ["calls", "connect", "run_ranks", "search"]
 
-_SHARE_MAX: Final = 256
-"""Most seeds of a share: about a second, for progress and for losses of workers."""
+_SHARE_MAX: Final = 16
+"""Most seeds of a share: it answers in time even if a seed takes half a minute."""
 
 _RETRIES: Final = 4
 """So many times Ray does a share again whose worker was lost."""
@@ -88,10 +88,6 @@ def _code() -> str:
 def _work(work: Callable[..., Any], *arguments: object) -> tuple[Any, str, str]:
     """Do a task, on a worker; return its result, the digest of the worker's code and its place."""
     return work(*arguments), _code(), tep.__file__
-
-
-def _judge(judge: Judge, seeds: range, most: int) -> list[Finding]:
-    return list(search_here(judge, seeds, most=most)[0])
 
 
 def calls(address: str = "auto") -> Callable[..., None]:
@@ -163,7 +159,7 @@ def search(
             while True:
                 while len(running) < _cpus(ray) and (share := next(shares, None)):
                     if share.start < end:
-                        running[task.remote(_judge, sent, share, most)] = share
+                        running[task.remote(judge_all, sent, share, most)] = share
                 if not running:
                     return confirm(judge, findings, seeds)
                 done, _ = ray.wait(list(running), timeout=_LOOK_S)

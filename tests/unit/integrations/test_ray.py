@@ -53,6 +53,26 @@ def test_a_cluster_finds_what_one_loop_finds(ray, n, most) -> None:
     assert "here:1" == ray.asked["address"]
 
 
+def test_a_seed_without_a_finding_is_judged_once(ray) -> None:
+    """Twice the work; and a share that takes long would pass for a worker that does not answer."""
+    judged, shares = [], []
+
+    class Counted(Odd):
+        def __call__(self, seed, row_log=None):
+            judged.append(seed)
+            return super().__call__(seed)
+
+        def __reduce__(self):
+            return lambda: self, ()
+
+    ray.put = lambda one: one
+    on_ray.search(Counted(), range(3000), most=999, judged=shares.append)
+
+    found = range(3, 3000, 7)
+    assert sorted([*range(3000), *found]) == sorted(judged)
+    assert 16 == max(shares)
+
+
 def test_workers_that_are_lost_again_and_again_end_a_search(ray) -> None:
     """A seed that kills its workers is among those that are named: they can be run alone."""
     ray.script.extend([None, ray.exceptions.WorkerCrashedError("killed")])
