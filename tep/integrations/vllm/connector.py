@@ -89,7 +89,10 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         if unknown:
             raise UsageError(f"TepConnector: unknown options {sorted(unknown)}; there are {terms}")
         given = {name: value for name, value in self._extra.items() if name in terms}
-        self._terms = msgspec.convert(given, Terms, strict=False)
+        try:
+            self._terms = msgspec.convert(given, Terms, strict=False)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"TepConnector: {error}") from error
         self._name = str(self._extra.get("name") or config.engine_id)
         groups = kv_cache_config.kv_cache_groups
         for group in groups:

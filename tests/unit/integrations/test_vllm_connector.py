@@ -286,6 +286,27 @@ def connector(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lease_s": -1}, "times are positive"),
+        ({"lease_s": "abc"}, "Expected `float`"),
+        ({"lease": 1}, r"unknown options \['lease'\]"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(connector, monkeypatch, options, said):
+    """Who starts vLLM must read which of its options is wrong, in tep's words."""
+    kind = type(connector)
+    monkeypatch.setattr(kind.__base__, "__init__", lambda *_: None)
+    config = SimpleNamespace(
+        parallel_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options, engine_id="e"),
+    )
+
+    with pytest.raises(UsageError, match=f"^TepConnector: .*{said}"):
+        kind(config, None)
+
+
 def test_a_layer_on_the_cpu_is_sent_when_it_is_saved(connector):
     """Nothing else would send it: its blocks would be kept until their lease ends."""
     connector.save_kv_layer("second", SimpleNamespace(device=SimpleNamespace(type="cpu")), None)
