@@ -13,12 +13,11 @@ import pickle
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 
-from tep import UsageError
+from tep import TepError, UsageError
 from tep.integrations.weights.member import Fabric, Meeting, Member
 from tep.integrations.weights.shards import Shards
 
@@ -58,7 +57,11 @@ class _Rank:
         self._model, self._timeout_s = model, join.timeout_s
         self._shards = Shards(model, whole=not join.shards)
         self.member = Member(f"sglang-{uuid.uuid4().hex[:12]}", fabric)
-        self.member.receive_from(join.meeting, self._shards.wants)
+        try:
+            self.member.receive_from(join.meeting, self._shards.wants)
+        except TepError:
+            self.member.close()
+            raise
 
     def load(self, version: int) -> None:
         self.member.whole(version, self._timeout_s)
@@ -68,7 +71,7 @@ class _Rank:
             self._shards.prove()
 
 
-_ranks: WeakKeyDictionary[Any, _Rank] = WeakKeyDictionary()
+_ranks: dict[Any, _Rank] = {}
 
 
 def order(what: Join | Load) -> str:

@@ -70,14 +70,16 @@ class Shards:
             yield name, empty
 
     def prove(self) -> None:
-        """See that the model read nothing but what had arrived; once.
+        """See that the model read nothing but what had arrived, once; and wait until it has read.
 
         Raises:
             UsageError: it did, and has values that are no weights.
         """
-        if not self._proven:
-            import torch
+        import torch
 
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the memory is written again after this
+        if not self._proven:
             odd = [
                 name
                 for name, one in self._model.named_parameters()

@@ -160,8 +160,6 @@ class TepWeightTransferEngine(
             self.model.load_weights(self._shards.wholes(weights, self.device))
             finalize_layerwise_reload(self.model, self.model_config)
             self._shards.prove()
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the memory is written again after this
         except BaseException as error:
             # Some layers have the new version: no token may come from this model now.
             text = f"loading version {version} failed ({error}); update the weights again"

@@ -479,6 +479,7 @@ def test_sglang_ranks_ask_only_for_what_their_shards_need(room):
         assert all(not model.found for model in models), "a model was touched before its order"
         for model in models:
             sglang_obeys(sglang, model, sglang.Load(1))
+        assert ["synchronize"] * ranks == RELOADS  # the memory is written again after each
         with pytest.raises(tep.UsageError, match="wants tensors of order"):
             sglang.load(models[0], [("layers.0.weight", None)])
     finally:
@@ -494,6 +495,19 @@ def test_sglang_ranks_ask_only_for_what_their_shards_need(room):
     needed = sum(one.nbytes for model in models for _, one in model.named_parameters())
     needed -= (128 - 100) * 16 * 4  # rows of the embedding that are no word's
     assert needed <= sum(train.written_bytes for train in report.trains) <= 1.01 * needed
+
+
+def test_sglang_that_cannot_join_keeps_no_engine(room, monkeypatch):
+    """Its NICs and threads would stay for as long as the server lives."""
+    sglang, closed, close = room("sglang_engine"), [], member.Member.close
+    monkeypatch.setattr(member.Member, "close", lambda self: closed.append(close(self)))
+    with pytest.raises(tep.TepError):
+        sglang_obeys(
+            sglang, Model(), sglang.Join(member.Meeting("127.0.0.1", 1, "t"), timeout_s=0.1)
+        )
+
+    assert 1 == len(closed)
+    assert {} == sglang._ranks
 
 
 def test_sglang_that_reads_more_than_its_shard_ends(room):
