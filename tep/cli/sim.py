@@ -224,13 +224,12 @@ def whatif(
     except ValueError:
         raise UsageError(f"--optical {optical!r}: UP:DOWN, microseconds") from None
 
-    def found(machine: Profile, seed: int = 0) -> list[Effect]:
+    def found(
+        machine: Profile, instead: Profile, other: Profile | None, seed: int = 0
+    ) -> list[Effect]:
         del seed  # the systems draw from their own
         changed = change(
-            Machine(
-                profile=load_profile(to) if to else machine,
-                other=load_profile(beside) if beside else None,
-            ),
+            Machine(profile=instead, other=other),
             numbers=numbers or (),
             slow_nic=slow_nic,
             leaf_gpus=leaf_gpus,
@@ -245,12 +244,14 @@ def whatif(
     def factors(effects: list[Effect]) -> dict[str, float]:
         return {f"{one.system}: {one.figure}": one.factor for one in effects}
 
-    base = load_profile(profile)
+    point: dict[str, Any] = {
+        "machine": load_profile(profile),
+        "instead": load_profile(to or profile),
+        "other": load_profile(beside) if beside else None,
+    }
     with progress("the machine before and after", None, quiet=json):
-        first = found(base)
-        ends = interval(
-            lambda **point: factors(found(**point)), factors(first), guessed, machine=base
-        )
+        first = found(**point)
+        ends = interval(lambda **ends: factors(found(**ends)), factors(first), guessed, **point)
     rows = [
         {
             "figure": figure,
@@ -269,6 +270,7 @@ def whatif(
 
 @app.command("sweep")
 def sweep_(
+    context: typer.Context,
     function: Annotated[
         str, typer.Argument(help="FILE.py:NAME or MODULE:NAME; it takes the names and `seed`.")
     ],
@@ -290,6 +292,7 @@ def sweep_(
 
     calls = None
     if ray:
+        refuse_unused(context, "--ray", ("processes",))
         from tep.integrations.ray.cluster import calls as calls_on_ray
 
         calls = calls_on_ray(ray)

@@ -143,6 +143,15 @@ def test_two_halves_that_cannot_speak_to_each_other_are_refused() -> None:
         effects(CX7, replace(CX7, other=load_profile("efa_2x200")), ["failover"])
 
 
+def test_the_machine_after_is_as_uncertain_as_the_one_before() -> None:
+    """The same machine in its own place is as fast, whatever its numbers are."""
+    words = "sim whatif --profile efa_2x200 --to efa_2x200 --beside efa_2x200 --system failover"
+    found = CliRunner().invoke(app, [*words.split(), "--json"])
+
+    assert 0 == found.exit_code, found.output
+    assert {"1.000 to 1.000"} == {row["interval"] for row in json.loads(found.stdout)}
+
+
 def test_the_command_prints_before_and_after() -> None:
     """The output must serve people and programs."""
     times = []
@@ -159,3 +168,12 @@ def test_the_command_prints_before_and_after() -> None:
     assert isinstance(
         CliRunner().invoke(app, ["sim", "whatif", "--optical", "9"]).exception, UsageError
     )
+
+
+def test_a_sweep_on_ray_takes_no_number_of_processes() -> None:
+    """An option that is ignored in silence is one that the user believes in."""
+    words = "sim sweep math:hypot x=1 --processes 2 --ray auto"
+    found = CliRunner().invoke(app, words.split())
+
+    assert 2 == found.exit_code
+    assert "has no effect with --ray" in found.output
