@@ -142,11 +142,11 @@ def kvcache(
         load = Load(arrivals=arrivals, rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
         with progress("simulating requests", None, quiet=json):
             report = simulate(plant, load)
+            if not report.completions:
+                raise UsageError(
+                    f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
+                )
             ends = _ends(plant, load, report, guessed)
-        if not report.completions:
-            raise UsageError(
-                f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
-            )
         _show_report(report, ends, fabric.value, profile, json=json)
     else:
         _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)

@@ -56,6 +56,22 @@ def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
     assert found["pages"] == found["requests"] * (94 * 2 * 16 + 1)
 
 
+def test_without_requests_nothing_more_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more runs to doubt what no request has said would only keep the user waiting."""
+    runs, right = list[float](), scenario.simulate
+
+    def counted(plant: scenario.Plant, load: scenario.Load) -> scenario.Report:
+        runs.append(load.seed)
+        return right(plant, load)
+
+    monkeypatch.setattr(scenario, "simulate", counted)
+    words = "kvcache --fabric flow --seconds 1 --rate 1e-6"
+    found = CliRunner().invoke(app, words.split())
+
+    assert "no request came" in str(found.exception)
+    assert [0] == runs
+
+
 def test_the_first_token_is_predicted_for_any_length() -> None:
     """A table of the published lengths alone could be read off the paper."""
     once = "--guessed", "1"
