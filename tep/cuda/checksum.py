@@ -39,6 +39,7 @@ def checksum(
 
     Raises:
         BadRequest: a row beyond the region, or not a place for each row.
+        ClosedError: the region was given back.
         FabricError: the GPU's memory cannot be copied, or what NICs wrote there not be flushed.
     """
     if mr.closed:
@@ -60,11 +61,13 @@ def checksum(
     return total & 0xFFFFFFFF
 
 
-def _rows(memory: Memory, starts: list[int], nbytes: int) -> Iterator[bytes]:
-    """Yield the bytes of each row."""
+def _rows(
+    memory: Memory, starts: list[int], nbytes: int
+) -> Iterator[memoryview | ctypes.Array[ctypes.c_char]]:
+    """Yield each row, as a view that holds until the next one."""
     if memory.kind == "cpu":
-        whole = memory.bytes_view()
-        yield from (whole[start : start + nbytes].tobytes() for start in starts)
+        whole = memory.bytes_view().data
+        yield from (whole[start : start + nbytes] for start in starts)
         return
     index, cuda = device_number(memory.device), driver()
     flush(index)
@@ -72,4 +75,4 @@ def _rows(memory: Memory, starts: list[int], nbytes: int) -> Iterator[bytes]:
     with cuda.on(index):
         for start in starts:
             cuda.call("cuMemcpyDtoH", ctypes.addressof(row), memory.ptr + start, nbytes)
-            yield row.raw
+            yield row
