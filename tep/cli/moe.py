@@ -21,6 +21,7 @@ from tep.cli.show import (
 
 if TYPE_CHECKING:
     from tep.apps.moe.predict import Prediction, Workload
+    from tep.sim import Profile
 
 __all__ = ["moe"]
 
@@ -37,8 +38,8 @@ Turns = Annotated[int | None, typer.Option("--turns", min=1, help="None: 64 late
 Skew = Annotated[float, typer.Option("--skew", min=0.0, help="0 = even; Zipf exponent.")]
 
 
-_EP_FITTED: Final = 128
-"""The most ranks to whose published times anything is fitted."""
+_EP_PUBLISHED: Final = 128
+"""The most ranks whose times are published."""
 
 
 def moe(
@@ -84,7 +85,7 @@ def moe(
 
     from tep.apps.moe.kernels import load_gpu
     from tep.apps.moe.predict import Workload, family_of, predict, profile_of
-    from tep.sim.sweeps import interval, kind_of
+    from tep.sim.sweeps import interval
 
     workload = Workload(
         ep=ep,
@@ -117,8 +118,30 @@ def moe(
                 machine=machine,
                 gpu=gpu,
             )
-        kind = "extrapolated" if ep > _EP_FITTED else kind_of(machine)
-        _show(found, ends, kind, json=json)
+        _show(found, ends, _kind(workload, machine), json=json)
+
+
+def _kind(workload: Workload, machine: Profile) -> str:
+    """Say how the latencies are made: as the tables say of those that are published."""
+    from dataclasses import replace
+
+    from tep.apps.moe.predict import Workload
+    from tep.bench.reproduce.tables import NIC_PROFILES, load_table
+    from tep.sim.sweeps import kind_of
+
+    ep = workload.ep
+    asked = Workload(ep=ep, nic=workload.nic, turns=workload.turns, seed=workload.seed)
+    steps = {128: ("moe-decode", "moe-others"), 4096: ("moe-prefill",)}
+    published = {
+        point.kind
+        for name in steps.get(workload.tokens, ())
+        if workload == replace(asked, tokens=workload.tokens)
+        for point in load_table(name).points
+        if (str(ep), machine.name) == (point.keys["ep"], NIC_PROFILES.get(point.keys["nic"]))
+    }
+    if ep > _EP_PUBLISHED or kind_of(machine) == "extrapolated":
+        return "extrapolated"
+    return "fitted" if "fitted" in published else "predicted"
 
 
 def _title(workload: Workload) -> str:

@@ -126,6 +126,22 @@ def test_the_command_prints_what_is_predicted() -> None:
     assert 2 * [without["combine"]["p50_us"]] == without["combine"]["interval_us"]
 
 
+def test_the_command_says_what_was_fitted_to_the_published_point() -> None:
+    """An error of nothing at a point that was fitted to looks like a success."""
+    kinds = []
+    for asked in (
+        "--ep 16 --turns 1",
+        "--ep 16 --turns 1 --nic efa_2x200",
+        "--ep 16 --turns 1 --topk 4",
+        "--ep 8 --prefill",
+        "--ep 4 --nic cx8_800 --turns 1",
+    ):
+        words = ["moe", *asked.split(), "--guessed", "1", "--json"]
+        kinds.append(json.loads(CliRunner().invoke(app, words).stdout)["kind"])
+
+    assert ["fitted", "predicted", "predicted", "fitted", "extrapolated"] == kinds
+
+
 def test_the_command_compares_and_checks() -> None:
     """A researcher asks first how other schemes do, and whether the results are right."""
     small = ["moe", "--ep", "4", "--gpus", "2", "--turns", "1", "--compare", "--json"]

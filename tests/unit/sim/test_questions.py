@@ -20,7 +20,8 @@ def test_a_transfer_takes_what_its_links_take() -> None:
     )
     one, *_, two = [r for r in table.rows if "efa_4x100" == r["machine"]]
     assert all(r["time, ms low"] <= r["time, ms"] <= r["time, ms high"] for r in table.rows)
-    assert {"predicted"} == {r["kind"] for r in table.rows}
+    kinds = {(r["machine"], r["kind"]) for r in table.rows}
+    assert {("efa_4x100", "predicted"), ("cx7_400", "fitted")} == kinds
 
     assert 8 == len(table.rows)
     assert 1.9 < one["time, ms"] / two["time, ms"] < 2.1

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tep.base.errors import UsageError
 from tep.cli import app
 from tep.sim import load_profile, sweep
-from tep.sim.sweeps import Table, doubts
+from tep.sim.sweeps import Table, doubts, kind_of
 
 GRID = {"size": [2, 3], "name": ["a", "b"]}
 MACHINES = "cx7_400", "cx8_800"
@@ -126,7 +126,7 @@ def test_guessed_numbers_widen_the_interval_and_move_no_median() -> None:
     assert 3 + 2 == row["runs"]
 
 
-def test_the_slow_end_of_a_machine_is_slow_in_every_number() -> None:
+def test_an_end_of_a_machine_is_slow_or_fast_in_all_that_it_varies() -> None:
     """An end of which some numbers are better and some worse is inside the interval."""
     usual = load_profile("efa_2x200")
     ends = dict(doubts(usual, 2))
@@ -136,6 +136,10 @@ def test_the_slow_end_of_a_machine_is_slow_in_every_number() -> None:
     assert (2 * usual.latency_ps, usual.dma_bps / 2) == (slow.latency_ps, slow.dma_bps)
     assert (usual.latency_ps / 2, 2 * usual.dma_bps) == (fast.latency_ps, fast.dma_bps)
     assert usual.wire_bps == slow.wire_bps == fast.wire_bps, "what is fitted stays"
+    filled, paused = load_profile("cx8_800"), load_profile("cx7_400_ecn")
+    assert 2 * filled.fill_bytes == dict(doubts(filled, 2))["slow"].fill_bytes, "a lone write waits"
+    for _, end in doubts(paused, 2):
+        assert (paused.pause_bytes, paused.ecn_every_ps) == (end.pause_bytes, end.ecn_every_ps)
     contradicted = replace(usual, ack_ps=usual.receive_ps)
     assert usual.receive_ps == dict(doubts(contradicted, 2))["slow"].receive_ps
 
@@ -147,13 +151,17 @@ def test_a_value_may_have_guesses_of_its_own() -> None:
     assert (8, 4, 16, 3) == tuple(row[k] for k in ("value", "value low", "value high", "runs"))
 
 
-def test_a_machine_whose_rate_is_a_guess_is_extrapolated() -> None:
+def test_a_table_says_what_was_fitted_and_what_is_a_guess() -> None:
     """A figure of a machine that nobody has measured looks like that of a machine that somebody
-    has.
+    has, and one that its rate was fitted to looks like a success.
     """
-    kinds = [sweep(latency, {"profile": [name]}, processes=1).rows[0]["kind"] for name in MACHINES]
+    names = ["efa_4x100", *MACHINES, "roce_40_ecn", "cx7_400_ecn", "cx7_400_lossy"]
+    kinds = [kind_of(load_profile(name)) for name in names]
+    (row,) = sweep(latency, {"profile": ["cx8_800"]}, processes=1).rows
 
-    assert ["predicted", "extrapolated"] == kinds
+    assert ["predicted", "fitted", *4 * ["extrapolated"]] == kinds
+    assert "extrapolated" == row["kind"]
+    assert "extrapolated" == kind_of(*map(load_profile, MACHINES))
 
 
 def test_calls_can_be_made_elsewhere() -> None:
