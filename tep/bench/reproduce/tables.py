@@ -35,7 +35,7 @@ class Point:
         kind: its class.
         of: fitted: the numbers; given: the input; not modelled: the reason; else remarks.
         tolerance: largest error allowed, percent, or points if the unit is percent; None:
-            nothing is simulated.
+            it is not modelled, and a value that is simulated all the same may be off by any.
     """
 
     keys: dict[str, str]
