@@ -163,7 +163,8 @@ def test_the_command_prints_before_and_after() -> None:
         assert "failover: write over all NICs, 2 or more" == write["figure"]
         times.append(float(write["times"]))
 
-    assert 1.02 < times[0] < 1.2  # the last pages all go to one of the slower NICs
+    # The last pages all go to one of the slower NICs; 1.07 if the worker took turns of one row.
+    assert 1.03 < times[0] < 1.2
     assert 1.5 < times[1] < times[2] < 2  # twice as many NICs, and bytes; 358 Gb/s take them
     assert isinstance(
         CliRunner().invoke(app, ["sim", "whatif", "--optical", "9"]).exception, UsageError

@@ -73,7 +73,8 @@ def test_times_are_the_timing_fabrics(
     exact = timed(timing, senders, writes, gap_s)
     cheap = timed(lambda env: FlowFabric(env, machine), senders, writes, gap_s)
 
-    assert exact == pytest.approx(cheap, rel=0.04)
+    # Pages go to four NICs in turns of `turn_rows`, which flows do not know.
+    assert exact == pytest.approx(cheap, rel=0.04 if profile == "efa_4x100" else 0.02)
 
 
 def test_rows_beyond_the_queue_wait_and_are_all_counted() -> None:

@@ -42,10 +42,12 @@ def test_a_question_has_columns_for_what_was_asked() -> None:
 
 def test_layers_follow_each_other() -> None:
     """80 transfers of a layer each wait for each other's last page, and move the same bytes."""
-    (whole,) = tep.sim.transfer_time(8 * MiB, "efa_2x200").rows
-    (parts,) = tep.sim.transfer_time(8 * MiB, "efa_2x200", parts=8).rows
+    # EFA: the immediates of each layer's end cost the worker time (cpu.poll; without it: 1.6).
+    for profile, most in (("cx7_400", 2), ("efa_2x200", 2.1)):
+        (whole,) = tep.sim.transfer_time(8 * MiB, profile).rows
+        (parts,) = tep.sim.transfer_time(8 * MiB, profile, parts=8).rows
 
-    assert whole["time, ms"] < parts["time, ms"] < 2.1 * whole["time, ms"]
+        assert whole["time, ms"] < parts["time, ms"] < most * whole["time, ms"]
 
 
 def test_a_fault_costs_what_the_other_nics_have_to_carry() -> None:

@@ -123,21 +123,21 @@ P5, P5EN = (replace(load_profile(name), poll_ps=0) for name in ("efa_4x100", "ef
 
 
 @pytest.mark.parametrize(
-    ("machines", "bps"),
+    ("machines", "bps", "most"),  # pages in turns of `turn_rows` leave NICs idle now and then
     [
-        ([CX7, CX8], CX7.wire_bps),
-        ([CX8, CX7], CX7.wire_bps),
-        ([P5, P5EN], 2 * P5EN.wire_bps),  # 4 x 97.13 Gb/s into 2 x 179
-        ([P5EN, P5], 2 * P5EN.wire_bps),
-        ([load_profile("efa_1x400"), P5], 2 * P5EN.wire_bps),
-        ([replace(CX7, nics=4), CX7], CX7.wire_bps),
-        ([CX7, replace(CX7, nics=4)], CX7.wire_bps),
-        ([replace(CX7, nics=3), replace(CX7, nics=2)], 2 * CX7.wire_bps),
-        ([replace(CX7, nics=3), replace(CX7, nics=4)], 3 * CX7.wire_bps),
+        ([CX7, CX8], CX7.wire_bps, 1.05),
+        ([CX8, CX7], CX7.wire_bps, 1.05),
+        ([P5, P5EN], 2 * P5EN.wire_bps, 1.06),  # 4 x 97.13 Gb/s into 2 x 179
+        ([P5EN, P5], 2 * P5EN.wire_bps, 1.05),
+        ([load_profile("efa_1x400"), P5], 2 * P5EN.wire_bps, 1.05),
+        ([replace(CX7, nics=4), CX7], CX7.wire_bps, 1.05),
+        ([CX7, replace(CX7, nics=4)], CX7.wire_bps, 1.05),
+        ([replace(CX7, nics=3), replace(CX7, nics=2)], 2 * CX7.wire_bps, 1.05),
+        ([replace(CX7, nics=3), replace(CX7, nics=4)], 3 * CX7.wire_bps, 1.09),
     ],
 )
 @pytest.mark.parametrize("paged", [True, False])
-def test_a_long_write_goes_at_the_rate_of_the_slower_side(machines, bps, paged) -> None:
+def test_a_long_write_goes_at_the_rate_of_the_slower_side(machines, bps, most, paged) -> None:
     """Engines deal a request out to all NICs of both sides: none of them may be left idle."""
     npages, page = 768, 65_536
     nbytes = npages * page
@@ -157,7 +157,7 @@ def test_a_long_write_goes_at_the_rate_of_the_slower_side(machines, bps, paged) 
         write.wait()
         took_ps = cluster.env.now
 
-    assert nbytes * 8e12 / bps < took_ps < 1.09 * nbytes * 8e12 / bps
+    assert nbytes * 8e12 / bps < took_ps < (most if paged else 1.05) * nbytes * 8e12 / bps
 
 
 @pytest.mark.parametrize("machines", [[CX7, CX8, CX7], [P5, P5EN, P5]])
@@ -185,7 +185,7 @@ def test_nics_of_unlike_machines_die_and_nothing_is_lost(machines) -> None:
     ("machines", "rel"),
     [
         ([CX7, CX8], 0.02),
-        ([P5, P5EN], 0.08),  # flows of one NIC to two NICs follow one another whole
+        ([P5, P5EN], 0.08),  # flows of one NIC to two NICs follow one another whole, pages in turns
         ([CX7, replace(CX7, wire_bps=100 * 10**9)], 0.02),
     ],
 )

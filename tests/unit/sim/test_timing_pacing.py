@@ -331,7 +331,10 @@ def shares(profile, flows, begin_ps, end_ps, network=None) -> list[float]:
 
 @pytest.mark.parametrize("senders", [2, 4])
 def test_published_an_incast_under_dcqcn_keeps_the_port_busy(senders) -> None:
-    """DCQCN, SIGCOMM 2015: more than 97 % of 40 Gb/s, and the same to each, once it has settled."""
+    """DCQCN, SIGCOMM 2015: more than 97 % of 40 Gb/s, and the same to each, once it has settled.
+
+    At 8:1 shares are not the same here: the least is half of the most.
+    """
     found = shares("roce_40_ecn", [(1 + k, 0) for k in range(senders)], 30 * MS, 50 * MS)
 
     assert 0.97 < sum(found) <= 1.01
