@@ -363,7 +363,7 @@ class TimingNic(Nic):
             self.ready.append((kind, int(ledger.status[row]), 1, 0, index, ctx, 0))
 
     def _reap_one(self, row: int, now: int) -> bool:
-        """Do as `_reap` for a lone row; False, and nothing: it is no usual one."""
+        """Do as `_reap` for a lone row; False, the row is still to be ended: it is no usual one."""
         fabric, ledger = self.fabric, self.fabric.ledger
         target = ledger.target.item(row)
         if ledger.message[row] or fabric.row_log is not None or fabric.gone[target]:
