@@ -19,13 +19,13 @@ WAIT_S = 10.0
 class Pair:
     """A sender and a receiver of two layers on a fabric that keeps its promises, but for a bug."""
 
-    def __init__(self, cluster: sim.Cluster, *, checksums: bool = True) -> None:
+    def __init__(self, cluster: sim.Cluster, *, checksums: bool = True, gap: int = 0) -> None:
         self.arrays, caches = [], []
         for engine in cluster.engines:
             cache, layers = KvBlocks(engine), []
             for layer in range(2):
-                layers.append(np.zeros((BLOCKS, RUN), np.uint8))
-                cache.add(f"{layer}", layer, layers[-1], "bd")
+                layers.append(np.zeros((BLOCKS, 1 + gap, RUN + gap), np.uint8)[:, :, :RUN])
+                cache.add(f"{layer}", layer, layers[-1], "btd")
             caches.append(cache)
             self.arrays.append(layers)
         self.sender = KvSender(caches[0], patience=Patience(cancel_s=1e-4), checksums=checksums)
@@ -86,7 +86,7 @@ def test_a_nic_that_sends_stale_bytes_fails_the_load_by_name(monkeypatch):
 
     async def main(pair):
         first, second = await pair.request("r0", 10), await pair.request("r1", 20)
-        return first, second, pair.arrays[1][0][1, 0], pair.receiver.idle
+        return first, second, pair.arrays[1][0][1, 0, 0], pair.receiver.idle
 
     first, second, byte, idle = play(main)
     assert first.ok
@@ -123,25 +123,25 @@ def test_a_sender_that_tells_no_checksums_is_not_believed():
     assert not play(main).ok
 
 
-def test_rows_that_do_not_fit_are_refused_before_a_byte_is_read():
-    """What a sender says is a claim: rows across heads would be read beyond the region."""
-    found = {}
+def test_rows_that_do_not_fit_are_refused_before_a_byte_is_written():
+    """What a sender says is a claim: rows across tokens would be read beyond the region."""
 
     async def main(pair):
-        compare = pair.receiver._compare
+        covered = pair.receiver._covered
 
-        def odd(load, grant, sums):
-            claim = grant.message
-            rows = dict.fromkeys(claim.rows, 2 * RUN)
-            grant.message = msgspec.structs.replace(claim, rows=rows)
-            found["why"] = compare(load, grant, sums)
-            return found["why"]
+        def odd(load, message):
+            rows = dict.fromkeys(message.rows, 2 * RUN)
+            return covered(load, msgspec.structs.replace(message, rows=rows))
 
-        pair.receiver._compare = odd
-        return await pair.request("r", 1)
+        pair.receiver._covered = odd
+        load = pair.receiver.expect("r", [[1]], timeout_s=0.01)
+        pair.sender.begin("r", [[2]], load.ticket)
+        await load.wait_async(WAIT_S)
+        return load, str(pair.receiver.refused)
 
-    assert not play(main).ok
-    assert "rows of 128 bytes of '0', of 64 here" in found["why"]
+    load, why = play(main, gap=1)
+    assert not load.ok
+    assert "1 heads of '0' in rows of 128 bytes" in why
 
 
 def test_checksums_that_never_come_are_named_at_the_deadline(monkeypatch):

@@ -329,15 +329,15 @@ class KvReceiver(KvSide):
             if (name, message.rank) in load._claimed:  # its heads would stand for another rank's
                 raise UsageError(f"rank {message.rank} of {message.tp} has claimed {name!r} before")
             tensor = place.tensor
-            n = served_heads(tensor.heads, theirs, mine, name)[2]
-            nbytes = n * tensor.planes * tensor.tokens * tensor.run
-            if length < 1 or nbytes % length or not n or n > load._uncovered.get(name, 0):
+            _, first, n = served_heads(tensor.heads, theirs, mine, name)
+            whole, offsets, _ = rows_of(place, place, (first, first, n))
+            if length < 1 or whole % length or not n or n > load._uncovered.get(name, 0):
                 raise UsageError(
                     f"rank {message.rank} of {message.tp} brings {n} heads of {name!r} in rows of "
                     f"{length} bytes; {load._uncovered.get(name, 0)} are missing"
                 )
             heads[name] = n
-            rows += nbytes // length * len(load.blocks[tensor.group])
+            rows += len(offsets) * whole // length * len(load.blocks[tensor.group])
         if not rows:
             raise UsageError("it brings nothing")
         return heads, rows
@@ -468,8 +468,6 @@ class KvReceiver(KvSide):
             at = self.blocks.placed[name]
             _, first, count = served_heads(at.tensor.heads, (claim.tp, claim.rank), mine, name)
             whole, offsets, _ = rows_of(at, at, (first, first, count))
-            if whole % length:
-                return f"{grant.addr.name}: rows of {length} bytes of {name!r}, of {whole} here"
             ids = np.array(load.blocks[at.tensor.group], np.int64)[:, None, None]
             parts = offsets[:, None] + np.arange(0, whole, length)
             starts = at.start + ids * at.block_stride + parts
