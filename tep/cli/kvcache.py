@@ -5,8 +5,10 @@ fabrics, or run for real; and the time to the first token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +28,7 @@ from tep.cli.show import (
 
 if TYPE_CHECKING:
     from tep.apps.kvcache.cluster import Shape
-    from tep.apps.kvcache.simulate import Load, Plant, Report
+    from tep.apps.kvcache.simulate import Plant, Report
 
 __all__ = ["app"]
 
@@ -146,7 +148,12 @@ def kvcache(
                 raise UsageError(
                     f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
                 )
-            ends = _ends(plant, load, report, guessed)
+            ends = _ends(
+                lambda plant, seed: simulate(plant, replace(load, seed=seed)),
+                plant,
+                report,
+                guessed,
+            )
         _show_report(report, ends, fabric.value, profile, json=json)
     else:
         _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)
@@ -168,8 +175,7 @@ def ttft(
     json: Json = False,
 ) -> None:
     """Simulate one prompt's time to the first token: Qwen3-235B, TP4, H200, EFA 2 x 200 Gb/s."""
-    from tep.apps.kvcache.simulate import Load, Plant, simulate
-    from tep.apps.kvcache.traces import Arrival
+    from tep.apps.kvcache.simulate import Plant, first_token
     from tep.apps.kvcache.ttft import PUBLISHED, kind_of
 
     lengths = tokens or [4096, 8192, 16384, 32768, 65536, 131072]
@@ -182,9 +188,8 @@ def ttft(
             chunks = model.chunks(length)
             last_s = model.chunk_layer_s(chunks[-1])
             plant = Plant(prefillers=1, decoders=1, fabric="timing", model=model, cold=cold)
-            load = Load(arrivals=(Arrival(0.0, length, 1),))
-            found = simulate(plant, load)
-            ends = _ends(plant, load, found, guessed)
+            found = first_token(length, plant)
+            ends = _ends(partial(first_token, length), plant, found, guessed)
             rows.append(
                 {
                     "tokens": length,
@@ -203,15 +208,12 @@ def ttft(
 
 
 def _ends(
-    plant: Plant, load: Load, report: Report, guessed: float
+    run: Callable[[Plant, int], Report], plant: Plant, report: Report, guessed: float
 ) -> dict[str, tuple[float, float]]:
-    from dataclasses import replace
-
-    from tep.apps.kvcache.simulate import simulate
     from tep.sim import interval
 
     def again(seed: int, **changes: Any) -> dict[str, float]:
-        return simulate(replace(plant, **changes), replace(load, seed=seed)).figures()
+        return run(replace(plant, **changes), seed).figures()
 
     point = {"profile": plant.profile, "overhead": plant.overhead}
     return interval(again, report.figures(), guessed, **point)

@@ -251,15 +251,16 @@ class TimedModel:
         return [0] * request.max_tokens
 
 
-def first_token(ntokens: int, plant: Plant | None = None) -> Report:
+def first_token(ntokens: int, plant: Plant | None = None, seed: int = 0) -> Report:
     """Simulate one prompt alone; the report's `ttft_s` and `added_s` are its.
 
     Args:
         ntokens: its length.
         plant: the cluster; None: one prefiller and one decoder on the timing fabric.
+        seed: of the fabric.
     """
     alone = plant or Plant(prefillers=1, decoders=1, fabric="timing")
-    return simulate(alone, Load(arrivals=(Arrival(0.0, ntokens, 1),)))
+    return simulate(alone, Load(arrivals=(Arrival(0.0, ntokens, 1),), seed=seed))
 
 
 def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = ()) -> Report:
