@@ -1,7 +1,7 @@
 """The things that all backends do alike: names and epochs, refusals and texts, forked children,
 messages that wait for the engine, columns of a batch, copies between host memory, memory fences.
 
-Nothing here knows a provider, a queue or a peer. The engine's own checks are above the seam, in
+Nothing here knows a provider. The engine's own checks are above the seam, in
 `core.requests`. A column is one int for every row, or one value a row.
 """
 
@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,9 +42,6 @@ from tep.base.checks import check_text
 from tep.base.errors import BadDescriptor, ClosedError, FabricError, UsageError
 from tep.host.folders import own_folder
 from tep.memory.source import Memory
-
-if TYPE_CHECKING:
-    from tep.memory.source import Memory
 
 __all__ = [
     "STRONG",

@@ -42,13 +42,14 @@ class _End:
         from tep.backends.efa.device import Nic, Sizes
         from tep.backends.efa.ways import Columns, Span
         from tep.backends.ffi.efa import load
+        from tep.memory.source import adapt
 
         lib = load()
         self.nic = Nic(lib, lib.devices()[0][0], Sizes(send, receive, 4 * max(send, receive)))
         self.way = Columns(self.nic)
         self.memory = np.zeros(1 << 16, np.uint8)
         self.at = self.memory.ctypes.data
-        self.mr = self.nic.register(self.at, self.memory.nbytes, 7)  # written, and read, by peers
+        self.mr = self.nic.register(adapt(self.memory), 7)  # written, and read, by peers
         self.place = self.nic.place(self.nic.insert(self.nic.raw()))
         self.way.lay_out(Span(self.at, 64, receive, self.mr.lkey))
         self._run = ctypes.CDLL("libibverbs.so.1").fake_efa_run

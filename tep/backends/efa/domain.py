@@ -519,15 +519,15 @@ class Mailbox(completions.Mailbox):
 class Queue(completions.Queue):
     """The completion queue, sorted by columns.
 
-    What is kept for want of memory stays where the device put it, which writes nothing there as
-    long as the requests count as out.
+    What is kept for want of memory stays where the device put it. It is taken in the device's
+    order: the device writes over an entry only after all before it have been taken.
 
     Args:
         nic, way, slots, mailbox: of one NIC.
     """
 
     _slots: Slots
-    _left: Entries  # the first `_kept` are not sorted
+    _left: Entries  # the last `_kept` are not sorted
 
     def __init__(self, nic: Nic, way: Columns, slots: Slots, mailbox: Mailbox) -> None:
         self._slots = slots
@@ -540,7 +540,7 @@ class Queue(completions.Queue):
         self._device = nic
         self._way = way
         self._rows = slots.count
-        self._mailbox = self._box = mailbox
+        self._mailbox = mailbox
         self._stopped = False
 
     def stop(self) -> None:
@@ -557,7 +557,7 @@ class Queue(completions.Queue):
             return self._catch_up(out, filled)
         found = self._way.poll(room)
         n = len(found)
-        box = self._box
+        box = self._mailbox
         if not n:
             if len(box.spent) >= box.refill_from:
                 box.refill()
@@ -588,7 +588,7 @@ class Queue(completions.Queue):
         self._left, self._kept, self.behind = found, len(found), True
 
     def _take_kept(self, out: Completions, filled: int) -> int:
-        filled = self._take_entry(self._left[self._kept - 1].item(), out, filled)
+        filled = self._take_entry(self._left[-self._kept].item(), out, filled)
         self._kept -= 1
         return filled
 
@@ -599,7 +599,7 @@ class Queue(completions.Queue):
             self._take_error(number, status, flags)
         elif flags & _SENT:
             if number >= self._rows:
-                self._others.append((self._box.send_context(number), 0))
+                self._others.append((self._mailbox.send_context(number), 0))
                 return filled
             ticket = self._slots.take_back(number * STEP)
             if ticket is not None:
@@ -612,15 +612,15 @@ class Queue(completions.Queue):
                     put_completion(out, at, _WRITE, _OK, 1, 0, 0, ctx, 0)
                 return filled + 1
         elif flags & _WRITE_FLAG:
-            self._box.give_back(number)
+            self._mailbox.give_back(number)
             put_completion(out, at, _IMM, _OK, 1, imm, 0, 0, 0)
             return filled + 1
         else:
-            self._others.append((self._box.receive_context(number), length))
+            self._others.append((self._mailbox.receive_context(number), length))
         return filled
 
     def _take_error(self, number: int, status: int, flags: int) -> None:
-        box = self._box
+        box = self._mailbox
         if not flags & _SENT:
             context = box.receive_context(number)
         else:
@@ -665,9 +665,9 @@ class Queue(completions.Queue):
                 filled += 1
             else:
                 filled = self._take_imms(imms, out, filled)
-            self._box.spent += spent
+            self._mailbox.spent += spent
             return filled
-        contexts = map(self._box.receive_context, numbers.tolist())
+        contexts = map(self._mailbox.receive_context, numbers.tolist())
         self._others += list(zip(contexts, found["length"].tolist(), strict=True))
         return filled
 
@@ -675,7 +675,7 @@ class Queue(completions.Queue):
         mine = numbers.copy()
         if int(mine.max()) >= self._rows:
             of_rows = mine < self._rows
-            messages = [(self._box.send_context(k), 0) for k in mine[~of_rows].tolist()]
+            messages = [(self._mailbox.send_context(k), 0) for k in mine[~of_rows].tolist()]
             mine = mine[of_rows]
             finished = self._slots.give_back_many(mine) if len(mine) else {}
             self._others += messages

@@ -504,8 +504,7 @@ class Regions:
         rkey = int(handles[-1].contents().key)
         key = DomainKey(number ^ _LOCAL, rkey, memory.ptr if self._virtual else 0)
         desc = int(handles[0].contents().mem_desc or 0)
-        region = Region(handles, memory, key, desc, access.target)
-        region.sink = access.sink
+        region = Region(handles, memory, key, desc, access.target, access.sink)
         self.by_lkey[key.lkey] = region
         if region.target:
             self.by_rkey[key.rkey] = region

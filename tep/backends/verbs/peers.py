@@ -693,12 +693,12 @@ class _Controls:
         line = peer.line
         if hello.kind is Kind.CONTROL:
             if hello.echo > line.heard:
-                line.heard = hello.echo
                 self.unread.add(hello.payload, peer.where.encode())
+                line.heard = hello.echo  # behind it: without memory the repeat is taken
             peer.say(Kind.CONTROL_ACK, peer.negotiation.attempt, hello.echo)
         elif peer in self.open and hello.echo == line.number:
-            _, ctx = line.waiting.popleft()
-            self._end(ctx, Status.OK)
+            self._end(line.waiting[0][1], Status.OK)
+            line.waiting.popleft()
             if line.waiting:
                 self._begin(peer, now_s)
             else:
@@ -720,5 +720,5 @@ class _Controls:
             self._end(ctx, status)
 
     def _end(self, ctx: int, status: Status) -> None:
-        self._count -= 1
         self._ready.append((int(Completed.SENT), int(status), 1, 0, 0, ctx, 0))
+        self._count -= 1

@@ -177,11 +177,14 @@ class Writer:
         try:
             key = some.tobytes()
             fan = self._fans.get(key) or self._fan_for(key, some.tolist())
-            return n if fan is not None and self._post_fan(fan, batch, start) else 0
+            if fan is None or not self._fill_fan(fan, batch, start):
+                return 0
         except MemoryError:
             self.forget_fans()  # one may be half filled
             self.short = True
             return 0
+        self._post_fan(fan, batch, start)
+        return n
 
     def _fan_for(self, key: bytes, peers: Sequence[int]) -> _Fan | None:
         """Aim the fan of first scatters, or a new one for the second; None = not all are up."""
@@ -285,20 +288,23 @@ class Writer:
                 self._sets[number] = _Loose(batch.ctx, start, taken, (conn,) * taken)
         return taken + refused
 
-    def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
-        """Post row `start + k` to the k-th peer; False = a row is impossible, nothing is done."""
+    def _fill_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> bool:
+        """Lay out row `start + k` for the k-th peer; False = a row is impossible."""
         number = self._number + 1 & _SETS_MASK
         if not fan.fill(batch, start, number):
             return False
+        self._sets[number] = _Loose(batch.ctx, start, len(fan.conns), fan.conns)
         self._number = number
-        n = len(fan.conns)
-        self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
+        return True
+
+    def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> None:
+        """Post the rows that were laid out last."""
+        number, n = self._number, len(fan.conns)
         calls = iter(fan.calls)
         codes = starmap(self._post_send, calls)
         failures = [(n - length_hint(calls) - 1, rc) for rc in filter(None, codes)]
         if failures:
             self._sort_out(number, batch, start, failures)
-        return True
 
     def _sort_out(
         self, number: int, batch: WriteBatch, start: int, failures: Sequence[tuple[int, int]]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.common import Unread
 from tep.backends.ffi.ibverbs import ENUMS
 from tep.backends.verbs import open_domains, send
 from tep.backends.verbs.conns import Draining
@@ -410,6 +411,23 @@ def test_a_control_message_that_comes_twice_is_heard_once(rig):
             heard += [rig.b.take_control(e[5])[0] for e in rig.poll(rig.b) if e[0] == Kind.CONTROL]
             sent = [entry for entry in rig.poll(rig.a) if entry[0] == Kind.SENT]
         assert [(Status.OK, number)] == [(entry[1], entry[5]) for entry in sent]
+    assert [b"1", b"2"] == heard
+
+
+@pytest.mark.parametrize("name", ["add", "_end"])
+def test_a_control_message_that_found_no_memory_is_heard_when_it_is_repeated(
+    rig, monkeypatch, name
+):
+    """It was acknowledged and lost; or its answer ended another message."""
+    left = fail_once(monkeypatch, Unread if name == "add" else type(rig.a.peers.controls), name)
+    for number in (1, 2):
+        assert rig.a.post_control(rig.peer, b"%d" % number, number)
+    heard, sent = [], []
+    while len(sent) < 2:
+        heard += [rig.b.take_control(e[5])[0] for e in rig.poll(rig.b) if e[0] == Kind.CONTROL]
+        sent += [entry for entry in rig.poll(rig.a) if entry[0] == Kind.SENT]
+    assert not left
+    assert [(Status.OK, 1), (Status.OK, 2)] == [(entry[1], entry[5]) for entry in sent]
     assert [b"1", b"2"] == heard
 
 
