@@ -248,7 +248,7 @@ OVERHEAD: Final = _FITTED[1]
 - layer_s 0.15 ms, token_s 0.49 us, pair_s 13 ps. The time a pair is attention: two matrix products
   x 2 x 16 query heads x 128 a rank are 8.2 kFLOP, at 0.65 PFLOP/s.
 - start_s 0.30 ms: 28 ms a chunk of 94 layers, if the next layer waits for it. That it waits is our
-  reading. The published transfers also grow by 1.28 us a page, where an engine takes 0.73; why is
+  reading. The published transfers also grow by 1.28 us a page, where an engine takes 0.90; why is
   not known, and nothing of it is used: it hides behind compute.
 - hand_over_s 70 us a page of the last chunk: 18 to 72 ms. The table does not say where this part
   comes from; the name is ours. The decoder's pass, by a roofline, is 5 to 7 ms.
