@@ -527,6 +527,7 @@ class Queue(completions.Queue):
     """
 
     _slots: Slots
+    _mailbox: Mailbox
     _left: Entries  # the last `_kept` are not sorted
 
     def __init__(self, nic: Nic, way: Columns, slots: Slots, mailbox: Mailbox) -> None:
