@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import resource
 
+import msgspec
 import pytest
 
 import tep
 from tep.apps.rl import study
 from tep.apps.rl.models import PUBLISHED, InferLayout, TrainLayout, load_model, model_from_config
-from tep.apps.rl.predict import OPERATIONS, TOTAL_MS, SlowNic, StageTimes, predict
+from tep.apps.rl.predict import DENSE_MS, OPERATIONS, TOTAL_MS, SlowNic, StageTimes, predict
+from tep.sim import load_profile
 from tests.unit.apps.rl_worlds import Timed, World, make_cluster
 
 GIB = 1 << 30
@@ -165,6 +167,29 @@ def test_a_mesh_group_that_drains_the_one_before_begins_when_its_writes_have_end
     assert max(gaps[False]) < 0
     assert gaps[True] == pytest.approx([0.0] * len(gaps[True]), abs=1e-9)
     assert len(begins[True]) > 1
+
+
+def test_an_interval_varies_all_that_is_guessed_of_an_update():
+    """A prediction whose largest guess is left out of its interval is surer than anybody is."""
+    machine = load_profile("efa_4x100")
+    numbers = {
+        field: msgspec.structs.replace(number, confidence="quoted")
+        for field, number in machine.numbers.items()
+    }
+    known = dataclasses.replace(machine, numbers=numbers)
+
+    slow, fast, dense = dict(small(profile=known, watermark_bytes=16 * GIB).doubts(2)).values()
+    chosen = dict(small(profile=known, watermark_bytes=6 * GIB).doubts(2))
+
+    assert known == slow.profile == fast.profile, "which has no guesses"
+    assert (8 * GIB, DENSE_MS / 2, "roofline") == (
+        slow.watermark_bytes,
+        slow.dense_ms,
+        slow.attribution,
+    )
+    assert (32 * GIB, "bytes") == (fast.watermark_bytes, fast.attribution)
+    assert (2 * DENSE_MS, "roofline") == (dense.dense_ms, dense.attribution)
+    assert {6 * GIB} == {one.watermark_bytes for one in chosen.values()}
 
 
 def _meshes(schedule, group):

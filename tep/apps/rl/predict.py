@@ -470,12 +470,18 @@ class StageTimes:
     gathers_experts: bool = True
 
     @classmethod
-    def of(cls, schedule: Schedule, attribution: Attribution = "roofline") -> StageTimes:
+    def of(
+        cls,
+        schedule: Schedule,
+        attribution: Attribution = "roofline",
+        dense_ms: float = DENSE_MS,
+    ) -> StageTimes:
         """Make rates of published totals.
 
         Args:
             schedule: of the published deployment, which says how many bytes the totals are for.
             attribution: see there.
+            dense_ms: of roofline: see DENSE_MS.
         """
         by_line, ranks = attribution == "roofline", schedule.ranks
         own, gathered, tensors = ({True: 0, False: 0} for _ in range(3))
@@ -499,7 +505,7 @@ class StageTimes:
             dense_s += per_byte[name] * moved[False]
         dense_times = 1.0
         if by_line:
-            share = max(0.0, DENSE_MS / 1e3 * ranks - dense_s) / sum(rest.values())
+            share = max(0.0, dense_ms / 1e3 * ranks - dense_s) / sum(rest.values())
             dense_times = share / (1 - share) * tensors[True] / tensors[False]
         counted = tensors[True] + dense_times * tensors[False]
         per_tensor = {name: seconds / counted for name, seconds in rest.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -28,6 +28,7 @@ from tep.apps.rl.models import (
     train_metas,
 )
 from tep.apps.rl.predict import (
+    DENSE_MS,
     HBM_BYTES_PER_S,
     KIMI_K2,
     Attribution,
@@ -63,7 +64,7 @@ class Deployment:
         train, infer: layouts.
         profile: of the machines.
         watermark_bytes, bundle_bytes: of the schedule.
-        attribution: of published compute times.
+        attribution, dense_ms: of published compute times.
         group_order: of mesh groups; None: experts first.
         speeds: of the training ranks; None: all equal.
         slow: one NIC that is slower than the others.
@@ -77,23 +78,42 @@ class Deployment:
     watermark_bytes: int = WATERMARK_BYTES
     bundle_bytes: int = BUNDLE_BYTES
     attribution: Attribution = "roofline"
+    dense_ms: float = DENSE_MS
     group_order: tuple[str, ...] | None = None
     speeds: tuple[float, ...] | None = None
     slow: SlowNic | None = None
     drains: bool = False
 
     def doubts(self, factor: float) -> Iterator[tuple[str, Deployment]]:
-        """Yield both ends of what is guessed: of the machine, and how compute is spread; see
-        tep.sim.doubts.
+        """Yield both ends of what is guessed: of the machine, the watermark if it is the usual one,
+        and how compute is spread; see tep.sim.doubts. More dense compute leaves less for experts,
+        which end last; by bytes it has no part, so that it is a fast end of its own.
         """
-        rules: dict[str, Attribution] = {"slow": self.attribution, "fast": "bytes"}
-        for end, machine in doubts(as_profile(self.profile), factor):
-            yield end, replace(self, profile=machine, attribution=rules[end])
+        machine = as_profile(self.profile)
+        machines = dict(doubts(machine, factor))
+        for end, rule, times in (
+            ("slow", self.attribution, 1 / factor),
+            ("fast", "bytes", factor),
+            ("fast, more dense", self.attribution, factor),
+        ):
+            found = replace(
+                self,
+                profile=machines.get(end.partition(",")[0], machine),
+                attribution=rule,
+                dense_ms=self.dense_ms * times,
+            )
+            if self.watermark_bytes == WATERMARK_BYTES:
+                with suppress(UsageError):  # a task needs more: the watermark stays
+                    other = replace(found, watermark_bytes=round(WATERMARK_BYTES * times))
+                    other.schedule()
+                    found = other
+            yield end, found
 
     def schedule(self) -> Schedule:
         """Compute the routing table; the last few are remembered."""
         # Without what the table does not depend on, so that such deployments share it.
-        return _schedule(replace(self, profile="", attribution="roofline", slow=None, drains=False))
+        same = replace(self, profile="", attribution="roofline", dense_ms=DENSE_MS)
+        return _schedule(replace(same, slow=None, drains=False))
 
     def predict(
         self, schedule: Schedule | None = None, *, seed: int = 0, spans: bool = False
@@ -101,7 +121,7 @@ class Deployment:
         """Simulate one update."""
         return predict(
             schedule or self.schedule(),
-            published_times(self.attribution),
+            published_times(self.attribution, self.dense_ms),
             profile=self.profile,
             seed=seed,
             slow=self.slow,
@@ -172,11 +192,13 @@ def infer_layout(world: int, ep: int | None = None, tp: int = 1) -> InferLayout:
 
 
 @lru_cache(maxsize=4)
-def published_times(attribution: Attribution = "roofline") -> StageTimes:
+def published_times(
+    attribution: Attribution = "roofline", dense_ms: float = DENSE_MS
+) -> StageTimes:
     """Compute rates from the published Kimi-K2 update."""
     model, train, infer = KIMI_K2
     deployment = Deployment(model=load_model(model), train=train, infer=infer)
-    return StageTimes.of(deployment.schedule(), attribution)
+    return StageTimes.of(deployment.schedule(), attribution, dense_ms)
 
 
 def published_deployment() -> Deployment:
