@@ -15,7 +15,7 @@ from tep.backends.base import Domain, Status
 from tep.base.errors import FabricError, TepError
 from tep.core.group import DomainGroup
 from tep.core.handles import Message, State
-from tep.core.path import Link
+from tep.core.path import Link, PeerRestarted
 
 __all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
 
@@ -175,6 +175,8 @@ class Outbox:
         error = _error(message, self._group.domains[domain], domain, status)
         if status == Status.UNREACHABLE:  # the next message uses another NIC of the peer
             self._group.is_silent(domain, message.link, message.nic)
+        elif status == Status.STALE_PEER:
+            self._group.events.append(PeerRestarted(message.link))
         self._end(message, _FAILED, error)
 
 

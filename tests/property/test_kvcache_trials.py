@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.kv_trial import EVENTS, LAYOUTS, Trial, run_trial
 
 DEGREES = [(1, 1), (2, 1), (4, 2), (2, 8), (8, 4)]
+
+
+# Receivers that only answer did not hear that a prefiller had restarted.
+_RESTARTED = Trial(
+    seed=11626,
+    layout=0,
+    prefill_tp=2,
+    decode_tp=8,
+    decoders=2,
+    requests=5,
+    npages=18,
+    event="restart",
+    event_us=126.75232533142923,
+)
 
 
 @st.composite
@@ -35,6 +49,7 @@ def trials(draw: st.DrawFn) -> Trial:
 
 @pytest.mark.slow
 @settings(max_examples=max(25, settings.default.max_examples // 10))
+@example(_RESTARTED)
 @given(trials())
 def test_every_request_ends_with_verified_bytes_or_a_reason(trial: Trial) -> None:
     """And no page leaks, or is written after it was freed; no immediate stays taken."""

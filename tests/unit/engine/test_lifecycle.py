@@ -170,6 +170,20 @@ def test_a_restart_is_told_once_and_ends_the_watch() -> None:
         assert PeerState.ALIVE is a.watch_peer(fresh).state
 
 
+def test_a_message_that_meets_a_later_incarnation_tells_of_the_restart() -> None:
+    """An engine that only answers others never heard of it."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        old = b.main_address
+        write(a, regions_of(a, b)).wait()
+        cluster.restart("b")
+        sent = a.submit_send(old, b"late")
+        pass_time(cluster, 100)
+        assert "STALE_PEER" == sent.error.code
+        assert [PeerChange.RESTARTED] == kinds(told)
+
+
 def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
     """They do not come back, and whoever is there now would be asked for ever."""
     cluster, told = pair((1, 2))
