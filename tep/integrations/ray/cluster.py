@@ -26,8 +26,7 @@ import tep
 from tep.base.distribution import need
 from tep.rendezvous import Place
 from tep.sim import RowLog
-from tep.testing import Finding, Judge, ProtocolJudge, confirm
-from tep.testing.spreading import judge_all
+from tep.testing import Finding, Judge, ProtocolJudge, confirm, judge_all
 
 __all__ = ["calls", "connect", "run_ranks", "search"]
 
