@@ -130,4 +130,5 @@ def test_first_commands_on_an_instance(home: Path, task: str) -> None:
 
     assert "all checks held" in said
     assert "the fit is off by" in said
-    assert ["machine", "mine.toml"] == [end[-3].split()[1], end[-2].split()[1]]
+    assert "machine" in end[-3].split()
+    assert "mine.toml" in end[-2].split()
