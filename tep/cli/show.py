@@ -34,7 +34,6 @@ Guessed = Annotated[
     float,
     typer.Option(
         "--guessed",
-        min=1.0,
         help="Interval: what is guessed of a machine so many times as slow, and as fast; 1: none.",
     ),
 ]

@@ -174,8 +174,6 @@ def _check_names(grid: Mapping[str, Sequence[Any]]) -> None:
 def _plans(grid: Mapping[str, Sequence[Any]], seeds: int, guessed: float) -> list[list[Run]]:
     """The runs of each point."""
     check_int("sweep: seeds", seeds, 1)
-    if guessed < 1:
-        raise UsageError(f"sweep: guessed={guessed}; a factor of 1 or more")
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     if not points:
         raise UsageError(f"sweep: no point: {dict(grid)}")
@@ -247,6 +245,8 @@ def _machine(name: str, value: Any) -> Any:
 
 def _doubted(point: Mapping[str, Any], factor: float, seed: int) -> list[Run]:
     """The two ends of every value of a point that has guessed numbers."""
+    if factor < 1:
+        raise UsageError(f"guessed={factor}; a factor of 1 or more")
     runs: dict[str, dict[str, Any]] = {}
     for name, given in point.items() if factor > 1 else ():
         value = _machine(name, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 
@@ -13,7 +14,7 @@ from tep.backends.verbs import open_domains
 from tep.base.api import ScatterDst
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
-from tep.memory.source import adapt
+from tep.memory.source import Memory, adapt
 from tests.support.inside import machine_of, nics_of
 from tests.support.vm.shape import delay_by_queue_pair, netem, port_band
 from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
@@ -224,9 +225,16 @@ def test_queue_pairs_are_made_with_the_operations_they_are_for(devices):
 def test_dma_buf_registration_says_what_is_missing(devices):
     """Soft-RoCE has none; the call must be there and its refusal readable."""
     opened = open_domains(devices[:1], name="d", **FAST)
+
+    def export(memory):
+        fd = os.memfd_create("no dma-buf")
+        os.ftruncate(fd, memory.nbytes)
+        return fd, 0
+
+    memory = Memory(4096, 4096, "cuda:0", False, None)
     try:
         with pytest.raises(FabricError, match="ibv_reg_dmabuf_mr"):
-            opened.domains[0].device.reg_dmabuf_mr(-1, 0, 0, 4096, 0)
+            opened.domains[0].device.register(memory, 0, export)
     finally:
         opened.domains[0].close()
 
