@@ -30,10 +30,18 @@ __all__ = [
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 
+
+def _factor(value: float) -> float:
+    if value < 1:
+        raise typer.BadParameter(f"{value:g}; a factor of 1 or more is asked for")
+    return value
+
+
 Guessed = Annotated[
     float,
     typer.Option(
         "--guessed",
+        callback=_factor,
         help="Interval: what is guessed of a machine so many times as slow, and as fast; 1: none.",
     ),
 ]

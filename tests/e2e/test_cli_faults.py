@@ -14,7 +14,7 @@ from tep.cli import main, show
 
 MISTAKES = {
     # command: what the error has to name
-    "rl plan --guessed 0": ("guessed=0.0", "1 or more"),
+    "rl plan --guessed 0": ("--guessed", ": 0; a factor of 1 or more"),
     "rl plan --profile abc": ("profile 'abc'", "cx7_400", "a path"),
     "rl plan --train 10 --pp 3": ("10 training ranks", "'pp': 3"),
     "rl plan --watermark-gib -1": ("--watermark-gib",),
