@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 __all__ = ["Figure", "call_ns", "clock_ns", "cpu_ns", "median_ns", "summary"]
 
@@ -45,6 +46,22 @@ class Figure:
     more_is_better: bool = False
     worst: float | None = None
     calls: float | None = None
+
+    @classmethod
+    def of(
+        cls, what: str, found: Sequence[float], unit: str, *, more_is_better: bool, **others: Any
+    ) -> Self:
+        """Summarise one value a round: the median, the best and the worst."""
+        ends = sorted(found, reverse=more_is_better)
+        return cls(
+            what=what,
+            value=statistics.median(found),
+            best=ends[0],
+            worst=ends[-1],
+            unit=unit,
+            more_is_better=more_is_better,
+            **others,
+        )
 
     @property
     def ratio(self) -> float | None:

@@ -263,15 +263,7 @@ def busy_figures(fabric: str, rounds: int = 5) -> Iterator[Figure]:
 
 def _figure(what: str, found: list[float], unit: str, aim: float | None = None) -> Figure:
     less = _TRIP in what and unit != _KEEPS
-    return Figure(
-        what=what,
-        value=statistics.median(found),
-        best=min(found) if less else max(found),
-        worst=max(found) if less else min(found),
-        unit=unit,
-        aim=aim,
-        more_is_better=not less,
-    )
+    return Figure.of(what, found, unit, more_is_better=not less, aim=aim)
 
 
 if __name__ == "__main__":

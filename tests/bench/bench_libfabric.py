@@ -195,16 +195,14 @@ def _compare(
     if gbytes is not None:
         mine, c = ([gbytes / us * 1e6 for us in found] for found in (mine, c))
     reference = statistics.median(c)
-    return Figure(
-        what=what,
-        value=statistics.median(mine),
-        best=min(mine) if gbytes is None else max(mine),
-        worst=max(mine) if gbytes is None else min(mine),
-        unit="us" if gbytes is None else "GB/s",
+    return Figure.of(
+        what,
+        mine,
+        "us" if gbytes is None else "GB/s",
+        more_is_better=gbytes is not None,
         aim=None if aim is None else aim(reference),
         reference=reference,
         reference_source=source,
-        more_is_better=gbytes is not None,
     )
 
 

@@ -297,22 +297,14 @@ def _busy(stub: Stub, rounds: int) -> Iterator[Figure]:
     for engine in (here, there):
         engine.close()
     for at, (what, unit, of_s, aim) in enumerate(_BUSY_WORKS):
-        less, name = aim > 1, f"{what}, both ends in one process"
+        name = f"{what}, both ends in one process"
         sizes = [of_s(one[at][0]) for one in found]
         ratios = [of_s(one[at][1]) / size for one, size in zip(found, sizes, strict=True)]
         for values, suffix, of, goal in (
             (sizes, "alone", unit, None),
             (ratios, "beside a thread in Python", "x alone", aim),
         ):
-            yield Figure(
-                what=f"{name}, {suffix}",
-                value=statistics.median(values),
-                best=min(values) if less else max(values),
-                worst=max(values) if less else min(values),
-                unit=of,
-                aim=goal,
-                more_is_better=not less,
-            )
+            yield Figure.of(f"{name}, {suffix}", values, of, more_is_better=aim < 1, aim=goal)
 
 
 def _beside(works: Sequence[tuple[Callable[[], None], int]]) -> list[tuple[float, float]]:
