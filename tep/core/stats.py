@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tep.observe.shown import Shown
 
@@ -79,8 +79,18 @@ class NicBytes(NamedTuple):
     nbytes: int
 
 
+class _OfNics(Shown):
+    """Statistics whose picture shows what each NIC carried."""
+
+    __slots__ = ()
+    nics: tuple[NicBytes, ...]
+
+    def _drawn(self) -> Sequence[Mapping[str, Any]]:
+        return [{"NIC": f"NIC {k}", **part._asdict()} for k, part in enumerate(self.nics)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats(Shown):
+class TransferStats(_OfNics):
     """One transfer.
 
     Attributes:
@@ -116,7 +126,7 @@ class TransferStats(Shown):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats(Shown):
+class EngineStats(_OfNics):
     """One engine, since it was opened. Names say the unit: rows, `nbytes`, counts of handles.
 
     Attributes:

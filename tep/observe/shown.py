@@ -37,6 +37,10 @@ class Shown:
         assert is_dataclass(self)
         return [{"what": one.name, "value": getattr(self, one.name)} for one in fields(self)]
 
+    def _drawn(self) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the picture, where they are not those of the table."""
+        return self.table()
+
     def _repr_html_(self) -> str:
         rows = self.table()
         names = list(rows[0]) if rows else []
@@ -59,10 +63,8 @@ class Shown:
         return need("pandas", "", "to_pandas()").DataFrame(list(self.table()))
 
     def plot(self, axes: Any = None, *, x: str | None = None, y: str | None = None) -> Any:
-        """Draw one column over another; see `draw`. Of statistics, those of each NIC."""
-        parts = getattr(self, "nics", ())
-        rows = [{"NIC": f"NIC {k}", **part._asdict()} for k, part in enumerate(parts)]
-        return draw(rows or self.table(), axes, x=x, y=y)
+        """Draw one column over another; see `draw`."""
+        return draw(self._drawn(), axes, x=x, y=y)
 
 
 def draw(
