@@ -180,6 +180,16 @@ def test_silent_strangers_are_bounded_and_keep_nobody_out(capfd, monkeypatch) ->
     assert "" == capfd.readouterr().err
 
 
+async def inside_at_the_end(entrance, crowd, over) -> list[bool]:
+    """Tell who of the crowd is inside still, then close everything."""
+    inside = [not reader.at_eof() for reader, _ in crowd]
+    over.set()
+    await entrance.close()
+    for _, writer in crowd:
+        writer.close()
+    return inside
+
+
 def test_a_crowd_of_strangers_costs_nobody_a_place_who_has_proved_the_token(monkeypatch) -> None:
     """The oldest of all was a rank that was just let in."""
     monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 2)
@@ -199,12 +209,7 @@ def test_a_crowd_of_strangers_costs_nobody_a_place_who_has_proved_the_token(monk
             crowd.append(await asyncio.open_connection("127.0.0.1", port))
             await until(lambda: len(came) == len(crowd))
         await until(lambda: sum(not reader.at_eof() for reader, _ in crowd) <= 3)
-        inside = [not reader.at_eof() for reader, _ in crowd]
-        over.set()
-        await entrance.close()
-        for _, writer in crowd:
-            writer.close()
-        return inside
+        return await inside_at_the_end(entrance, crowd, over)
 
     assert [True, False, False, True, True] == asyncio.run(main())
 
@@ -230,12 +235,7 @@ def test_where_no_descriptor_is_left_the_oldest_stranger_gives_its_own(monkeypat
         entrance = Door([listener], admit)
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         await until(lambda: len(came) == 2 and crowd[0][0].at_eof())
-        inside = [not reader.at_eof() for reader, _ in crowd]
-        over.set()
-        await entrance.close()
-        for _, writer in crowd:
-            writer.close()
-        return inside
+        return await inside_at_the_end(entrance, crowd, over)
 
     assert [False, True] == asyncio.run(main())
 
