@@ -1,8 +1,8 @@
 """The things that all backends do alike: names and epochs, refusals and texts, forked children,
 messages that wait for the engine, columns of a batch, copies between host memory, memory fences.
 
-Nothing here knows a provider. The engine's own checks are above the seam, in
-`core.requests`. A column is one int for every row, or one value a row.
+Nothing here knows a provider. The engine's own checks are above the seam, in `core.requests`. A
+column is one int for every row, or one value a row.
 """
 
 from __future__ import annotations

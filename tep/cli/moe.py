@@ -123,19 +123,19 @@ def moe(
 
 def _kind(workload: Workload, machine: Profile) -> str:
     """Say how the latencies are made: as the tables say of those that are published."""
-    from dataclasses import replace
-
     from tep.apps.moe.predict import Workload
     from tep.bench.reproduce.tables import NIC_PROFILES, load_table
     from tep.sim.sweeps import kind_of
 
-    ep = workload.ep
-    asked = Workload(ep=ep, nic=workload.nic, turns=workload.turns, seed=workload.seed)
+    ep, tokens = workload.ep, workload.tokens
+    usual = Workload(
+        ep=ep, nic=workload.nic, tokens=tokens, turns=workload.turns, seed=workload.seed
+    )
     steps = {128: ("moe-decode", "moe-others"), 4096: ("moe-prefill",)}
+    tables = steps.get(tokens, ()) if workload == usual else ()
     published = {
         point.kind
-        for name in steps.get(workload.tokens, ())
-        if workload == replace(asked, tokens=workload.tokens)
+        for name in tables
         for point in load_table(name).points
         if (str(ep), machine.name) == (point.keys["ep"], NIC_PROFILES.get(point.keys["nic"]))
     }

@@ -265,7 +265,7 @@ class Datagrams(_Requests):
         super().__init__(device)
         self._slots = _Region(device, (DATAGRAMS_IN + DATAGRAMS_OUT) * _SLOT)
         self._qp = create_ud(device, cq, qkey, max(DATAGRAMS_IN, DATAGRAMS_OUT))
-        self.number = qp_number(self._qp)
+        self.number, self._qp_ref = qp_number(self._qp), ref(self._qp)
         self.routes = Routes(device)
         self._free: deque[int] = deque(range(DATAGRAMS_IN, DATAGRAMS_IN + DATAGRAMS_OUT))
         for slot in range(DATAGRAMS_IN):
@@ -289,7 +289,7 @@ class Datagrams(_Requests):
         wr["ah"] = route
         wr["remote_qpn"] = to.ud_qpn
         wr["remote_qkey"] = to.qkey
-        if self._device.data.post_send(ref(self._qp), self._send_ref, self._bad_ref):
+        if self._device.data.post_send(self._qp_ref, self._send_ref, self._bad_ref):
             self._free.append(slot)
 
     def sent(self, slot: int) -> None:
