@@ -347,7 +347,9 @@ class SendQueue:
     def before(self, limit_ps: int) -> int:
         """Index behind the last unit that leaves before the limit."""
         if limit_ps > self._later_ps:
-            self._plan(Units.join(self._take_later()), self.at)
+            # What starts before stays: the wire and the turns stand as the latest plan left them.
+            cut = max(self.at, int(self.starts.searchsorted(self._later_ps, "left")))
+            self._plan(Units.join(self._take_later()), cut)
         return int(self.starts.searchsorted(limit_ps, "left"))
 
     def cut(self, now_ps: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tep import Pages, Single, count_imms
@@ -36,10 +36,30 @@ OTHERS = st.fixed_dictionaries(
 MIXES = st.lists(OTHERS.map(lambda numbers: replace(PLAIN, **numbers)), min_size=4, max_size=4)
 
 
+# A queue pair's last row, and one more behind it, wait beside a long plan that has begun.
+BEHIND = [
+    (0, 0, [(0, 0)]),
+    (1, 1, [(0, 300_000), (1, 0)]),
+    (90_003, 1, [(0, 300_000)]),
+    (90_004, 1, [(1, 0)]),
+]
+SMALL_QUANTA = replace(
+    PLAIN,
+    wire_bps=97 * 10**9,
+    dma_bps=126_030_000_000,
+    op_ps=0,
+    latency_ps=999_999,
+    quantum_bytes=8192,
+    fill_bytes=0,
+    post_first_ps=90_001,
+)
+
+
 def columns(posts):
     return sorted((t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts)
 
 
+@example(BEHIND, [SMALL_QUANTA] * 4, None, False)
 @given(POSTS, MIXES, st.one_of(st.none(), SPINES, CIRCUITS), st.booleans())
 def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
     """Four machines, each of its own rates and latency: each row, to the picosecond."""
