@@ -384,6 +384,17 @@ class TimingFabric(Fabric):
             seen[mine] = fifo_grouped(seen[mine], costs, workers, self.heard_ps)
         return seen
 
+    def _busy_until(self, nics: Ints, heard: Ints) -> None:
+        """Note until when workers are busy with immediates, which they hear at these times.
+
+        It is counted from the first of them on, as if none had to be waited for: those of a slow
+        NIC may land long after others that are planned later.
+        """
+        for worker, which in by_value(self.first[nics]):
+            costs = self.poll_ps[nics[which]]
+            first = int(heard[which].argmin())
+            self.heard_ps[worker] = heard[which].item(first) + int(costs.sum()) - costs.item(first)
+
     def _first_wake_ps(self, found: _Rows) -> int:
         """A time before which these rows wake nobody if they land as computed."""
         if not len(found.numbers):
@@ -414,7 +425,7 @@ class TimingFabric(Fabric):
         np.maximum.at(batches.seen_ps, batch, seen)
         if self._polls:
             said = ledger.imm[rows] >= 0
-            np.maximum.at(self.heard_ps, self.first[target[said]], seen[said])
+            self._busy_until(target[said], seen[said])
         if self.pairs is not None:
             np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}
