@@ -57,7 +57,7 @@ def write(source, target, here, there, nbytes):
     row = (here.base, here.lkey, there.base, there.rkey)
     batch = WriteBatch(1, source.connect(target.address), *row, nbytes, 1, 1)
     source.post(batch, 0, 1)
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while not ended:
         ended = [entry[1] for entry in out[: source.poll(out)].tolist() if entry[0] == Kind.WRITE]
         target.poll(out)

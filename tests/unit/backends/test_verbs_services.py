@@ -43,7 +43,7 @@ class Engines:
         )
 
     def until(self, done, what):
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while not done():
             for each in tuple(self.ring):
                 each.step()
@@ -114,7 +114,7 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
         tries = engines.write_in_time(a, desc)
         assert turn or tries == 1
         sent = engines.write(a, desc)
-        removal = a.remove_peer(b.main_address).wait(10)
+        removal = a.remove_peer(b.main_address).wait(60)
         assert sent.ok
         assert "" == removal.unfenced
         assert ({}, {}) == (peers_of(a).links, worker_of(a).members._peers), turn
@@ -123,14 +123,14 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
 def test_memory_is_free_once_its_silent_writer_is_removed(engines):
     """Queue pairs that are gone write nothing: what a stopped writer had posted lands no more."""
     a, b = engines.a, engines.b
-    engines.write(b, engines.desc).wait(10)
+    engines.write(b, engines.desc).wait(60)
     engines.ring.remove(machine_of(b))  # it is stopped, with a write on its way
     late = engines.write(b, engines.desc, imm=2)
-    removal = a.remove_peer(b.main_address).wait(10)
+    removal = a.remove_peer(b.main_address).wait(60)
     engines.memory[:] = 0
     engines.ring.append(machine_of(b))
     with pytest.raises(FabricError):
-        late.wait(10)
+        late.wait(60)
 
     assert "" == removal.unfenced
     assert not engines.memory.any(), "free, and written to"

@@ -45,7 +45,7 @@ class Rig:
         self.until(lambda: self.a.peers.up[0] is not None)
 
     def until(self, done):
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 60
         found = []
         while not done():
             found += self.poll(self.a) + self.poll(self.b)
@@ -66,7 +66,7 @@ class Rig:
     def settle(self, rows):
         """Completions of side a until `rows` rows are back, as (status, count, row)."""
         found = []
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 60
         while sum(entry[2] for entry in found) < rows:
             found += [entry for entry in self.poll(self.a) if entry[0] == Kind.WRITE]
             self.poll(self.b)
@@ -560,7 +560,7 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
     rig.b.close()
     stub.event(rig.a.device.context, ENUMS["IBV_EVENT_DEVICE_FATAL"])
     armed = rig.a.arm()
-    kinds, end_s = [], time.monotonic() + 5
+    kinds, end_s = [], time.monotonic() + 60
     while not kinds:
         kinds = [entry[0] for entry in rig.poll(rig.a)]
         assert time.monotonic() < end_s, "it never says that it is down"
@@ -603,7 +603,7 @@ def test_a_message_is_read_and_given_back_after_close(rig):
     """Its buffer went to a receive queue that was gone."""
     rig.b.post_recvs(64, 1)
     assert rig.a.post_send(rig.peer, b"kept", 1)
-    slots, end_s = [], time.monotonic() + 5
+    slots, end_s = [], time.monotonic() + 60
     while not slots:
         rig.poll(rig.a)
         slots = [entry[5] for entry in rig.poll(rig.b) if entry[0] == Kind.RECV]
