@@ -81,10 +81,11 @@ def _compared(one: Mapping[str, Any]) -> str:
 
 def _published(data: Any) -> list[Row]:
     """Make the table of `tep reproduce`."""
-    fixed = {"table", "unit", "published", "simulated", "error", "left_out", "class", "of"}
+    fixed = {"table", "unit", "published", "simulated", "interval", "error", "left_out"}
+    fixed |= {"class", "of", "tolerance", "holds"}
     rows: list[Row] = []
     for one in data["points"]:
-        keys = {k: v for k, v in one.items() if k not in fixed | {"tolerance", "holds"}}
+        keys = {k: v for k, v in one.items() if k not in fixed}
         points = "points" if one["unit"] == "%" else "%"
         rows.append(
             {
@@ -92,6 +93,7 @@ def _published(data: Any) -> list[Row]:
                 "point": ", ".join(f"{k} {v}" for k, v in keys.items()),
                 "published": _number(one["published"]),
                 "simulated": "" if one["simulated"] is None else _number(one["simulated"]),
+                "interval": " to ".join(map(_number, one["interval"] or ())),
                 "error": "" if one["error"] is None else f"{one['error']:+.1f} {points}",
                 "left out": _left_out(one),
                 "class": one["class"],

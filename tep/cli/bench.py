@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from tep.bench import Figure
-from tep.cli.show import Json, emit_json, print_table, progress
+from tep.cli.show import Guessed, Json, emit_json, print_table, progress
 
 __all__ = ["app", "machine_of_figures", "reproduce", "show_figures"]
 
@@ -127,11 +127,15 @@ LeaveOut = Annotated[
 
 
 def reproduce(
-    names: Names = None, out: Out = None, leave_one_out: LeaveOut = False, json: Json = False
+    names: Names = None,
+    out: Out = None,
+    leave_one_out: LeaveOut = False,
+    guessed: Guessed = 1.5,
+    json: Json = False,
 ) -> None:
     """Print published, simulated and error of each point, and how its value was made: predicted by
-    engines on the timing fabric, fitted to, given, or counted. Exit 1 if an error is beyond its
-    tolerance.
+    engines on the timing fabric (with an interval), fitted to, given, or counted. Exit 1 if an
+    error is beyond its tolerance.
     """
     from tep.bench.reproduce import load_table, report, residue, runs, table_names
 
@@ -140,7 +144,7 @@ def reproduce(
     total = sum(len(table.points) for table in tables)
     with progress("points", total, quiet=json) as bar:
         for table in tables:
-            for outcome in runs.reproduce(table.name):
+            for outcome in runs.reproduce(table.name, guessed):
                 outcomes.append(outcome)
                 bar.advance(bar.task_ids[0])
     if leave_one_out:
@@ -155,6 +159,7 @@ def reproduce(
                 **one.point.keys,
                 "published": one.point.published,
                 "simulated": one.simulated,
+                "interval": one.ends,
                 "error": one.error,
                 "left_out": one.left_out,
                 "class": one.point.kind,
@@ -168,9 +173,11 @@ def reproduce(
     else:
         for table in tables:
             mine = [one for one in outcomes if one.table is table]
-            columns = [c for c in report.COLUMNS if c != "left out" or leave_one_out]
+            rows = report.rows_of(mine)
+            empty = {name for name in ("interval",) if not any(row[name] for row in rows)}
+            empty |= set() if leave_one_out else {"left out"}
             title = f"{table.name}: {table.title}, {table.unit}; {table.source}"
-            print_table(title, columns, report.rows_of(mine))
+            print_table(title, [c for c in report.COLUMNS if c not in empty], rows)
         for key, value in facts.items():
             typer.echo(f"{key}: {', '.join(value) if isinstance(value, list) else value}")
         for path in written:

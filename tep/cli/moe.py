@@ -20,6 +20,8 @@ from tep.cli.show import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tep.apps.moe.predict import Prediction, Workload
     from tep.sim import Profile
 
@@ -81,11 +83,7 @@ def moe(
         refuse_unused(context, "--check, which draws its own layers", sorted(others))
         _check(seed, check, json=json)
         return
-    from dataclasses import replace
-
-    from tep.apps.moe.kernels import load_gpu
-    from tep.apps.moe.predict import Workload, family_of, predict, profile_of
-    from tep.sim.sweeps import interval
+    from tep.apps.moe.predict import Workload, predict
 
     workload = Workload(
         ep=ep,
@@ -106,23 +104,37 @@ def moe(
         sums="node" if node_sums else "token",
     )
     if compare:
-        _compare(workload, json=json)
+        _compare(workload, guessed, json=json)
     else:
-        machine, gpu = profile_of(workload), load_gpu(family_of(workload))
         with progress("simulating the layer", None, quiet=json):
-            found = predict(workload)
-            ends = interval(
-                lambda seed, **point: predict(replace(workload, seed=seed), **point).figures(),
-                found.figures(),
-                guessed,
-                machine=machine,
-                gpu=gpu,
-            )
-        _show(found, ends, _kind(workload, machine), json=json)
+            found = _run(predict, workload, guessed)
+        _show(*found, json=json)
 
 
-def _kind(workload: Workload, machine: Profile) -> str:
-    """Say how the latencies are made: as the tables say of those that are published."""
+def _run(
+    way: Callable[..., Prediction], workload: Workload, guessed: float
+) -> tuple[Prediction, dict[str, tuple[float, float]], str]:
+    """Return a prediction, the intervals of its figures, and its kind."""
+    from dataclasses import replace
+
+    from tep.apps.moe.kernels import load_gpu
+    from tep.apps.moe.predict import family_of, predict, profile_of
+    from tep.sim.sweeps import interval
+
+    machine, gpu = profile_of(workload), load_gpu(family_of(workload))
+    found = way(workload, machine=machine, gpu=gpu)
+    ends = interval(
+        lambda seed, **point: way(replace(workload, seed=seed), **point).figures(),
+        found.figures(),
+        guessed,
+        machine=machine,
+        gpu=gpu,
+    )
+    return found, ends, _kind(workload, machine, published=way is predict)
+
+
+def _kind(workload: Workload, machine: Profile, *, published: bool) -> str:
+    """Say how the latencies are made: as the tables say, if those of this way are published."""
     from tep.apps.moe.predict import Workload
     from tep.bench.reproduce.tables import NIC_PROFILES, load_table
     from tep.sim.sweeps import kind_of
@@ -132,8 +144,8 @@ def _kind(workload: Workload, machine: Profile) -> str:
         ep=ep, nic=workload.nic, tokens=tokens, turns=workload.turns, seed=workload.seed
     )
     steps = {128: ("moe-decode", "moe-others"), 4096: ("moe-prefill",)}
-    tables = steps.get(tokens, ()) if workload == usual else ()
-    published = {
+    tables = steps.get(tokens, ()) if published and workload == usual else ()
+    kinds = {
         point.kind
         for name in tables
         for point in load_table(name).points
@@ -141,7 +153,7 @@ def _kind(workload: Workload, machine: Profile) -> str:
     }
     if ep > _EP_PUBLISHED or kind_of(machine) == "extrapolated":
         return "extrapolated"
-    return "fitted" if "fitted" in published else "predicted"
+    return "fitted" if "fitted" in kinds else "predicted"
 
 
 def _title(workload: Workload) -> str:
@@ -186,29 +198,31 @@ def _show(
     typer.echo(f"{kind}; p99 is too low on EFA, where the network's tails are not modelled")
 
 
-def _compare(workload: Workload, *, json: bool) -> None:
+def _compare(workload: Workload, guessed: float, *, json: bool) -> None:
     from tep.apps.moe.predict import ways
 
-    runs, rows = ways(workload), []
+    runs, found = ways(workload), {}
     with progress("ways to do it", len(runs), quiet=json) as bar:
-        for run in runs:
-            rows.append(run())
+        for name, way, one in runs:
+            found[name] = _run(way, one, guessed)
             bar.advance(bar.task_ids[0])
+    halves = ("dispatch", "combine")
     if json:
         emit_json(
             [
-                {"name": row.name.strip(), "dispatch_us": row.dispatch_us}
-                | {"combine_us": row.combine_us}
-                for row in rows
+                {"name": name, "kind": kind}
+                | {f"{half}_us": one.figures()[half] for half in halves}
+                | {f"{half}_interval_us": ends[half] for half in halves}
+                for name, (one, ends, kind) in found.items()
             ]
         )
         return
-    table = [
-        {"p50, us": row.name, "dispatch": f"{row.dispatch_us:.1f}"}
-        | {"combine": f"{row.combine_us:.1f}"}
-        for row in rows
+    rows = [
+        {"p50, us": name, "kind": kind}
+        | {half: f"{one.figures()[half]:.1f} ({span(ends[half])})" for half in halves}
+        for name, (one, ends, kind) in found.items()
     ]
-    print_table(_title(workload), ["p50, us", "dispatch", "combine"], table)
+    print_table(_title(workload), ["p50, us", *halves, "kind"], rows)
 
 
 def _check(seed: int, count: int, *, json: bool) -> None:

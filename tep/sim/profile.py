@@ -155,7 +155,7 @@ class Profile:
     ack_ps: int = _at("wire.ack", "ps", 0)
     jitter_ps: int = _at("wire.jitter", "ps", 0)
     peer_timeout_ps: int = _at("wire.peer_timeout", "ps", 1)
-    numbers: Mapping[str, Number] = field(repr=False)
+    numbers: Mapping[str, Number] = field(repr=False, hash=False)
     tail_ppm: int = _at("wire.tail_share", "ppm", 0, optional=True)
     tail_ps: int = _at("wire.tail", "ps", 0, optional=True)
     loss_ppm: int = _at("wire.loss", "ppm", 0, optional=True)

@@ -312,7 +312,7 @@ class TimingNic(Nic):
             self.waker()
         if filled and self.profile.poll_ps:
             imms = out["count"][:filled][out["kind"][:filled] == _IMM]
-            self.node.charge(int(imms.sum()) * self.profile.poll_ps)
+            self.node.took(int(imms.sum()) * self.profile.poll_ps)
         return filled
 
     def take_in(self, now: int) -> None:

@@ -238,10 +238,14 @@ class Node(SimNode):
 
     def charge(self, cost_ps: int) -> None:
         """Give the worker work, to be done after the work that it has."""
-        now = self._fabric.env.now
-        self._cpu_free_ps = max(now, self._cpu_free_ps) + cost_ps
+        self._cpu_free_ps = max(self._fabric.env.now, self._cpu_free_ps)
+        self.took(cost_ps)
+
+    def took(self, cost_ps: int) -> None:
+        """Put off what the worker has still to do by work that it has done: immediates taken."""
+        self._cpu_free_ps += cost_ps
         # While it posts many rows it looks at its NICs now and then.
-        self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
+        self.busy_until_ps = min(self._cpu_free_ps, self._fabric.env.now + self._turn_ps)
 
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows; they are launched once all posts of this instant are known.

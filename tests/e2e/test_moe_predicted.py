@@ -4,6 +4,7 @@ shape between the points, what was fitted, what it costs.
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -24,8 +25,7 @@ LONG = pytest.mark.long
 def test_small_private_buffers_cost_efa_more(nic, least, most) -> None:
     """At a size Figure 11 does not show: EFA pays for late routes, ConnectX-7 hardly."""
     small, large = (
-        predict(Workload(ep=32, nic=nic, turns=1, private_tokens=private)).dispatch_us
-        for private in (8, 64)
+        predict(Workload(ep=32, nic=nic, private_tokens=private)).dispatch_us for private in (8, 64)
     )
 
     assert least < small / large - 1 < most
@@ -151,6 +151,10 @@ def test_the_command_compares_and_checks() -> None:
     assert {"per-token writes", "padded, dense", "sums at the sending node"} < {
         row["name"] for row in rows
     }
+    for row, half in itertools.product(rows, ("dispatch", "combine")):
+        low, high = row[f"{half}_interval_us"]
+        assert low <= row[f"{half}_us"] <= high > low, row
+    assert {"predicted"} == {row["kind"] for row in rows}
     assert {"layers": 3, "seed": 5, "wrong": 0} == json.loads(checked.stdout)
 
 

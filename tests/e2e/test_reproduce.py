@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -143,6 +144,20 @@ def test_every_cell_of_left_out_says_something() -> None:
         ("post_all CX7 64 p50", "-7.9 %"),
         ("rust p50", "nothing left"),
     } == said
+
+
+def test_a_prediction_has_an_interval_of_what_is_guessed() -> None:
+    """A prediction without one looks as sure as a number that was fitted."""
+    outcomes = list(itertools.islice(runs.reproduce("kvcache", guessed=1.5), 8))
+    said = {one.point.name: one for one in outcomes}
+    added, transfer = said["4096 added"], said["4096 layer_transfer"]
+
+    for one in (added, transfer):
+        low, high = one.ends
+        assert low < one.simulated < high
+    assert added.ends[1] - added.ends[0] > 1, "hop and sums of the decoder's pass are guessed, too"
+    assert " to " in report.rows_of([added])[0]["interval"]
+    assert said["4096 pages"].ends is None is said["8192 ttft_same_node"].ends
 
 
 def test_independent_rows_do_not_make_the_published_tails_of_posting() -> None:

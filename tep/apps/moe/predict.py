@@ -15,7 +15,6 @@ import asyncio
 import statistics
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -31,7 +30,7 @@ from tep.observe.shown import Shown
 from tep.sim import Profile, load_profile
 
 __all__ = [
-    "NICS", "Prediction", "Row", "Workload", "compare", "draw_indices", "family_of", "padded",
+    "NICS", "Prediction", "Workload", "compare", "draw_indices", "family_of", "padded",
     "per_token", "predict", "profile_of", "ways",
 ]  # fmt: skip
 
@@ -274,8 +273,6 @@ def _of(
 ) -> tuple[float, float, dict[str, float]]:
     """Median, 99th percentile, and the parts of the median rank; microseconds."""
     ordered = sorted(marks, key=lambda one: one[op])
-    latencies = [one[op] * _US for one in ordered]
-    p99 = latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))]
     typical = ordered[len(ordered) // 2]
     if "posted" in typical:
         staged = min(typical["staged"], typical["posted"])
@@ -290,7 +287,14 @@ def _of(
     for name, end in ends.items():
         parts[name] = max(0.0, end - before) * _US
         before = max(before, end)
-    return statistics.median(latencies), p99, parts
+    return *_middle_and_p99([one[op] for one in marks]), parts
+
+
+def _middle_and_p99(latencies_s: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile, microseconds."""
+    ordered = sorted(latencies_s)
+    p99_s = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return statistics.median(ordered) * _US, p99_s * _US
 
 
 def _first_byte_s(profile: Profile) -> float:
@@ -311,61 +315,50 @@ _ARRIVED, _READY, _COMBINED = 1, 2, 3
 _BY_BYTES: Final = tep.Routing(scatter_by="bytes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of a comparison; microseconds, p50 over ranks."""
-
-    name: str
-    dispatch_us: float
-    combine_us: float
-
-
-def per_token(workload: Workload) -> Row:
-    """A write for each copy.
+def per_token(
+    workload: Workload, *, gpu: Gpu | None = None, machine: Profile | None = None
+) -> Prediction:
+    """A write for each copy; other kernels and NICs as of `predict`.
 
     Leaves out: how receivers learn the counts (one more write a peer), atomics, and that DeepEP's
     kernels keep SMs busy while they wait.
     """
-    profile = profile_of(workload)
-    if profile.ordered:
-        profile = replace(profile, post_first_ps=_GPU_POST_PS, post_next_ps=_GPU_POST_PS)
-    return _run("per-token writes", workload, profile, padded=False)
+    machine = machine or profile_of(workload)
+    if machine.ordered:
+        machine = replace(machine, post_first_ps=_GPU_POST_PS, post_next_ps=_GPU_POST_PS)
+    return _run(workload, gpu, machine, padded=False)
 
 
-def padded(workload: Workload) -> Row:
-    """Equal blocks to all, of the largest size that may occur: tokens * min(topk, local experts).
+def padded(
+    workload: Workload, *, gpu: Gpu | None = None, machine: Profile | None = None
+) -> Prediction:
+    """Equal blocks to all, of the largest size that may occur: tokens * min(topk, local experts);
+    other kernels and NICs as of `predict`.
 
     Leaves out: the collective library's own protocol; its copies are ours.
     """
-    return _run("padded, dense", workload, profile_of(workload), padded=True)
+    return _run(workload, gpu, machine or profile_of(workload), padded=True)
 
 
-def compare(workload: Workload) -> list[Row]:
+def compare(workload: Workload) -> dict[str, Prediction]:
     """The reference's way, its variants, and the others, for one workload."""
-    return [run() for run in ways(workload)]
+    return {name: run(one) for name, run, one in ways(workload)}
 
 
-def ways(workload: Workload) -> list[Callable[[], Row]]:
-    """The runs of `compare`, one call a row."""
-    variants = {
-        "host proxy, as the reference": workload,
-        "  first burst by bytes": replace(workload, private_scatter="bytes"),
-        "  sums at the sending node": replace(workload, sums="node"),
-        "  both": replace(workload, sums="node", private_scatter="bytes"),
-    }
+def ways(workload: Workload) -> list[tuple[str, Callable[..., Prediction], Workload]]:
+    """The runs of `compare`: name, function, workload."""
+    by_bytes = replace(workload, private_scatter="bytes")
+    found: list[tuple[str, Callable[..., Prediction], Workload]] = [
+        ("host proxy, as the reference", predict, workload),
+        ("first burst by bytes", predict, by_bytes),
+        ("sums at the sending node", predict, replace(workload, sums="node")),
+        ("both", predict, replace(by_bytes, sums="node")),
+        ("per-token writes", per_token, workload),
+        ("padded, dense", padded, workload),
+    ]
     # Nodes of one GPU have nothing to add up, one node has nobody to send to.
     adds = 1 < workload.gpus < workload.ep
-    mine = [
-        partial(_predicted, name, variant)
-        for name, variant in variants.items()
-        if variant.sums != "node" or adds
-    ]
-    return [*mine, partial(per_token, workload), partial(padded, workload)]
-
-
-def _predicted(name: str, workload: Workload) -> Row:
-    found = predict(workload)
-    return Row(name=name, dispatch_us=found.dispatch_us, combine_us=found.combine_us)
+    return [one for one in found if one[2].sums != "node" or adds]
 
 
 class _Rank:
@@ -445,13 +438,13 @@ class _Rank:
                 )
 
 
-def _run(name: str, workload: Workload, profile: Profile, *, padded: bool) -> Row:
-    gpu, ep = load_gpu(family_of(workload)), workload.ep
+def _run(workload: Workload, gpu: Gpu | None, machine: Profile, *, padded: bool) -> Prediction:
+    gpu, ep = gpu or load_gpu(family_of(workload)), workload.ep
     link = Nvlink(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
     shape = _shape(replace(workload, sums="token"))
     config = MoeConfig(world=ep, node_size=min(workload.gpus, ep), **shape)
     block = config.max_tokens * config.copies_per_token if padded else 0
-    cluster = sim.Cluster(ep, profile=profile, seed=workload.seed, move_bytes=False)
+    cluster = sim.Cluster(ep, profile=machine, seed=workload.seed, move_bytes=False)
     ranks = [_Rank(cluster, link.port(r), gpu, config, r, block) for r in range(ep)]
     draw = draw_indices(workload)
     counts = np.array([sort_copies(draw(r, 0), config).counts for r in range(ep)])
@@ -468,5 +461,10 @@ def _run(name: str, workload: Workload, profile: Profile, *, padded: bool) -> Ro
 
     with cluster:
         cluster.run(_all(one(number, rank) for number, rank in enumerate(ranks)))
-    dispatch, combine = (statistics.median(column) * _US for column in zip(*times, strict=True))
-    return Row(name=name, dispatch_us=dispatch, combine_us=combine)
+    dispatch, combine = (_middle_and_p99(column) for column in zip(*times, strict=True))
+    return Prediction(
+        workload=workload,
+        dispatch_us=dispatch[0],
+        combine_us=combine[0],
+        p99_us=(dispatch[1], combine[1]),
+    )

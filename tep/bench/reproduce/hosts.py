@@ -5,7 +5,7 @@ all to the one of its own number ("rail"). Its NICs take turns, `_STRIPE` messag
 it does not pass over a NIC that has `_WINDOW` in flight. So with eight GPUs in turn half of a
 host's NICs wait: that is the benchmark's own doing, and not the network's.
 
-Source: UCCL, ep/bench/alltoall, commit 0cdfcf52: test_alltoall.cpp and test_alltoall_rail.cpp.
+Source: UCCL, ep/bench/alltoall, commit 98831013: test_alltoall.cpp and test_alltoall_rail.cpp.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Final
 
 import tep
 from tep import sim
+from tep.base.units import GiB
 
-__all__ = ["alltoall_gbytes_s"]
+__all__ = ["alltoall_gib_s"]
 
 _GPUS: Final = 8
 _STRIPE: Final = 64
@@ -30,9 +31,9 @@ async def _after(write: tep.Transfer, window: asyncio.Semaphore) -> None:
     window.release()
 
 
-def alltoall_gbytes_s(profile: str, nbytes: int, *, rail: bool) -> float:
-    """Return what each GPU of one host sends, GB/s; the other host's traffic is the same."""
-    with sim.Cluster(2 * _GPUS, profile=profile, move_bytes=False) as cluster:
+def alltoall_gib_s(machine: sim.Profile, nbytes: int, *, rail: bool, seed: int = 0) -> float:
+    """Return what each GPU of one host sends, GiB/s; the other host's traffic is the same."""
+    with sim.Cluster(2 * _GPUS, profile=machine, seed=seed, move_bytes=False) as cluster:
         regions = [engine.reg_mr((1 << 40, _GPUS * nbytes, "cpu")) for engine in cluster.engines]
         nics = len(cluster.engines[0].main_address.domains)
         stripe = _STRIPE // _GPUS if rail else _STRIPE
@@ -57,4 +58,4 @@ def alltoall_gbytes_s(profile: str, nbytes: int, *, rail: bool) -> float:
             await asyncio.gather(*map(one, range(_GPUS)))
 
         cluster.run(main())
-        return _ROUNDS * _GPUS * nbytes / cluster.now_us / 1e3
+        return _ROUNDS * _GPUS * nbytes / cluster.now_us * 1e6 / GiB

@@ -2,30 +2,39 @@
 
 Point to point, scatter, MoE, KvCache and the waiting of RL run through the engines on the timing
 fabric. Kernels, the watched word and RL's operations are inputs, given back. The functions here
-have no number of a machine. `None` if nothing is simulated.
+have no number of a machine: what has guessed numbers is given to them by name. `None` if nothing is
+simulated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import Final
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Final
 
 import numpy as np
 
 import tep
 from tep import sim
-from tep.apps.kvcache.simulate import Report, first_token
-from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED
-from tep.apps.moe.kernels import load_gpu
-from tep.apps.moe.predict import Prediction, Workload, per_token, predict
+from tep.apps.kvcache.simulate import Plant, Report, first_token
+from tep.apps.kvcache.ttft import OVERHEAD, PUBLISHED, Overhead
+from tep.apps.moe.kernels import Gpu, load_gpu
+from tep.apps.moe.predict import (
+    Prediction,
+    Workload,
+    family_of,
+    per_token,
+    predict,
+    profile_of,
+)
 from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
 from tep.base.units import PS_PER_US, KiB
-from tep.bench.reproduce.hosts import alltoall_gbytes_s
+from tep.bench.reproduce.hosts import alltoall_gib_s
 from tep.bench.reproduce.tables import NIC_PROFILES, Point, Table, load_table
+from tep.sim.sweeps import interval
 
 __all__ = [
     "Outcome", "layer_us", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at",
@@ -34,8 +43,11 @@ __all__ = [
 
 _PAGES: Final = 16_384
 
+Keys = Mapping[str, str]
+"""The columns of a published table that say which point it is."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A point with its simulated value.
 
@@ -44,12 +56,15 @@ class Outcome:
         simulated: in the table's unit; None: not modelled.
         left_out: the simulated value without this point, see residue.leave_one_out; None: not
             asked for, or unknown.
+        ends: of a prediction, the interval of the simulated value, see tep.sim.sweeps.interval;
+            None: not asked for.
     """
 
     table: Table
     point: Point
     simulated: float | None
     left_out: float | None = None
+    ends: tuple[float, float] | None = None
 
     @property
     def error(self) -> float | None:
@@ -65,21 +80,32 @@ class Outcome:
         return error is None or tolerance is None or abs(error) <= tolerance + 1e-9
 
 
-def reproduce(name: str) -> Iterator[Outcome]:
-    """Simulate a table, point by point, in order.
+def reproduce(name: str, guessed: float = 1.0) -> Iterator[Outcome]:
+    """Simulate a table, point by point, in order; predictions with intervals if `guessed` > 1.
 
     Raises:
         UsageError: there is no such table.
     """
     table = load_table(name)
     for point in table.points:
-        modelled = point.kind != "not modelled" or name in _TRIED
-        yield Outcome(table, point, _RUNS[name](point.keys) if modelled else None)
+        if point.kind == "not modelled" and name not in _TRIED:
+            yield Outcome(table, point, None)
+            continue
+        value, ends = reproduce_at(name, **point.keys), None
+        if point.kind == "predicted" and guessed > 1:
+            run, given = _RUNS[name], _GIVEN[name](point.keys)
+            again = partial(_named, run, point.keys)
+            ends = interval(again, {"value": value}, guessed, **given)["value"]
+        yield Outcome(table, point, value, ends=ends)
+
+
+def _named(run: Callable[..., float], keys: Mapping[str, str], **point: Any) -> dict[str, float]:
+    return {"value": run(keys, **point)}
 
 
 def reproduce_at(name: str, **keys: str) -> float:
     """Simulate a point that need not be published; the keys are the table's columns."""
-    return _RUNS[name](keys)
+    return _RUNS[name](keys, seed=0, **_GIVEN[name](keys))
 
 
 # ---------------------------------------------------------------- point to point
@@ -107,9 +133,11 @@ def single_us(profile: str | sim.Profile, nbytes: int, seed: int = 0) -> float:
         return cluster.now_us - start_us
 
 
-def paged_us(profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES) -> float:
+def paged_us(
+    profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES, seed: int = 0
+) -> float:
     """Measure submit to the sender's done of pages in random order; as published, no immediates."""
-    cluster, mr, desc = pair(profile, page_bytes * npages)
+    cluster, mr, desc = pair(profile, page_bytes * npages, seed)
     order = np.random.default_rng(1)
     with cluster:
         src, dst = (tep.Pages(order.permutation(npages)) for _ in range(2))
@@ -117,40 +145,41 @@ def paged_us(profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES) 
         return cluster.now_us
 
 
-def _p2p(keys: Mapping[str, str]) -> float:
-    profile, nbytes = NIC_PROFILES[keys["nic"]], int(keys["bytes"])
+def _p2p(keys: Keys, machine: sim.Profile, seed: int) -> float:
+    nbytes = int(keys["bytes"])
     if keys["kind"] == "single":
-        return nbytes * 8 / single_us(profile, nbytes) / 1000
-    return _PAGES * nbytes * 8 / paged_us(profile, nbytes) / 1000
+        return nbytes * 8 / single_us(machine, nbytes, seed) / 1000
+    return _PAGES * nbytes * 8 / paged_us(machine, nbytes, seed=seed) / 1000
 
 
 # ---------------------------------------------------------------- KvCache
 
 
 @cache
-def _first(ntokens: int) -> Report:
-    return first_token(ntokens)
+def _first(ntokens: int, machine: sim.Profile, overhead: Overhead, seed: int) -> Report:
+    plant = Plant(prefillers=1, decoders=1, fabric="timing", profile=machine, overhead=overhead)
+    return first_token(ntokens, plant, seed)
 
 
-def _kvcache(keys: Mapping[str, str]) -> float:
+def _kvcache(keys: Keys, machine: sim.Profile, overhead: Overhead, seed: int) -> float:
     ntokens = int(keys["ntokens"])
     last = PUBLISHED.chunks(ntokens)[-1]
     pages = PUBLISHED.last_pages(ntokens)
     values: dict[str, Callable[[], float]] = {
         "ttft_same_node": lambda: PUBLISHED.compute_s(ntokens) * 1e3,
-        "ttft_disaggregated": lambda: _first(ntokens).ttft_s() * 1e3,
-        "added": lambda: _first(ntokens).added_s() * 1e3,
+        "ttft_disaggregated": lambda: _first(ntokens, machine, overhead, seed).ttft_s() * 1e3,
+        "added": lambda: _first(ntokens, machine, overhead, seed).added_s() * 1e3,
         "layer_compute": lambda: PUBLISHED.chunk_layer_s(last) * 1e3,
-        "layer_transfer": lambda: OVERHEAD.start_s * 1e3 + layer_us(pages) / 1e3,
+        "layer_transfer": lambda: overhead.start_s * 1e3 + layer_us(pages, machine, seed) / 1e3,
         "chunk_steps": lambda: float(len(PUBLISHED.chunks(ntokens))),
         "pages": lambda: float(pages),
     }
     return values[keys["quantity"]]()
 
 
-def layer_us(npages: int) -> float:
+def layer_us(npages: int, profile: str | sim.Profile = NIC_PROFILES["EFA"], seed: int = 0) -> float:
     """Measure one layer's pages from one rank, submit to the last page's immediate."""
-    cluster, mr, desc = pair(NIC_PROFILES["EFA"], 32 * KiB * npages)
+    cluster, mr, desc = pair(profile, 32 * KiB * npages, seed)
     with cluster:
         a, b = cluster.engines
         pages = tep.Pages(np.arange(npages))
@@ -163,12 +192,12 @@ def layer_us(npages: int) -> float:
 
 
 @cache
-def _update() -> Update:
-    return study.published_deployment().predict()
+def _update(deployment: study.Deployment, seed: int) -> Update:
+    return deployment.predict(seed=seed)
 
 
-def _rl(keys: Mapping[str, str]) -> float:
-    found = _update()
+def _rl(keys: Keys, deployment: study.Deployment, seed: int) -> float:
+    found = _update(deployment, seed)
     values = found.stages | {"total": found.total_ms, "wait": found.wait_ms}
     return values[keys["operation"]]
 
@@ -177,46 +206,49 @@ def _rl(keys: Mapping[str, str]) -> float:
 
 
 @cache
-def _step(workload: Workload) -> Prediction:
-    return predict(workload)
+def _step(
+    way: Callable[..., Prediction], workload: Workload, machine: sim.Profile, gpu: Gpu
+) -> Prediction:
+    return way(workload, machine=machine, gpu=gpu)
 
 
-def _half(workload: Workload, op: str) -> float:
-    found = _step(workload)
-    return found.dispatch_us if op == "dispatch" else found.combine_us
+def _layer(keys: Keys) -> Workload:
+    """The decode step of a point's ranks and NICs; DeepEP's are ConnectX-7."""
+    name = keys["nic"].lower()
+    nic = "cx7" if name.startswith("deepep") else name.removesuffix("_2nics")
+    return Workload(ep=int(keys["ep"]), nic=nic, nics=2 if name.endswith("_2nics") else None)
 
 
-def _decode(keys: Mapping[str, str]) -> float:
-    ep = int(keys["ep"])
-    if keys["nic"].startswith("DeepEP"):
-        row = per_token(Workload(ep=ep, nic="cx7"))
-        return row.dispatch_us if keys["op"] == "dispatch" else row.combine_us
-    nic, nics = keys["nic"].lower(), 2 if keys["nic"].endswith("_2nics") else None
-    return _half(Workload(ep=ep, nic=nic.removesuffix("_2nics"), nics=nics), keys["op"])
+def _moe(
+    keys: Keys, machine: sim.Profile, gpu: Gpu, seed: int, figure: str = "", **changes: Any
+) -> float:
+    """One figure of a layer; of the point's half, if it is not named."""
+    way = per_token if keys["nic"].startswith("DeepEP") else predict
+    found = _step(way, replace(_layer(keys), seed=seed, **changes), machine, gpu)
+    return found.figures()[figure or keys["op"]]
 
 
-def _hosts(keys: Mapping[str, str]) -> float:
-    return alltoall_gbytes_s("efa_4x100", int(keys["bytes"]), rail=keys["traffic"] == "rail")
+def _tails(keys: Keys, **given: Any) -> float:
+    return _moe(keys, **given, figure=f"{keys['op']} p99")
 
 
-def _tails(keys: Mapping[str, str]) -> float:
-    halves = _step(Workload(ep=int(keys["ep"]), nic=keys["nic"].lower())).p99_us
-    return halves[keys["op"] == "combine"]
+def _prefill(keys: Keys, **given: Any) -> float:
+    return _moe(keys, **given, tokens=4096, turns=1)
 
 
-def _prefill(keys: Mapping[str, str]) -> float:
-    return _half(Workload.prefill(ep=int(keys["ep"]), nic=keys["nic"].lower()), keys["op"])
+def _private(keys: Keys, **given: Any) -> float:
+    private, usual = (
+        _moe(keys, **given, figure="dispatch", private_tokens=int(tokens))
+        for tokens in (keys["private_tokens"], 32)
+    )
+    return 100 * (private / usual - 1)
 
 
-def _private(keys: Mapping[str, str]) -> float:
-    def dispatch_us(private: int) -> float:
-        nic, ep = keys["nic"].lower(), int(keys["ep"])
-        return _half(Workload(ep=ep, nic=nic, private_tokens=private), "dispatch")
-
-    return 100 * (dispatch_us(int(keys["private_tokens"])) / dispatch_us(32) - 1)
+def _hosts(keys: Keys, machine: sim.Profile, seed: int) -> float:
+    return alltoall_gib_s(machine, int(keys["bytes"]), rail=keys["traffic"] == "rail", seed=seed)
 
 
-def _kernels(keys: Mapping[str, str]) -> float:
+def _kernels(keys: Keys, seed: int) -> float:  # noqa: ARG001  # nothing is drawn
     seconds: float = getattr(load_gpu(keys["nic"].lower()), keys["kernel"])
     return seconds * 1e6
 
@@ -224,18 +256,17 @@ def _kernels(keys: Mapping[str, str]) -> float:
 # ---------------------------------------------------------------- the host's CPU
 
 
-def _scatter(keys: Mapping[str, str]) -> float:
-    profile = sim.load_profile(NIC_PROFILES.get(keys["nic"], "cx7_400"))
+def _scatter(keys: Keys, machine: sim.Profile, seed: int) -> float:  # noqa: ARG001  # as above
     if keys["stage"] != "post_all":
         # Their sum is the profile's: enqueue, and the worker's pick-up.
         parts = {"enqueue": 0.120, "worker_pickup": 0.855}
-        return profile.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
-    return post_all_us(profile, int(keys["ep"]) - 1)
+        return machine.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
+    return post_all_us(machine, int(keys["ep"]) - 1)
 
 
 def post_all_us(profile: sim.Profile, peers: int) -> float:
     """Measure from before the first write of a scatter to after its last, on the worker's CPU."""
-    machine = dataclasses.replace(profile, jitter_ps=0)
+    machine = replace(profile, jitter_ps=0)
     with sim.Cluster(peers + 1, profile=machine, move_bytes=False) as cluster:
         first, *others = cluster.engines
         mr, _ = first.reg_mr((1 << 40, 1 << 20, "cpu"))
@@ -256,18 +287,17 @@ def post_all_us(profile: sim.Profile, peers: int) -> float:
     return max(seen) - min(seen) + machine.post_first_ps / PS_PER_US
 
 
-def _uvm(keys: Mapping[str, str]) -> float:
-    del keys  # the one point that is not left out
+def _uvm(keys: Keys, seed: int) -> float:  # noqa: ARG001  # the one point that is not left out
     return load_gpu("cx7").watch * 1e6
 
 
-_RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
+_RUNS: Final[Mapping[str, Callable[..., float]]] = {
     "p2p": _p2p,
     "kvcache": _kvcache,
     "rl": _rl,
     "hosts": _hosts,
-    "moe-decode": _decode,
-    "moe-others": _decode,
+    "moe-decode": _moe,
+    "moe-others": _moe,
     "moe-prefill": _prefill,
     "moe-private": _private,
     "moe-tails": _tails,
@@ -275,6 +305,30 @@ _RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
     "scatter": _scatter,
     "uvm": _uvm,
 }
+"""Table -> the value of a point: its keys, a seed, and what `_GIVEN` has for it."""
+
+
+def _nic(keys: Keys) -> dict[str, Any]:
+    return {"machine": sim.load_profile(NIC_PROFILES.get(keys["nic"], "cx7_400"))}
+
+
+def _layer_given(keys: Keys) -> dict[str, Any]:
+    workload = _layer(keys)
+    return {"machine": profile_of(workload), "gpu": load_gpu(family_of(workload))}
+
+
+_GIVEN: Final[Mapping[str, Callable[[Keys], dict[str, Any]]]] = {
+    **dict.fromkeys(("p2p", "scatter"), _nic),
+    **{name: _layer_given for name in _RUNS if name.startswith("moe-")},
+    **dict.fromkeys(("moe-kernels", "uvm"), lambda _: {}),
+    "kvcache": lambda _: {
+        "machine": sim.load_profile(NIC_PROFILES["EFA"]),
+        "overhead": OVERHEAD,
+    },
+    "rl": lambda _: {"deployment": study.published_deployment()},
+    "hosts": lambda _: {"machine": sim.load_profile("efa_4x100")},
+}
+"""Table -> what its points are simulated with and has guessed numbers."""
 
 _TRIED: Final = frozenset({"moe-private", "moe-tails"})
 """Tables whose points are simulated although they are not modelled, to show the error."""
