@@ -114,14 +114,14 @@ TROUBLE: Final = (RendezvousError, EOFError, OSError)
 """The exceptions of hear() and say() when the other end is gone, or no rank of this job."""
 
 
-def frame(message: object, limit: int = 1 << 32) -> bytes:
+def frame(message: object, limit: int = 2**32 - 1) -> bytes:
     """Make the frame of a message; one frame can be sent to many peers.
 
     Raises:
         UsageError: it is longer than the limit.
     """
     data = _encode(message)
-    if len(data) >= limit:
+    if len(data) > limit:
         raise UsageError(f"a control frame of {len(data)} bytes; {limit} at the most")
     return len(data).to_bytes(4, "little") + data
 

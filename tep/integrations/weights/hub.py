@@ -134,12 +134,10 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         params = _same_params(held)
         if not params:
             raise UsageError("the weights are empty: no training rank was given a parameter")
-        self._held = []  # until all of this is done
         new = dict(self._new)
         metas = await self._all(receiver.describe(params) for receiver in new.values())
         for (name, receiver), meta in zip(new.items(), metas):
             self._take(receiver, replace(meta, name=name))  # a connection speaks for one rank
-        self._new = {name: one for name, one in self._new.items() if one is not new.get(name)}
         joined = [
             ([part.name for part in shard.parts], len(shard.offsets) > 1)
             for meta in self.metas.values()
@@ -152,6 +150,7 @@ class Hub(Controller[SenderPort, ReceiverPort]):
         largest = max(math.prod(wire_form(param)[1]) for param in params)
         self.watermark_bytes = max(_WATERMARK_BYTES, largest * _ITEM_MAX * 3 + _ROOM_BYTES)
         self._held = held
+        self._new = {name: one for name, one in self._new.items() if one is not new.get(name)}
 
     async def _all(self, questions: Iterable[Awaitable[T]]) -> list[T]:
         """Ask many at once; the first that fails ends it."""

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 import tep
+from tep.base.errors import FabricError, UsageError
 from tep.integrations.weights.member import Fabric, Meeting, Worker
-from tep.rendezvous.calls import Hello, Listener, answer
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, enter, prove
+from tep.rendezvous.calls import Hello, Listener, _Answer, answer
+from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, enter, frame, prove
 
 TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
 
@@ -27,10 +28,34 @@ class Service:
     async def load(self, path: str) -> None:
         self.loaded.append(path)
 
+    async def zeros(self, nbytes: int) -> bytes:
+        return bytes(nbytes)
+
 
 def working(service: Service, port: int, token: str = TOKEN, name: str = "w") -> asyncio.Future:
     hello = Hello("sender", name)
     return asyncio.ensure_future(answer(service, "127.0.0.1", port, token, hello, patience_s=20.0))
+
+
+def test_an_answer_that_no_frame_holds_is_the_error_of_its_call(monkeypatch) -> None:
+    """The other end hangs up on a longer frame: all calls ended, and nobody knew why."""
+    monkeypatch.setattr("tep.rendezvous.calls.FRAME_MAX", 1000)
+    around = len(frame(_Answer(0, "", bytes(900)))) - 4 - 900
+
+    async def main() -> int:
+        async with Listener(TOKEN) as listener:
+            work = working(Service(), listener.port)
+            caller = await listener.wait_for("sender", "w", 20.0)
+            most = await caller.call(bytes, "zeros", 1000 - around)
+            with pytest.raises(FabricError, match="a control frame of 1001 bytes; 1000 at the"):
+                await caller.call(bytes, "zeros", 1001 - around)
+            with pytest.raises(UsageError, match="a control frame of .* bytes; 1000 at the most"):
+                await caller.call(int, "load", "x" * 1000)
+            assert 5 == await caller.call(int, "ping")
+        await work
+        return len(most) + around
+
+    assert 1000 == asyncio.run(main())
 
 
 def test_silent_strangers_are_few_and_keep_no_worker_out(monkeypatch, caplog) -> None:

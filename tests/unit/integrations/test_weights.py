@@ -13,6 +13,7 @@ import pytest
 
 import tep
 from tep.apps.rl import Placed, placed_box
+from tep.integrations.weights import hub
 from tep.integrations.weights.hub import Hub
 from tep.integrations.weights.member import Fabric, Member
 from tep.integrations.weights.ranks import (
@@ -133,23 +134,23 @@ def test_a_worker_under_load_never_sees_two_versions():
     assert {1, 2, 3, 4, 5} <= set(seen)
 
 
+class Shard:
+    """One of two ranks' part of a DTensor that is cut along an axis, as piece_of asks one."""
+
+    def __init__(self, values, rank, axis=0):
+        self.box = placed_box(values.shape, [Placed(2, rank, axis)])
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.placements = (type("S", (), {"dim": axis, "is_partial": lambda _: False})(),)
+        place = type("M", (), {"shape": (2,), "get_coordinate": lambda _: (rank,)})
+        self.device_mesh = place()
+
+    def to_local(self):
+        return self.values[tuple(slice(*side) for side in self.box)]
+
+
 def test_boxes_of_dtensors_and_what_each_rollout_rank_wants():
     """Each rollout rank gets its slice only, quantised as it asks, straight from the shards."""
     values = np.random.default_rng(1).standard_normal((256, 256), np.float32).astype(BF16)
-
-    class Shard:
-        """A DTensor, as piece_of asks one."""
-
-        def __init__(self, rank):
-            self.box = placed_box(values.shape, [Placed(2, rank, 0)])
-            self.shape, self.dtype = values.shape, values.dtype
-            self.placements = (type("S", (), {"dim": 0, "is_partial": lambda _: False})(),)
-            place = type("M", (), {"shape": (2,), "get_coordinate": lambda _: (rank,)})
-            self.device_mesh = place()
-
-        def to_local(self):
-            (low, high), _ = self.box
-            return values[low:high]
 
     def left(param):
         return Want("bf16", ((0, 256), (0, 100)))
@@ -162,7 +163,7 @@ def test_boxes_of_dtensors_and_what_each_rollout_rank_wants():
 
         async def main():
             await world.join()
-            await world.send(1, [[("w", Shard(rank))] for rank in range(2)])
+            await world.send(1, [[("w", Shard(values, rank))] for rank in range(2)])
 
         cluster.run(main())
         with world.receivers[0].read(1) as (weight,):
@@ -216,6 +217,57 @@ def test_an_update_that_fails_is_given_out_by_nobody(bad):
             for receiver in world.receivers:
                 with receiver.read(3) as weights:
                     check(weights, 3)
+
+        cluster.run(main())
+
+
+def test_a_plan_that_failed_on_its_way_is_made_anew(monkeypatch):
+    """The weights have not changed since, and the newcomer has described itself: both count as
+    known only once all of the plan is there.
+    """
+    made, right = [], hub.mesh_groups
+
+    def groups(*args):
+        made.append(len(world.hub.rollouts))
+        if len(made) == 2:
+            raise tep.UsageError("no groups")
+        return right(*args)
+
+    monkeypatch.setattr(hub, "mesh_groups", groups)
+    cluster, world = world_of(2)
+    first, second = world.receivers
+    with cluster:
+
+        async def main():
+            await world.hub.welcome("r0", first)
+            await world.send(1, weights_of(1))
+            await world.hub.welcome("r1", second)
+            with pytest.raises(tep.FabricError, match="no groups"):
+                await world.send(2, weights_of(2))
+            for version in (3, 4):
+                await world.send(version, weights_of(version))
+                for receiver in world.receivers:
+                    with receiver.read(version) as weights:
+                        check(weights, version)
+
+        cluster.run(main())
+    assert [1, 2, 2] == made
+
+
+def test_weights_may_be_cut_anew():
+    """The rollout ranks hear of the same weights as before; who sends what is planned anew."""
+    cluster, world = world_of(2)
+    with cluster:
+
+        async def main():
+            await world.join()
+            for version, axis in [(1, 0), (2, 1), (3, 0)]:
+                values = np.full((6, 8), version, np.float32)
+                shards = [{"w": Shard(values, rank, axis)} for rank in range(2)]
+                await world.send(version, shards)
+                for receiver in world.receivers:
+                    with receiver.read(version) as (weight,):
+                        assert (values == weight.values).all()
 
         cluster.run(main())
 
