@@ -544,6 +544,8 @@ class ChaosNic(ChaosTarget):
         if early is None:
             data = data[start:stop]
         sink.view[read.at + start : read.at + stop] = data
+        if self._chaos.corrupt:
+            self._turn_bit(read, sink.view[read.at + start : read.at + stop], start)
         if read.number not in self._reading:
             self.fabric.seen["read placed after its end"] += 1
         read.left -= 1

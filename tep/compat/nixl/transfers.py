@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine
+from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine, checksum
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
 from tep.compat.nixl.wire import Region, Remote
@@ -35,10 +35,11 @@ class Side(NamedTuple):
 
 
 class Rows2(NamedTuple):
-    """Rows of one length between two regions."""
+    """Rows of one length between two regions: offsets in both."""
 
     length: int
     mr: MrHandle
+    region: Region
     desc: MrDesc
     here: Rows
     there: Rows
@@ -72,8 +73,8 @@ def cut_rows(local: Side, there: Side) -> list[Rows2]:
     found = []
     for index, (here, far, length) in enumerate(keys.tolist()):
         rows = table[group.ravel() == index]
-        mr, desc = local.held[here][1], there.held[far][1]
-        found.append(Rows2(length, mr, desc, rows[:, 2], rows[:, 3]))
+        mr, (region, desc) = local.held[here][1], there.held[far]
+        found.append(Rows2(length, mr, region, desc, rows[:, 2], rows[:, 3]))
     return found
 
 
@@ -220,6 +221,10 @@ class Request:
         if self.state == "PROC":
             self.state, self.error = "ERR", (kind, why)
             self.bell.ring()
+
+    def checksums(self) -> list[int]:
+        """Compute the checksum of each part at this end."""
+        return [checksum(one.mr, one.here, one.length, places=one.there) for one in self.parts]
 
     def telemetry(self) -> nixlXferTelemetry:
         """Return times and size of the last posting."""

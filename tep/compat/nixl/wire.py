@@ -11,13 +11,15 @@ from msgspec import Meta
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
-__all__ = ["Body", "Call", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Region",
-           "Remote", "WantGrant", "Written", "decode", "decode_call", "encode",
+__all__ = ["Body", "Call", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Part", "Region",
+           "Remote", "Sums", "WantGrant", "WantSums", "Written", "decode", "decode_call", "encode",
            "find_regions"]  # fmt: skip
 
 _T = TypeVar("_T")
 
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Key = tuple[int, int, int, int]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -30,7 +32,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     desc: bytes
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> Key:
         """The key that distinguishes it from other registered memory."""
         return self.mem, self.start, self.nbytes, self.device
 
@@ -63,7 +65,7 @@ class Written(_Body, frozen=True, array_like=True, tag=True):
     """Writer -> target: a transfer has ended well; when its immediates are counted, notify."""
 
     imm: Imm
-    count: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    count: Number
     notif: bytes | None
 
 
@@ -71,6 +73,29 @@ class Notif(_Body, frozen=True, array_like=True, tag=True):
     """A notification that waits for no bytes."""
 
     notif: bytes
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one length in one region of the receiver: its key, their length and offsets."""
+
+    key: Key
+    nbytes: Number
+    offsets: list[Number]
+
+
+class WantSums(_Body, frozen=True, array_like=True, tag=True):
+    """To the agent at the other end of a transfer: what are the checksums of these rows?"""
+
+    number: Number
+    parts: list[Part]
+
+
+class Sums(_Body, frozen=True, array_like=True, tag=True):
+    """Answer: `tep.checksum` of each part, or why they cannot be computed."""
+
+    number: Number
+    values: list[int]
+    why: str = ""
 
 
 class Load(_Body, frozen=True, array_like=True, tag=True):
@@ -90,7 +115,7 @@ class Forget(_Body, frozen=True, array_like=True, tag=True):
 
 
 Call = Load | Give | Forget
-Body = WantGrant | Grant | Written | Notif
+Body = WantGrant | Grant | Written | Notif | WantSums | Sums
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
 _CALL: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, strict=True)
