@@ -1,6 +1,8 @@
 """One rank of a small MoE layer in its own process. Not a test: test_moe_processes.py starts it.
 
-    moe_node.py BACKEND RANK WORLD PORT LISTENER_FD TURNS
+    moe_node.py BACKEND RANK WORLD TURNS PORT LISTENER_FD [PORT LISTENER_FD]
+
+With a second port the last rank kills itself in its second turn, and the others meet there again.
 
 The experts are two matrix products over small integers, which f32 holds exactly: so a row's result
 does not depend on which rows stand beside it, and outputs can be compared byte by byte.
@@ -9,6 +11,8 @@ does not depend on which rows stand beside it, and outputs can be compared byte 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 
@@ -59,44 +63,62 @@ def tokens(rank, turn, experts):
     return x, scales, indices, rng.random((n, TOPK), np.float32)
 
 
-async def run(backend, rank, world, place, listener, turns):
-    experts = LOCAL * world
+async def turn_of(alltoall, turn, dies):
+    """Run one turn and compare it; a rank that `dies` kills itself before it sends results."""
+    rank, experts = alltoall.rank, alltoall.config.num_experts
     layer = Layer(experts)
-    meeting = await rendezvous.join_async(place, listener=listener)
-    with open_engine(backend, rank) as engine:
-        group = moe.Group(rank=rank, world=world, exchange=meeting.all_gather)
-        shape = {"num_experts": experts, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
-        alltoall = moe.AllToAll(engine, group, private_tokens=5, expert_padding=4, **shape)
-        async with alltoall:
+    x, scales, indices, weights = tokens(rank, turn, experts)
+    got = await alltoall.dispatch(x, scales, indices, weights)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    results = np.zeros((len(got.x), HIDDEN), np.uint16)
+    for k in range(LOCAL):
+        rows = slice(int(got.starts[k]), int(got.starts[k] + got.counts[k]))
+        results[rows] = layer.expert(LOCAL * rank + k, got.x[rows], got.scales[rows])
+    out = await alltoall.combine(results)
+    shape = {"hidden": HIDDEN, "combine_format": moe.Format.BF16}
+    expected = dense_layer(x, scales, indices, weights, layer.expert, **shape)
+    assert expected.tobytes() == out.tobytes(), f"rank {rank} turn {turn}"
+
+
+async def run(engine, rank, world, turns, meeting, dies=-1, **options):
+    """All turns on all ranks; after the first a rank dies, if one is to."""
+    port, fd = meeting
+    listener = socket.socket(fileno=fd) if fd >= 0 else None
+    place = rendezvous.Place(rank=rank, size=world, port=port, token=f"moe-{port}")
+    ranks = await rendezvous.join_async(place, listener=listener)
+    group = moe.Group(rank=rank, world=world, exchange=ranks.all_gather)
+    shape = {"num_experts": LOCAL * world, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
+    try:
+        async with moe.AllToAll(
+            engine, group, private_tokens=5, expert_padding=4, **shape, **options
+        ) as alltoall:
             for turn in range(turns):
-                x, scales, indices, weights = tokens(rank, turn, experts)
-                got = await alltoall.dispatch(x, scales, indices, weights)
-                results = np.zeros((len(got.x), HIDDEN), np.uint16)
-                for k in range(LOCAL):
-                    rows = slice(int(got.starts[k]), int(got.starts[k] + got.counts[k]))
-                    results[rows] = layer.expert(LOCAL * rank + k, got.x[rows], got.scales[rows])
-                out = await alltoall.combine(results)
-                expected = dense_layer(
-                    x,
-                    scales,
-                    indices,
-                    weights,
-                    layer.expert,
-                    hidden=HIDDEN,
-                    combine_format=moe.Format.BF16,
-                )
-                assert expected.tobytes() == out.tobytes(), f"rank {rank} turn {turn}"
-        await meeting.barrier()
-    await meeting.close()
-    sys.stdout.write(f"ok rank={rank}\n")
+                await turn_of(alltoall, turn, turn and rank == dies)
+        await ranks.barrier()
+    finally:
+        await ranks.close()
+
+
+async def run_on(engine, rank, world, turns, meetings):
+    """The last rank dies; the others see who it was, and go on without it."""
+    try:
+        await run(engine, rank, world, turns, meetings[0], dies=world - 1, timeout_s=10.0)
+    except tep.FabricError as error:
+        sys.stdout.write(f"{error.code} {error.peer}\n")
+    await run(engine, rank, world - 1, turns, meetings[1], imm_base=0x9000_0000)
 
 
 def main(argv):
-    backend, rank, world, port, fd, turns = argv
-    listener = socket.socket(fileno=int(fd)) if int(fd) >= 0 else None
-    job = f"moe-{port}"
-    place = rendezvous.Place(rank=int(rank), size=int(world), port=int(port), token=job)
-    asyncio.run(run(backend, int(rank), int(world), place, listener, int(turns)))
+    backend, *numbers = argv
+    rank, world, turns, *ports = map(int, numbers)
+    meetings = list(zip(ports[::2], ports[1::2], strict=True))
+    with open_engine(backend, rank) as engine:
+        if len(meetings) == 1:
+            asyncio.run(run(engine, rank, world, turns, meetings[0]))
+        else:
+            asyncio.run(run_on(engine, rank, world, turns, meetings))
+    sys.stdout.write(f"ok rank={rank}\n")
 
 
 if __name__ == "__main__":

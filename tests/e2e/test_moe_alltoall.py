@@ -167,7 +167,7 @@ def test_two_of_them_share_an_engine() -> None:
     async def rank(cluster, groups, number):
         engine = cluster.engines[number]
         both = [
-            moe.AllToAll(engine, one[number], **trial.shape, imm_base=base)
+            moe.AllToAll(engine, one[number], **(trial.shape | {"imm_base": base}))
             for one, base in zip(groups, (0x8000_0000, 0x9000_0000), strict=True)
         ]
 
@@ -193,7 +193,13 @@ def test_two_of_them_share_an_engine() -> None:
 def test_writes_to_a_peer_are_as_few_as_promised(private, nics) -> None:
     """Two payload writes at the most for dispatch and one for combine, on each NIC used."""
     trial = Trial(
-        world=3, private_tokens=private, nics=nics, turns=1, hidden=4096, routing="one_rank"
+        world=3,
+        num_experts=6,
+        private_tokens=private,
+        nics=nics,
+        turns=1,
+        hidden=4096,
+        routing="one_rank",
     )
     rows: list[int] = []
 

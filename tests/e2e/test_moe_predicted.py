@@ -164,7 +164,7 @@ def test_the_command_says_which_layer_is_wrong(monkeypatch) -> None:
     found = CliRunner().invoke(app, ["moe", "--check", "3", "--seed", "5"])
 
     assert 1 == found.exit_code
-    assert "seed 5: Trial(world=" in found.output
+    assert "seed 5: Trial(num_experts=" in found.output
 
 
 def test_a_row_costs_few_events() -> None:

@@ -45,7 +45,7 @@ def trial(seed: int, shape: dict[str, object]) -> Trial:
         "private_tokens": seed % 4,
         "max_tokens": 8,
         "topk": 3,
-        "local_experts": 2,
+        "num_experts": 8,
         "turns": 3,
         "routing": ("even", "skewed", "one_rank")[seed % 3],
         "expert_padding": 1 + seed % 2,
@@ -175,7 +175,7 @@ def combine_order() -> list[Change]:
 
 
 # Ranks that have no tokens for each other are held together by the barriers alone.
-LOOSE = {"world": 6, "topk": 1, "local_experts": 1, "max_tokens": 2, "turns": 8, "routing": "even"}
+LOOSE = {"world": 6, "topk": 1, "num_experts": 6, "max_tokens": 2, "turns": 8, "routing": "even"}
 
 
 @bug(**LOOSE)

@@ -28,7 +28,7 @@ def trials(draw) -> Trial:
     return Trial(
         world=world,
         node_size=node,
-        local_experts=local,
+        num_experts=world * local,
         topk=draw(st.integers(1, min(4, world * local))),
         hidden=draw(st.sampled_from([1, 8, 24])),
         max_tokens=draw(st.integers(1, 8)),
@@ -57,10 +57,10 @@ def test_every_byte_equals_the_dense_reference(trial) -> None:
 def test_sums_at_the_sending_node_equal_their_own_reference(trial, ranks) -> None:
     """Sums that depend on who came first differ from run to run; nobody can compare anything."""
     world, node = ranks
-    shape = {"world": world, "node_size": node, "sums": "node"}
-    topk = min(trial.topk, world * trial.local_experts)
+    experts = world * trial.local_experts
+    shape = {"world": world, "node_size": node, "num_experts": experts, "sums": "node"}
 
-    run_trial(dataclasses.replace(trial, **shape, topk=topk))
+    run_trial(dataclasses.replace(trial, **shape, topk=min(trial.topk, experts)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,7 +73,7 @@ def test_ranks_with_different_nics(seed) -> None:
 @pytest.mark.parametrize(("world", "node"), [(16, 1), (64, 8)])
 def test_many_ranks(world, node) -> None:
     """Counts, offsets and barriers grow with the ranks; an overflow shows only there."""
-    trial = Trial(world=world, node_size=node, topk=6, local_experts=1, turns=1, seed=world)
+    trial = Trial(world=world, node_size=node, topk=6, num_experts=world, turns=1, seed=world)
 
     run_trial(trial)
 

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Hashable
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 import tep
-from tep.apps.moe.config import MoeConfig, sort_copies
+from tep.apps.moe.config import RANKS_MAX, MoeConfig, sort_copies
 from tep.apps.moe.group import Group, Move
 from tep.apps.moe.kernels import HOST, Gpu, spend
 from tep.apps.moe.nodesum import NodeSums
-from tep.apps.moe.payload import Payload, Received
+from tep.apps.moe.payload import Bytes, Payload, Received
 from tep.apps.moe.proxy import (
+    CALL_TRIES_MAX,
+    TROUBLE,
+    Guard,
     Peers,
     Proxy,
     Turn,
-    living_places,
+    call_imms,
     near_rest,
     pack_hello,
     results_to,
     tokens_to,
     unpack_hellos,
 )
-from tep.apps.moe.recovery import TROUBLE, Guard, Recovery, Vote
 
 __all__ = ["AllToAll"]
-
-_T = TypeVar("_T")
 
 
 class AllToAll:
@@ -44,6 +44,10 @@ class AllToAll:
     One turn is dispatch, then combine. Each is a send and a receive half, so that other work fits
     between them; `dispatch` and `combine` are both halves. All ranks make the same calls in the
     same order. Turns do not overlap.
+
+    A failure ends it on all ranks: every call that runs, and every later one, raises. Then close
+    it; nothing is written to its memory any more, and another of the ranks that are left can be
+    made, with another `imm_base` if it is on the same engines.
 
     Args:
         engine: this rank's; any backend.
@@ -54,11 +58,7 @@ class AllToAll:
 
     Attributes:
         config: of this all-to-all.
-        step: dispatches begun; equal on all ranks between calls, also after a failure, so it can
-            number the batches of a job.
-        turn: number of the last turn; a repeated turn has a new one.
-        alive: bool[world]; a dead rank stays dead.
-        answered: bool[world], ranks whose experts the last combine counted: those alive then.
+        turn: number of the last turn.
         marks_s: since the launch of the running half's send kernel, when each stage ended.
     """
 
@@ -73,9 +73,7 @@ class AllToAll:
     ) -> None:
         self.config = MoeConfig(world=group.world, node_size=group.node_size, **shape)
         self.rank = group.rank
-        self.step = self.turn = 0
-        self.alive = np.ones(group.world, np.bool_)
-        self.answered = self.alive
+        self.turn = 0
         self.marks_s: dict[str, float] = {}
         self._engine = engine
         self._group = group
@@ -86,8 +84,11 @@ class AllToAll:
         self._now: Turn | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._free: dict[str, asyncio.Task[None]] = {}
-        self._progress = 0
         self._began_s = 0.0
+        self._calls = call_imms(self.config.imm_base)
+        self._called: set[int] = set()  # the ranks that have ended
+        self._heard = asyncio.Event()
+        self._verdict: tep.TepError | None = None
         if not carries_bytes and group.board is None:
             raise tep.UsageError("AllToAll(carries_bytes=False): all ranks live in one process")
         self._payload = Payload(self.config, self.rank, None)
@@ -105,7 +106,6 @@ class AllToAll:
             group.board,
             self._mark,
         )
-        self._recovery: Recovery | None = None
         self._sums: NodeSums | None = None
 
     # ------------------------------------------------------------------ life
@@ -119,31 +119,38 @@ class AllToAll:
         if self._started:
             return
         self._started = True
-        hellos = await self._group.exchange(pack_hello(self.config, self._desc))
-        descs = self._descs = unpack_hellos(self.config, self.rank, hellos)
-        self._meet()
-        if self._payload.arena is not None:
-            self._recovery = Recovery(self._engine, self._mr, self._payload, descs, self._guard)
+        loop = asyncio.get_running_loop()
 
-    def _meet(self) -> None:
+        def called(imm: int, _: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody to tell
+                loop.call_soon_threadsafe(self._hear, imm % RANKS_MAX)
+
+        self._engine.on_imm(self._calls, called)
+        hellos = await self._group.exchange(pack_hello(self.config, self._desc))
+        self._descs = unpack_hellos(self.config, self.rank, hellos)
         linked = self._link is not None
-        peers = Peers(self.config, self.rank, self._descs, self.alive, linked=linked)
-        self._proxy.meet(peers)
-        self._peers = peers
+        self._peers = Peers(self.config, self.rank, self._descs, linked=linked)
+        self._proxy.meet(self._peers)
         if self.config.sums == "node" and self._link:
             self._sums = NodeSums(self._proxy, self._link)
 
     async def close(self) -> None:
-        """End what still runs; the engine stays open. Idempotent. Call it on all ranks together."""
+        """End what still runs, and give the memory back; the engine stays open. Idempotent.
+
+        Call it on all ranks together.
+        """
         await self._stop()
+        with contextlib.suppress(tep.ClosedError):  # the engine was closed before
+            if not self._mr.closed:
+                self._engine.remove_imm(self._calls.start)
+                self._engine.deregister(self._mr)
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        # Peers may still write here and wait for us, or call us because somebody has died.
-        if error is None:
+        if error is None:  # peers may still write here, and wait for us
             with contextlib.suppress(*TROUBLE):
                 for what in ("dispatch", "combine"):
                     await self._await_free(what)
@@ -164,10 +171,10 @@ class AllToAll:
 
         Raises:
             BadRequest: shapes or indices that cannot be; nothing was sent.
-            FabricError: code DEAD_RANK: ranks died, whom the message names and `alive` shows; the
-                next turn works without them. Other codes: as of the engine; nobody is dead, and
-                the next turn may work.
-            WaitTimeout: nobody is dead, but the turn did not end in time.
+            FabricError: this all-to-all has ended. Code DEAD_RANK: ranks died, or were silent for
+                two timeouts; the message names them. ENDED: another rank was the first to give up.
+                Other codes: as of the engine; nobody is dead.
+            WaitTimeout: it has ended; nobody is dead, but the turn did not end in time.
         """
         await self.dispatch_send(x, x_scale, indices, weights)
         return await self.dispatch_recv()
@@ -203,20 +210,16 @@ class AllToAll:
             raise tep.BadRequest(
                 f"weights of shape {weights.shape}; as indices, {np.shape(indices)}"
             )
-        sort_copies(indices, self.config)  # refuses what cannot be before anything is sent
-        await self._await_free("dispatch")
-        if given is not None and self.config.on_dead == "mask":
-            given = given[0].copy(), None if given[1] is None else given[1].copy()
-        self._given = (given, indices, weights, x)
-        self.step += 1
-        await self._send_tokens()
+        batch = sort_copies(indices, self.config)
+        async with self._ending():
+            await self._await_free("dispatch")
+            self.turn += 1
+            turn = self._now = Turn(self.turn, batch, weights, x)
+            await self._send_tokens(turn, given)
 
-    async def _send_tokens(self) -> None:
-        given, indices, weights, sample = self._given
+    async def _send_tokens(self, turn: Turn, given: tuple[Bytes, Bytes | None] | None) -> None:
         kernels, payload, layout = self._kernels, self._payload, self._payload.layout
-        self.turn += 1
-        batch = sort_copies(indices, self.config, self.alive)
-        turn = self._now = Turn(self.turn, batch, weights, sample)
+        batch = turn.batch
         self._begin()
         self._spawn(self._proxy.dispatch(turn), turn)
         await spend(kernels.launch_s())
@@ -230,7 +233,7 @@ class AllToAll:
         staged = int(blocks[self._peers.others].sum()) - pushed
         await spend(kernels.copy_s(staged, layout.stride))
         if given is not None:
-            payload.stage(turn.number, batch, given, weights)
+            payload.stage(turn.number, batch, given, turn.weights)
         self._mark("staged")
         self._proxy.staged.store(turn.number)
         pushed_s = await self._push(moves, self._peers.near_others, ("tokens", turn.number))
@@ -239,7 +242,8 @@ class AllToAll:
 
     async def dispatch_recv(self) -> Received:
         """Second half of dispatch: all copies are here when it returns."""
-        return await self._received("dispatch", self._receive, self._send_tokens)
+        async with self._ending():
+            return await self._receive(self._current())
 
     async def _receive(self, turn: Turn) -> Received:
         kernels, stride = self._kernels, self._payload.layout.stride
@@ -265,7 +269,6 @@ class AllToAll:
         await spend(kernels.copy_s(far + here, stride))
         received = turn.received = self._payload.gather(turn.number, routes, arrivals, turn.sample)
         self._mark("dispatch")
-        self._progress = self._progress // 2 * 2 + 1
         self._free["dispatch"] = self._spawn(self._proxy.dispatched(turn))
         self._proxy.read.store(turn.number)
         return received
@@ -278,13 +281,12 @@ class AllToAll:
         if turn.arrivals is None:
             raise tep.UsageError(f"rank {self.rank}: combine before dispatch has ended")
         rows = self._payload.check_results(results, turn.arrivals)
-        if await self._await_free("combine"):
-            self._renumber(turn)
-        turn.results = rows
         turn.sample = results
-        await self._send_results(turn)
+        async with self._ending():
+            await self._await_free("combine")
+            await self._send_results(turn, rows)
 
-    async def _send_results(self, turn: Turn) -> None:
+    async def _send_results(self, turn: Turn, results: Bytes | None) -> None:
         kernels, layout = self._kernels, self._payload.layout
         assert turn.arrivals is not None
         self._begin()
@@ -293,8 +295,7 @@ class AllToAll:
         await spend(kernels.launch_s())
         routes = turn.routes.result()
         moves = results_to(self._peers, layout, routes, near=True)
-        results, turn.results = turn.results, None  # the caller may change it when this returns
-        if results is not None:  # else staged before: a repetition
+        if results is not None:
             self._payload.stage_results(routes, turn.arrivals, results)
         if sums:
             await sums.send(turn, results)
@@ -312,13 +313,8 @@ class AllToAll:
 
     async def combine_recv(self) -> Any:
         """Second half of combine: the own tokens' sums."""
-        turn = self._current()
-
-        async def again() -> None:
-            self._renumber(turn)
-            await self._send_results(turn)
-
-        summed = await self._received("combine", self._sum, again)
+        async with self._ending():
+            summed = await self._sum(self._current())
         self._now = None
         return summed
 
@@ -337,14 +333,11 @@ class AllToAll:
         self._mark("payload")
         rows = self._sums.rows_in(turn) if self._sums else len(turn.batch.tokens)
         await spend(kernels.sum_s(rows, len(turn.weights), layout.result_stride))
-        self.answered = self.alive.copy()
         if self._sums:
             summed = self._sums.sum(turn)
         else:
-            place = living_places(turn.batch, self.config, self.alive)
-            summed = self._payload.sum(place, turn.weights, turn.sample)
+            summed = self._payload.sum(turn.batch.place, turn.weights, turn.sample)
         self._mark("combine")
-        self._progress = self._progress // 2 * 2 + 2
         self._free["combine"] = self._spawn(self._proxy.combined(turn))
         self._proxy.summed.store(turn.number)
         return summed
@@ -360,28 +353,6 @@ class AllToAll:
         if self._now is None:
             raise tep.UsageError(f"rank {self.rank}: dispatch_send() comes first")
         return self._now
-
-    async def _received(
-        self,
-        what: str,
-        receive: Callable[[Turn], Coroutine[Any, Any, _T]],
-        again: Callable[[], Coroutine[Any, Any, None]],
-    ) -> _T:
-        """Receive a half; where ranks die meanwhile and are masked, send it again without them."""
-        found: tuple[_T] | None = None
-        while True:
-            try:
-                if found is None:
-                    found = (await receive(self._current()),)
-                if self.config.on_dead == "mask":
-                    await self._free[what]
-                return found[0]
-            except TROUBLE as error:
-                verdict = await self._recover(error)
-                if found is not None and verdict.progress >= self._progress:
-                    return found[0]  # every survivor has its own; nobody sends them again
-                found, self._progress = None, verdict.progress
-                await again()
 
     def _begin(self) -> None:
         self._began_s = asyncio.get_running_loop().time()
@@ -420,65 +391,93 @@ class AllToAll:
         task.add_done_callback(ended)
         return task
 
-    async def _await_free(self, what: str) -> bool:
-        """Wait until buffers may be written again; True if ranks died meanwhile and are masked."""
-        try:
-            if self._guard.trouble is not None:
-                raise self._guard.trouble
-            if what in self._free:
-                await self._free[what]
-            return False
-        except TROUBLE as error:
-            await self._recover(error)
-            return True
+    async def _await_free(self, what: str) -> None:
+        """Wait until buffers may be written again."""
+        if what in self._free:
+            await self._free[what]
 
-    # ------------------------------------------------------------------ trouble
+    # ------------------------------------------------------------------ the end
 
     async def _stop(self) -> None:
-        """End all parts of the proxy."""
+        """End all parts of the proxy, and wait until no NIC has a write of this rank any more."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._free = {}
         self._proxy.close()
         if self._sums:
             self._sums.close()
+        await self._guard.drain()
 
-    async def _recover(self, cause: tep.TepError) -> Vote:
-        """Agree with the survivors, and go on without the dead, or raise."""
-        if self._recovery is None:
-            raise cause
-        await self._stop()
-        turn = self._now
-        if turn is not None:
-            turn.fail(cause)
-            await self._recovery.drain([*turn.sent_tokens, *turn.sent_results])
-        vote = Vote(self.step, self.turn, self._progress)
-        verdict = await self._recovery.run(self.alive, vote)
-        died = sorted(verdict.suspects)
-        self.alive[died] = False
-        # The dead may have been one turn ahead of all survivors, and its immediates are counted.
-        self.turn = verdict.turn + 1
-        self._meet()
-        self._guard.reset()
-        if self.config.on_dead == "mask":
-            return verdict
-        self._now = None
-        self.step, self._progress = verdict.step, 0
-        if not died:
-            raise cause
-        dead = ", ".join(f"{rank} ({self._descs[rank].addr.name})" for rank in died)
-        raise tep.FabricError(
-            f"rank {self.rank}: dead: rank {dead}; the turn is lost, the next goes without: "
-            f"{cause}",
+    @contextlib.asynccontextmanager
+    async def _ending(self) -> AsyncIterator[None]:
+        """If a wait fails, now or before, end this all-to-all, and say who is to blame."""
+        try:
+            if self._guard.trouble is not None:
+                raise self._guard.trouble
+            yield
+        except TROUBLE as error:
+            if self._verdict is None:
+                self._guard.alarm(error)
+                _, self._verdict = await asyncio.gather(self._stop(), self._judge(error))
+        if self._verdict is not None:
+            raise self._verdict
+
+    async def _judge(self, cause: tep.TepError) -> tep.TepError:
+        """Tell all others that this rank has ended, and find out who is dead or silent."""
+        if isinstance(cause, tep.ClosedError):
+            return cause
+        lost = await self._call_roll()
+        if not lost:
+            return cause
+        named = ", ".join(f"{rank} ({self._descs[rank].addr.name})" for rank in lost)
+        return tep.FabricError(
+            f"rank {self.rank}: dead or silent: rank {named}; this all-to-all has ended, make "
+            f"another of the ranks that are left: {cause}",
             code="DEAD_RANK",
-            peer=self._descs[died[0]].addr.name,
-        ) from cause
+            peer=self._descs[lost[0]].addr.name,
+        )
 
-    def _renumber(self, turn: Turn) -> None:
-        """Combine again under a new number, so that what the failed try left is not counted."""
-        self.turn += 1
-        turn.number = self.turn
-        turn.sent_results = []
-        turn.returned = asyncio.get_running_loop().create_future()
+    async def _call_roll(self) -> list[int]:
+        """Call every other rank, as each does whose call failed; return those that are gone.
+
+        Gone is who cannot be written to; or, if there is nobody of that kind, who has not called
+        within the timeout, for example because its program hangs. One that has called may have left
+        since then.
+        """
+        others = set(self._peers.others)
+        missing = set(others)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_s):
+                nics = max((self._peers.nics(p) for p in others), default=0)
+                # A call that fails burns its immediate, and marks a NIC down: the next try has
+                # another of both.
+                for attempt in range(min(1 + nics, CALL_TRIES_MAX)):
+                    if missing:
+                        missing -= await self._call(sorted(missing), attempt)
+                if missing <= self._called:
+                    missing = others
+                    while not missing <= self._called:
+                        self._heard.clear()
+                        await self._heard.wait()
+        return sorted(missing - self._called)
+
+    async def _call(self, ranks: list[int], attempt: int) -> set[int]:
+        """Write the word that this rank has ended; return those who have got it."""
+        imm = self._calls[attempt * RANKS_MAX + self.rank]
+        calls, reached = {}, set()
+        for p in ranks:
+            with contextlib.suppress(tep.TepError):
+                calls[p] = self._engine.submit_barrier([self._descs[p]], imm)
+        for p, call in calls.items():
+            with contextlib.suppress(tep.TepError):
+                await call
+                reached.add(p)
+        return reached
+
+    def _hear(self, rank: int) -> None:
+        """Another rank has ended."""
+        self._called.add(rank)
+        self._heard.set()
+        what = f"rank {self.rank}: rank {rank} has ended this all-to-all"
+        self._guard.alarm(tep.FabricError(what, code="ENDED", peer=self._descs[rank].addr.name))

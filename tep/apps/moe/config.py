@@ -4,8 +4,8 @@ Values and arithmetic only; no memory, no engine. The bounds stated here are wha
 by, and tests/property/test_moe_bounds.py proves that they hold and are reached. All ranks have the
 same layout, so that an offset computed here is valid at every peer. In order: own copies to send,
 private areas by source, the shared area (these three in slots of one size, so that one gather reads
-all), results to send, results received, routes received, own routes, votes, and, where a node adds
-up what it sends back, partial sums and sums.
+all), results to send, results received, routes received, own routes, and, where a node adds up what
+it sends back, partial sums and sums.
 
 A *copy* is one (token, expert) pair; its *source* is the rank of its token. A source's copies are
 ordered by expert, then token, so that those for one rank, and for one expert, stand together: a
@@ -26,8 +26,8 @@ import numpy.typing as npt
 from tep import BadRequest, UsageError
 
 __all__ = [
-    "HEADER_BYTES", "NOWHERE", "PARTIAL_HEAD_BYTES", "ROUTE_HEAD_BYTES", "VOTE_BYTES", "Arrivals",
-    "Batch", "Format", "Ints", "Layout", "MoeConfig", "OnDead", "Routes", "sort_copies",
+    "HEADER_BYTES", "NOWHERE", "PARTIAL_HEAD_BYTES", "RANKS_MAX", "ROUTE_HEAD_BYTES", "Arrivals",
+    "Batch", "Format", "Ints", "Layout", "MoeConfig", "Routes", "sort_copies",
 ]  # fmt: skip
 
 
@@ -39,10 +39,8 @@ is not published.
 """
 
 _ALIGN: Final = 16  # fabric-lib rounds activations and scales up to 16 bytes each
-_RANKS_MAX: Final = 1024
-
-OnDead = Literal["error", "mask"]
-"""The consequence of a dead rank for its peers: a DeadRank error, or no experts of it."""
+RANKS_MAX: Final = 1024
+"""Most ranks of one all-to-all."""
 
 
 class Format(Enum):
@@ -85,8 +83,7 @@ class MoeConfig:
             every NIC carries a part of each.
         sums: "token": each result travels, and its token's rank adds up, in one fixed order, with
             one rounding. "node": a node adds up what it sends back; fewer bytes, more roundings.
-        on_dead: what a dead rank means.
-        timeout_s: how long a phase may last before dead ranks are looked for, seconds.
+        timeout_s: how long one wait may last before dead ranks are looked for, seconds.
         imm_base: the highest four bits of all immediates of this all-to-all; another one on the
             same engine needs another.
     """
@@ -104,7 +101,6 @@ class MoeConfig:
     expert_padding: int = 1
     private_scatter: Literal["peers", "bytes"] = "peers"
     sums: Literal["token", "node"] = "token"
-    on_dead: OnDead = "error"
     timeout_s: float = 30.0
     imm_base: int = 0x8000_0000
 
@@ -127,8 +123,8 @@ class MoeConfig:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UsageError(f"MoeConfig: {name}={getattr(self, name)}; {low} at the least")
-        if self.world > _RANKS_MAX:
-            raise UsageError(f"MoeConfig: world={self.world}; {_RANKS_MAX} ranks at the most")
+        if self.world > RANKS_MAX:
+            raise UsageError(f"MoeConfig: world={self.world}; {RANKS_MAX} ranks at the most")
         for name, part in (("world", "node_size"), ("num_experts", "world")):
             whole, size = getattr(self, name), getattr(self, part)
             if whole % size:
@@ -139,11 +135,8 @@ class MoeConfig:
             )
         if self.combine_format is Format.FP8:
             raise UsageError("MoeConfig: combine_format fp8: results come back as bf16 or fp32")
-        if self.sums == "node" and (self.node_size == 1 or self.on_dead == "mask"):
-            raise UsageError(
-                "MoeConfig: sums='node' needs node_size > 1 and on_dead='error', not "
-                f"{self.node_size} and {self.on_dead!r}"
-            )
+        if self.sums == "node" and self.node_size == 1:
+            raise UsageError("MoeConfig: sums='node' needs node_size > 1")
         if self.imm_base & 0x0FFF_FFFF or not 0 <= self.imm_base < 2**32:
             raise UsageError(
                 f"MoeConfig: imm_base={self.imm_base:#x}; only its highest four bits may be set"
@@ -234,7 +227,6 @@ def _up(value: int, step: int) -> int:
 
 ROUTE_HEAD_BYTES: Final = 16
 PARTIAL_HEAD_BYTES: Final = 16  # of a block: how many rows follow; of a row: its token
-VOTE_BYTES: Final = 192  # four u64 and a bitmap of 1,024 ranks, rounded up
 _AREA_ALIGN: Final = 256
 _PACKED: Final = {"private", "shared", "routes_out"}  # follow the area before without a gap
 
@@ -250,7 +242,6 @@ class Layout:
         routes_in, routes_out: a row of `route_bytes` for each rank, and the own one.
         partials_out, partials_in: blocks of partial sums, by rank of the node; in: and by node.
         nodes_out, nodes_in: sums by node, max_tokens rows each.
-        votes: a row of VOTE_BYTES for each rank and parity, and the own one behind them.
         nbytes: of the arena.
     """
 
@@ -264,7 +255,6 @@ class Layout:
     results_in: int
     routes_in: int
     routes_out: int
-    votes: int
     partials_out: int
     partials_in: int
     nodes_out: int
@@ -287,7 +277,6 @@ class Layout:
             "results_in": config.sent_copies_max * result,
             "routes_in": config.world * route,
             "routes_out": route,
-            "votes": (2 * config.world + 1) * VOTE_BYTES,
             "partials_out": summed * config.node_size * block,
             "partials_in": summed * config.world * block,
             "nodes_out": nodes,
@@ -328,15 +317,12 @@ class Batch(NamedTuple):
     place: Ints
 
 
-def sort_copies(
-    indices: npt.NDArray[np.integer], config: MoeConfig, alive: npt.NDArray[np.bool_] | None = None
-) -> Batch:
+def sort_copies(indices: npt.NDArray[np.integer], config: MoeConfig) -> Batch:
     """Order the copies of a batch by expert, then token.
 
     Args:
         indices: int[n, R], expert of each choice, or NOWHERE; a token's choices are distinct.
         config: of the all-to-all.
-        alive: bool[world]; choices of a dead rank's experts are dropped. None: all live.
 
     Raises:
         BadRequest: wrong shape, too many tokens, an unknown expert, or one chosen twice.
@@ -355,10 +341,7 @@ def sort_copies(
             f"{config.num_experts - 1}, and {NOWHERE} is none"
         )
     _refuse_twice(chosen)
-    used = chosen != NOWHERE
-    if alive is not None and not alive.all():
-        used &= alive[np.maximum(chosen, 0) // config.local_experts]
-    tokens, slots = np.nonzero(used)
+    tokens, slots = np.nonzero(chosen != NOWHERE)
     experts = chosen[tokens, slots]
     order = np.argsort(experts, kind="stable")
     tokens, slots, experts = tokens[order], slots[order], experts[order]

@@ -70,7 +70,7 @@ class Board:
 
     world: int
     batches: dict[tuple[int, int], Batch] = field(default_factory=dict)
-    _made: dict[tuple[int, tuple[int, ...]], Routes] = field(default_factory=dict)
+    _made: dict[int, Routes] = field(default_factory=dict)
     _hellos: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _ready: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
     _rounds: dict[int, int] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class Board:
         self.batches[turn, rank] = batch
         self.batches.pop((turn - 2, rank), None)
 
-    def once(self, turn: int, alive: tuple[int, ...], make: Callable[[], Routes]) -> Routes:
-        """Make what these ranks make of the same counts in a turn; the others take the first's."""
-        if (turn, alive) not in self._made:
-            self._made = {key: made for key, made in self._made.items() if key[0] > turn - 2}
-            self._made[turn, alive] = make()
-        return self._made[turn, alive]
+    def once(self, turn: int, make: Callable[[], Routes]) -> Routes:
+        """Make what all ranks make of the same counts in a turn; the others take the first's."""
+        if turn not in self._made:
+            self._made = {key: made for key, made in self._made.items() if key > turn - 2}
+            self._made[turn] = make()
+        return self._made[turn]
 
     async def exchange(self, rank: int, data: bytes) -> list[bytes]:
         """Give every rank's bytes to every rank of this process."""

@@ -10,18 +10,26 @@ NICs a write by bytes is one row on each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 import tep
-from tep import BadDescriptor, MrDesc, UsageError
+from tep import (
+    BadDescriptor,
+    ClosedError,
+    FabricError,
+    MrDesc,
+    TepError,
+    UsageError,
+    WaitTimeout,
+)
 from tep.apps.moe.config import (
-    NOWHERE,
+    RANKS_MAX,
     Arrivals,
     Batch,
     Ints,
@@ -31,16 +39,15 @@ from tep.apps.moe.config import (
 )
 from tep.apps.moe.group import Board, Move
 from tep.apps.moe.kernels import Gpu, spend
-from tep.apps.moe.payload import F32, Bytes, Payload
-from tep.apps.moe.recovery import Guard
+from tep.apps.moe.payload import F32, Payload
 
 if TYPE_CHECKING:
     from tep import Transfer, TransferEngine, Watcher
     from tep.apps.moe.payload import Received
 
 __all__ = [
-    "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "ROUTE", "TURNS", "Peers",
-    "Proxy", "Turn", "Word", "cut", "imm_of", "living_places", "near_rest",
+    "CALL_TRIES_MAX", "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "ROUTE", "TROUBLE", "TURNS",
+    "Guard", "Peers", "Proxy", "Turn", "Word", "call_imms", "cut", "imm_of", "near_rest",
     "pack_hello", "parts_of", "results_to", "tokens_to", "unpack_hellos",
 ]  # fmt: skip
 
@@ -63,6 +70,14 @@ def imm_of(base: int, turn: int, kind: int) -> int:
     return base | (turn % TURNS) << 3 | kind
 
 
+CALL_TRIES_MAX: Final = 32
+
+
+def call_imms(base: int) -> range:
+    """The immediates of ranks that have ended: RANKS_MAX times the try, plus the rank."""
+    return range(base | 1 << 26, (base | 1 << 26) + CALL_TRIES_MAX * RANKS_MAX)
+
+
 class Turn:
     """One dispatch with its combine.
 
@@ -77,7 +92,6 @@ class Turn:
         sent_tokens, sent_results: transfers whose source must not be touched yet.
         arrivals: what this rank got, in output order.
         received: the same with tokens and weights.
-        results: what the own experts made of it, as bytes.
     """
 
     def __init__(self, number: int, batch: Batch, weights: F32, sample: Any) -> None:
@@ -93,7 +107,6 @@ class Turn:
         self.sent_results: list[Transfer] = []
         self.arrivals: Arrivals | None = None
         self.received: Received | None = None
-        self.results: Bytes | None = None
 
     def fail(self, error: BaseException) -> None:
         """Tell all who wait."""
@@ -101,6 +114,114 @@ class Turn:
             if not future.done():
                 future.set_exception(error)
             future.exception()  # taken note of, whether or not anybody waits
+
+
+# ---------------------------------------------------------------------- guard
+
+
+TROUBLE = (FabricError, WaitTimeout, ClosedError)
+"""Errors of a turn that a rank, a NIC or the wire is to blame for."""
+
+
+class Settles(Protocol):
+    """A thing that a guard can wait for: a handle of the engine, or a future."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object: ...
+
+    def result(self) -> object: ...
+
+    def cancel(self) -> object: ...
+
+
+class Guard:
+    """All waits and writes of one rank.
+
+    Args:
+        timeout_s: how long one wait may last, seconds of the running loop.
+        name: of the rank, for messages.
+
+    Attributes:
+        trouble: what the alarm was raised for; None: it was not.
+    """
+
+    def __init__(self, timeout_s: float, name: str) -> None:
+        self.timeout_s = timeout_s
+        self._name = name
+        self._open: dict[asyncio.Future[None], Settles] = {}
+        self._sent: set[Transfer] = set()
+        self.trouble: TepError | None = None
+
+    async def wait(self, handle: Settles, what: str) -> None:
+        """Wait until a handle settles; then as its result().
+
+        Raises:
+            WaitTimeout: it did not in time.
+            FabricError: what alarm() was called with, now or before.
+        """
+        if self.trouble is not None:
+            handle.cancel()
+            raise self.trouble
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def wake(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle)
+
+        def late() -> None:
+            self._end(done, WaitTimeout(f"{self._name}: {what}: not within {self.timeout_s} s"))
+
+        self._open[done] = handle
+        timer = loop.call_later(self.timeout_s, late)
+        handle.add_done_callback(wake)
+        try:
+            await done
+        except BaseException:
+            handle.cancel()
+            raise
+        finally:
+            timer.cancel()
+            self._open.pop(done, None)
+        handle.result()
+
+    def alarm(self, error: TepError) -> None:
+        """Call off every wait, open or to come."""
+        if self.trouble is None:
+            self.trouble = error
+            for done in tuple(self._open):
+                self._end(done, error)
+
+    def watch(self, transfer: Transfer) -> None:
+        """Raise the alarm if a transfer fails, whether or not anybody waits for it."""
+        loop = asyncio.get_running_loop()
+        self._sent.add(transfer)
+
+        def look(settled: Transfer) -> None:
+            self._sent.discard(settled)
+            error = settled.error
+            if error is not None and not settled.cancelled:
+                with contextlib.suppress(RuntimeError):  # the loop has ended: nobody to tell
+                    loop.call_soon_threadsafe(self.alarm, error)
+
+        transfer.add_done_callback(look)
+
+    async def drain(self) -> None:
+        """Cancel the transfers that are watched, and wait until no NIC has any of them."""
+        sent = tuple(self._sent)
+        for transfer in sent:
+            transfer.cancel()
+        for transfer in sent:
+            with contextlib.suppress(TepError):
+                await transfer
+
+    @staticmethod
+    def _end(done: asyncio.Future[None], error: TepError) -> None:
+        if not done.done():
+            done.set_exception(error)
 
 
 # ---------------------------------------------------------------------- peers
@@ -131,33 +252,22 @@ def unpack_hellos(config: MoeConfig, rank: int, hellos: Sequence[bytes]) -> list
 
 
 class Peers:
-    """The ranks that live, as one of them sees them.
+    """All ranks, as one of them sees them.
 
     Attributes:
         rank: this rank.
-        alive: bool[world].
         descs: arena of each rank.
-        others: living ranks but this one, from the next one on round the world, so that not all
+        others: all ranks but this one, from the next one on round the world, so that not all
             ranks of a node begin with the same peer.
         near_others: those of them that are reached over the node's link.
     """
 
-    def __init__(
-        self,
-        config: MoeConfig,
-        rank: int,
-        descs: list[MrDesc],
-        alive: npt.NDArray[np.bool_],
-        *,
-        linked: bool,
-    ) -> None:
+    def __init__(self, config: MoeConfig, rank: int, descs: list[MrDesc], *, linked: bool) -> None:
         self.config = config
         self.rank = rank
-        self.alive = alive
         self.descs = descs
         self._linked = linked
-        world = config.world
-        self.others = [p for k in range(1, world) if alive[p := (rank + k) % world]]
+        self.others = [(rank + k) % config.world for k in range(1, config.world)]
         self.near_others = [p for p in self.others if self.near(p)]
 
     def near(self, rank: int) -> bool:
@@ -237,16 +347,6 @@ def results_to(peers: Peers, layout: Layout, routes: Routes, *, near: bool) -> l
             there = layout.results_in + int(routes.starts[p, peers.rank]) * size
             moves.append(Move(p, here, there, copies * size))
     return moves
-
-
-def living_places(batch: Batch, config: MoeConfig, alive: npt.NDArray[np.bool_]) -> Ints:
-    """The place of each choice's result; choices of ranks that died since have none."""
-    if alive.all():
-        return batch.place
-    lost = ~alive[batch.experts // config.local_experts]
-    place = batch.place.copy()
-    place[batch.tokens[lost], batch.slots[lost]] = NOWHERE
-    return place
 
 
 # ---------------------------------------------------------------------- words
@@ -496,13 +596,10 @@ class Proxy:
         if self.payload.arena is not None:
             return Routes(self.config, self.read_routes(turn))
         assert self._board is not None
-        alive = tuple(sorted([*self.peers.others, self.peers.rank]))
-        return self._board.once(
-            turn.number, alive, lambda: Routes(self.config, self.read_routes(turn))
-        )
+        return self._board.once(turn.number, lambda: Routes(self.config, self.read_routes(turn)))
 
     def read_routes(self, turn: Turn) -> Ints:
-        """All ranks' counts, once their immediates are counted; a dead rank has none."""
+        """All ranks' counts, once their immediates are counted."""
         peers, config = self.peers, self.config
         counts = np.zeros((config.world, config.num_experts), np.int64)
         counts[peers.rank] = turn.batch.counts

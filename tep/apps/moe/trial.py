@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tep
 from tep import sim
 from tep.apps.moe.alltoall import AllToAll
-from tep.apps.moe.config import NOWHERE, Format, Ints, MoeConfig, OnDead
+from tep.apps.moe.config import NOWHERE, Format, Ints, MoeConfig
 from tep.apps.moe.group import Group, Nvlink, local_groups
 from tep.apps.moe.payload import F32, Bytes, Received, as_rows, from_f32, to_f32
 
@@ -62,8 +62,8 @@ class Mismatch(AssertionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A drawn layer; see MoeConfig for the fields of the same name.
+class Trial(MoeConfig):
+    """A drawn layer: a small MoeConfig, and how it is tried.
 
     Attributes:
         turns: dispatches and combines, one after the other.
@@ -72,41 +72,32 @@ class Trial:
         seed: of tokens, routing and the chaos fabric.
     """
 
-    world: int = 4
-    local_experts: int = 2
+    num_experts: int = 8
     topk: int = 2
     hidden: int = 24
     max_tokens: int = 6
+    world: int = 4
     private_tokens: int = 2
-    node_size: int = 1
     num_scales: int = 2
-    expert_padding: int = 1
-    dispatch_format: Format = Format.FP8
-    combine_format: Format = Format.BF16
-    private_scatter: Literal["peers", "bytes"] = "peers"
-    sums: Literal["token", "node"] = "token"
+    timeout_s: float = 5.0
     turns: int = 2
     routing: Routing = "even"
     nics: int | tuple[int, ...] = 2
     seed: int = 0
-    on_dead: OnDead = "error"
-    timeout_s: float = 5.0
 
     @property
     def shape(self) -> dict[str, Any]:
         """Arguments of AllToAll."""
-        names = {knob.name for knob in fields(MoeConfig)} & {knob.name for knob in fields(self)}
-        shape = {name: getattr(self, name) for name in names - {"world", "node_size"}}
-        return shape | {"num_experts": self.world * self.local_experts}
+        names = {knob.name for knob in fields(MoeConfig)} - {"world", "node_size"}
+        return {name: getattr(self, name) for name in names}
 
     def tokens(self, rank: int, turn: int) -> Tokens:
         """Draw a rank's tokens for a turn from the seed: 0 to max_tokens of them."""
         rng = np.random.default_rng([self.seed, rank, turn])
-        experts = self.world * self.local_experts
         n = int(rng.integers(0, self.max_tokens + 1))
         if self.routing in {"one_rank", "one_expert"}:
             n = self.max_tokens
-        chosen = np.array([self._choose(rng, experts) for _ in range(n)], np.int64)
+        chosen = np.array([self._choose(rng) for _ in range(n)], np.int64)
         width = self.hidden * self.dispatch_format.nbytes
         if self.dispatch_format is Format.FP8:
             x = rng.integers(0, 256, (n, width)).astype(np.uint8)
@@ -119,7 +110,8 @@ class Trial:
             weights=rng.random((n, self.topk), np.float32),
         )
 
-    def _choose(self, rng: np.random.Generator, experts: int) -> Ints:
+    def _choose(self, rng: np.random.Generator) -> Ints:
+        experts = self.num_experts
         order = rng.permutation(experts)
         if self.routing == "skewed":
             order = np.argsort(rng.random(experts) * (1 + np.arange(experts)) ** 1.5)
@@ -169,10 +161,8 @@ def apply_experts(trial: Trial, rank: int, got: Received) -> Bytes:
     return results
 
 
-def dense(
-    trial: Trial, tokens: Tokens, rank: int = 0, alive: Callable[[int], bool] = lambda _: True
-) -> Bytes:
-    """The output that a rank's tokens must have, if these ranks live."""
+def dense(trial: Trial, tokens: Tokens, rank: int = 0) -> Bytes:
+    """The output that a rank's tokens must have."""
 
     def of(number: int, x: Bytes, scales: F32 | None) -> Any:
         return expert(trial, number, x, scales).view(trial.combine_format.dtype)
@@ -185,7 +175,6 @@ def dense(
         of,
         hidden=trial.hidden,
         combine_format=trial.combine_format,
-        alive=lambda number: alive(number // trial.local_experts),
         node=rank // trial.node_size if trial.sums == "node" else None,
         ranks=(trial.local_experts, trial.node_size),
     )
@@ -203,8 +192,7 @@ async def run_turn(trial: Trial, alltoall: AllToAll, turn: int) -> Wrong | None:
     await alltoall.combine_send(results.view(trial.combine_format.dtype))
     results[:] = 0xDD
     out = np.ascontiguousarray(await alltoall.combine_recv()).view(np.uint8)
-    answered = alltoall.answered
-    expected = dense(trial, mine, alltoall.rank, lambda rank: bool(answered[rank]))
+    expected = dense(trial, mine, alltoall.rank)
     bad = np.flatnonzero((out.reshape(expected.shape) != expected).any(axis=1))
     if len(bad):
         return Wrong(rank=alltoall.rank, turn=turn, tokens=tuple(bad.tolist()))
@@ -244,7 +232,7 @@ def draw_trial(seed: int) -> Trial:
     return Trial(
         world=world,
         node_size=node,
-        local_experts=local,
+        num_experts=world * local,
         topk=int(rng.integers(1, min(4, world * local) + 1)),
         hidden=one_of(1, 8, 24),
         max_tokens=int(rng.integers(1, 9)),
@@ -301,7 +289,6 @@ def dense_layer(
     *,
     hidden: int,
     combine_format: Format,
-    alive: Callable[[int], bool] = lambda _: True,
     node: int | None = None,
     ranks: tuple[int, int] = (1, 1),
 ) -> Bytes:
@@ -315,7 +302,6 @@ def dense_layer(
         expert: what an expert does; row by row, so that grouping cannot change a result.
         hidden: elements of a result.
         combine_format: of a result.
-        alive: whether an expert answers; the choices of others add nothing.
         node: of the rank whose tokens these are, where other nodes add up what they send back:
             AllToAll(sums="node"). None: they do not.
         ranks: experts of a rank, and ranks of a node.
@@ -339,7 +325,7 @@ def dense_layer(
     for token in range(len(x)):
         away: dict[int, F32] = {}
         for choice, number in enumerate(indices[token].tolist()):
-            if number < 0 or not alive(number):
+            if number < 0:
                 continue
             value = np.float32(weights[token, choice]) * result(token, number)
             if node is None or number // of_node == node:
