@@ -10,8 +10,7 @@ import pytest
 
 from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.simulate import EVENTS, Load, Plant, Scenario, simulate
-from tep.apps.kvcache.world import World
+from tep.apps.kvcache.simulate import EVENTS, Load, Plant, Scenario, World, simulate
 
 DAY_S = 86_400.0
 LAYER_S = 20.0  # of a day: changes shall meet requests under way

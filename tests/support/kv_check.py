@@ -21,7 +21,7 @@ from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
-from tep.apps.kvcache.world import Member, World
+from tep.apps.kvcache.simulate import Member, World
 
 _PAINT = 0xA5
 

@@ -23,7 +23,7 @@ from tep.apps.kvcache.memory import SideOptions
 from tep.apps.kvcache.model import Completion, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
-from tep.apps.kvcache.world import Member
+from tep.apps.kvcache.simulate import Member
 from tep.sim import Chaos, ChaosFabric, Clog, FabricEnv, Mute, Pause, Slow, Swizzle
 from tests.support.kv_check import CheckedModel, PaintedWorld
 

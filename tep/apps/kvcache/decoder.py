@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tep import FabricError, NetAddr, TepError, TransferEngine
-from tep.apps.immediates import KVCACHE
+from tep.apps import KVCACHE
 from tep.apps.kvcache.blocks import KvLoad, KvReceiver
 from tep.apps.kvcache.instance import Answer, Beat, Instance, Message, Order
 from tep.apps.kvcache.memory import PageIndices, SideOptions

@@ -12,10 +12,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
 
 from tep import UsageError
 
@@ -62,43 +64,39 @@ def read_trace(path: str | Path) -> list[Arrival]:
     found: list[Arrival] = []
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            for number, values in enumerate(read(lines), 1):
-                found.append(_arrival(values, f"trace {path}: request {number}"))
-    except (OSError, ValueError) as error:
-        where = f"trace {path}: behind request {len(found)}"
-        raise UsageError(f"{where}: {error}") from error
+            found.extend(map(_arrival, read(lines)))
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(f"trace {path}: request {len(found) + 1}: {error}") from error
     if not found:
         raise UsageError(f"trace {path}: it has no request")
     found.sort(key=lambda one: one.at_s)
     return [one._replace(at_s=one.at_s - found[0].at_s) for one in found]
 
 
-def _mooncake(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
-    for line in lines:
-        if line.strip():
-            values = json.loads(line)
-            if not isinstance(values, dict):
-                raise ValueError(f"{values!r} is no object")
-            yield {"at_s": _MS * values.get("timestamp", math.nan), **values}
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
 
 
-def _table(lines: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+def _mooncake(lines: Iterable[str]) -> Iterator[object]:
+    return (json.loads(line) for line in lines if line.strip())
+
+
+def _table(lines: Iterable[str]) -> Iterator[object]:
     for row in csv.DictReader(lines):
         ids = (row.get("hash_ids") or "").split()
-        yield {**row, "hash_ids": [int(one) for one in ids]}
+        yield row | {"timestamp": float(row.get("at_s") or "nan") / _MS, "hash_ids": ids}
 
 
-def _arrival(values: Mapping[str, Any], where: str) -> Arrival:
-    try:
-        at_s, ntokens = float(values["at_s"]), int(values["input_length"])
-        wanted, blocks = int(values["output_length"]), tuple(values.get("hash_ids") or ())
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{where}: {error!r} in {dict(values)}") from error
-    needed = -(-ntokens // BLOCK_TOKENS)
-    sound = math.isfinite(at_s) and ntokens > 0 and all(isinstance(one, int) for one in blocks)
-    if not sound or (blocks and len(blocks) != needed):
-        raise UsageError(
-            f"{where}: a time, a prompt of 1 token or more, and no hash_ids or {needed} for "
-            f"{ntokens} tokens are asked for, not {dict(values)}"
+def _arrival(values: object) -> Arrival:
+    one = msgspec.convert(values, _Line, strict=False)
+    needed = -(-one.input_length // BLOCK_TOKENS)
+    if not math.isfinite(one.timestamp) or len(one.hash_ids) not in {0, needed}:
+        raise ValueError(
+            f"a time, and no hash_ids or {needed} for {one.input_length} tokens are asked for, not "
+            f"{values}"
         )
-    return Arrival(at_s, ntokens, max(1, wanted), blocks)
+    at_s = _MS * one.timestamp
+    return Arrival(at_s, one.input_length, max(1, one.output_length), one.hash_ids)

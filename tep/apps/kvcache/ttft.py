@@ -14,6 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from tep import UsageError
+from tep.apps import HBM_BYTES_S
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.model import Chunk, cut_chunks
 
@@ -228,12 +229,11 @@ def kind_of(ntokens: int, *, cold: bool = False) -> Literal["fitted", "predicted
 
 _RANK_WEIGHTS_BYTES: Final = 22e9 * 2 / 4  # 22 G active parameters, bf16, TP4: quoted, model card
 _RANK_TOKEN_BYTES: Final = 94 * 2 * 256  # a token's K and V of the one head of a rank
-_HBM_BYTES_S: Final = 4.8e12  # quoted: NVIDIA H200 datasheet
 _SUMS_S: Final = 2 * 94 * 15e-6  # guessed: sums over four ranks, two in a layer
 
 _KNOWN: Final = Overhead(
-    pass_s=_RANK_WEIGHTS_BYTES / _HBM_BYTES_S + _SUMS_S,
-    pass_token_s=_RANK_TOKEN_BYTES / _HBM_BYTES_S,
+    pass_s=_RANK_WEIGHTS_BYTES / HBM_BYTES_S + _SUMS_S,
+    pass_token_s=_RANK_TOKEN_BYTES / HBM_BYTES_S,
     hop_s=0.5e-3,  # guessed
     # Quoted: 26 ms, first submit to a peer over EFA without a warm-up; Mooncake's
     # docs/source/design/transfer-engine/efa_transport.md, commit 3b5a59413.

@@ -2,7 +2,8 @@
 
 Whoever starts the processes, on any machines, tells them their places as `tep.rendezvous.launch`
 says. `RankedJob` is rank 0's side of it and `work_as_rank` the others'. `LocalJob` starts the
-other ranks itself, on this machine, each as `python -m tep.apps.rl.job JOB`.
+other ranks itself, on this machine, each as `python -m tep.apps.rl.job JOB`, where JOB is a JSON
+document.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _END_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The facts that all processes of a job must agree on; a JSON file.
+    """The facts that all processes of a job must agree on; a JSON document.
 
     Attributes:
         model: published name or path of a config.json.
@@ -67,22 +68,6 @@ class Job:
     infer: InferLayout
     backend: str = "libfabric"
     options: dict[str, str | int | list[str]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str) -> Job:
-        """Read a job from its file.
-
-        Raises:
-            UsageError: it is none.
-        """
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"{path}: {error}") from error
-
-    def write(self, path: str) -> None:
-        """Write the file."""
-        Path(path).write_bytes(msgspec.json.encode(self))
 
     def open(self, name: str) -> TransferEngine:
         """Open one worker's engine."""
@@ -177,7 +162,7 @@ class LocalJob(RankedJob):
 
     Args:
         job: what to run.
-        folder: for the job's file and the workers' logs.
+        folder: for the workers' logs.
         sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
     """
 
@@ -192,9 +177,8 @@ class LocalJob(RankedJob):
     async def _gather(self) -> None:
         place = dataclasses.replace(self._place, port=self._listener.port)
         self._processes = RankProcesses(place, self._folder)
-        path = str(self._folder / "job.json")
-        self.job.write(path)
-        self._command = (sys.executable, "-m", self.module, path)
+        job = msgspec.json.encode(self.job).decode()
+        self._command = (sys.executable, "-m", self.module, job)
         await asyncio.gather(*map(self._start, self._ranks))
         await super()._gather()
 
@@ -254,8 +238,8 @@ async def _work(job: Job, place: Place, hello: Hello) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be one worker of the job in a file, at the place that the environment says."""
-    return run_rank(lambda place: work_as_rank(Job.read(argv[0]), place))
+    """Be one worker of the job that is given, at the place that the environment says."""
+    return run_rank(lambda place: work_as_rank(msgspec.json.decode(argv[0], type=Job), place))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 
 import tep
 from tep import Expectation, ScatterDst, Span, Transfer
+from tep.apps import HBM_BYTES_S
 from tep.apps.rl.metadata import Schedule, Task
 from tep.apps.rl.models import InferLayout, TrainLayout
 from tep.apps.rl.ports import ROUTING, Kind, count_data, make_imm, stage_span
@@ -26,7 +27,7 @@ from tep.observe.shown import Shown
 from tep.sim import Network, Profile, load_profile
 
 __all__ = [
-    "DENSE_MS", "HBM_BYTES_PER_S", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
+    "DENSE_MS", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
     "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS", "Attribution", "Busy", "Prediction", "SlowNic",
     "StageTimes", "as_profile", "predict",
 ]  # fmt: skip
@@ -379,13 +380,10 @@ of experts: see DENSE_MS. bytes: all of it by gathered bytes, which NICs cannot 
 that another model may take.
 """
 
-HBM_BYTES_PER_S: Final = 4.8e12
-"""Memory of an H200, reads and writes together. Source: NVIDIA's datasheet, quoted."""
-
 LINE_BYTES_PER_S: Final[Mapping[str, float]] = {
     "load": 63e9,
     "unshard": 450e9,
-    "quantise": HBM_BYTES_PER_S / 1.5,
+    "quantise": HBM_BYTES_S / 1.5,
 }
 """Shortest time of a stage's bytes: PCIe gen 5 x16 one way; NVLink 4 one way, for each
 gathered byte; the GPU's memory, for two bytes read and one written of each two gathered. Source:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from tep import UsageError
+from tep.apps import HBM_BYTES_S
 from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import (
     InferLayout,
@@ -29,7 +30,6 @@ from tep.apps.rl.models import (
 )
 from tep.apps.rl.predict import (
     DENSE_MS,
-    HBM_BYTES_PER_S,
     KIMI_K2,
     Attribution,
     Prediction,
@@ -266,7 +266,7 @@ def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, objec
     _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
     machine = as_profile(deployment.profile)
     line_ms = model_bytes * 8e3 / (machine.wire_bps * machine.nics)
-    copied_ms = 2e3 * model_bytes / HBM_BYTES_PER_S
+    copied_ms = 2e3 * model_bytes / HBM_BYTES_S
     workers = deployment.infer.world
     best = "best case: line rate, and a copy out of the buffers" + (
         "; 53,000 ms were published for Kimi-K2 on 512 GPUs (lmsys.org, 2026-04-29)"

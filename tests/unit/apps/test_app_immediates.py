@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from itertools import pairwise
 
-from tep.apps import immediates
+from tep import apps
 from tep.apps.kvcache import KvReceiver
 from tep.apps.moe.config import MoeConfig
 from tep.apps.rl.ports import ATTEMPTS, Kind, make_imm
@@ -13,9 +13,7 @@ from tep.apps.rl.ports import ATTEMPTS, Kind, make_imm
 
 def test_ranges_do_not_overlap():
     """Two apps that count the same immediate release each other's readers early."""
-    ranges = sorted(
-        (getattr(immediates, name) for name in immediates.__all__), key=lambda one: one.start
-    )
+    ranges = sorted((apps.KVCACHE, apps.MOE, apps.RL), key=lambda one: one.start)
 
     assert all(before.stop <= after.start for before, after in pairwise(ranges))
     assert ranges[-1].stop <= 1 << 32
@@ -23,10 +21,10 @@ def test_ranges_do_not_overlap():
 
 def test_each_app_keeps_to_its_own():
     """A range that is written down and not kept to protects nobody."""
-    assert immediates.KVCACHE == inspect.signature(KvReceiver).parameters["imms"].default
+    assert apps.KVCACHE == inspect.signature(KvReceiver).parameters["imms"].default
     for kind in Kind:
-        assert make_imm(kind, 0) in immediates.RL
-        assert make_imm(kind, ATTEMPTS - 1, (1 << 16) - 1) in immediates.RL
+        assert make_imm(kind, 0) in apps.RL
+        assert make_imm(kind, ATTEMPTS - 1, (1 << 16) - 1) in apps.RL
     default = inspect.signature(MoeConfig).parameters["imm_base"].default
-    assert default in immediates.MOE
-    assert default + (1 << 28) - 1 in immediates.MOE
+    assert default in apps.MOE
+    assert default + (1 << 28) - 1 in apps.MOE

@@ -20,7 +20,7 @@ from tep.apps.kvcache.memory import SideOptions, no_memory
 from tep.apps.kvcache.model import Completion, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
-from tep.apps.kvcache.world import World
+from tep.apps.kvcache.simulate import World
 from tests.support.kv_check import LAYOUT, CheckedModel, PaintedWorld
 
 PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, cancel_s=1e-3, request_s=0.1, linger_s=0.01)

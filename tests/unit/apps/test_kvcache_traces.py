@@ -42,12 +42,18 @@ def test_both_forms_say_the_same(tmp_path: Path) -> None:
     [
         ("a.txt", "", r"\.jsonl or \.csv is asked for, or 'synthetic'"),
         ("a.jsonl", "", "it has no request"),
-        ("a.jsonl", "[1]\n", "behind request 0: .* is no object"),
-        ("a.jsonl", '{"timestamp": 1', "behind request 0"),
+        ("a.jsonl", "[1]\n", "request 1: Expected `object`"),
+        ("a.jsonl", '{"timestamp": 1', "request 1"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 5}', "request 1: .*output_length"),
-        ("a.jsonl", '{"input_length": 5, "output_length": 5}', "request 1: a time"),
+        ("a.jsonl", '{"input_length": 5, "output_length": 5}', "request 1: .*timestamp"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 5}', "1: .* >= 1"),
+        ("a.csv", "input_length,output_length\n5,5\n", "request 1: a time"),
         ("a.csv", "at_s,input_length,output_length,hash_ids\n0,600,5,7\n", "or 2 for 600 tokens"),
-        ("a.csv", "at_s,input_length,output_length,hash_ids\n0,600,5,x y\n", "behind request 0"),
+        (
+            "a.csv",
+            "at_s,input_length,output_length,hash_ids\n0,600,5,x y\n",
+            "request 1: .*hash_ids",
+        ),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, name: str, text: str, why: str) -> None:

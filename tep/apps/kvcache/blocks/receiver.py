@@ -31,7 +31,7 @@ from tep import (
     UsageError,
     checksum,
 )
-from tep.apps.immediates import KVCACHE
+from tep.apps import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide, Patience
 from tep.apps.kvcache.blocks.messages import (
