@@ -21,7 +21,7 @@ _COMMON = {
 settings.register_profile("dev", max_examples=50, **_COMMON)
 settings.register_profile("fast", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
-settings.register_profile("long", max_examples=5000, **_COMMON)
+settings.register_profile("long", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))
 
 

@@ -108,7 +108,7 @@ class Scenario:
             train=TRAIN,
             infer=INFER,
             backend=backend,
-            options={"nics": 1, **(options or {"provider": "tcp"})},
+            options={"nics": 1, **({"provider": "tcp"} if options is None else options)},
         )
         self.fleet = Fleet(job, folder)
         self.served = dict.fromkeys(expected(model, tensors), 0)

@@ -57,11 +57,11 @@ def test_orders_around_a_death(node: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("pages", "node"), [(1, "a"), (1, "b"), (2, "a"), (2, "b")])
 def test_every_order_around_a_death(pages: int, node: str) -> None:
-    """The same to its end for one row. For two the first 40,000 orders: nobody knows how many more
+    """The same to its end for one row. For two the first 20,000 orders: nobody knows how many more
     there are; `tests.property.test_failover_orders` goes through all of two and three rows, on a
     fabric where less can happen.
     """
-    found = explore(tiny(pages, 2, KillNic(node, 0)), runs_max=40_000)
+    found = explore(tiny(pages, 2, KillNic(node, 0)), runs_max=20_000)
 
     assert {(("done",),): found.runs} == found.ends
     assert found.whole or pages > 1

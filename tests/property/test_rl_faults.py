@@ -14,6 +14,7 @@ from tep.apps.rl.ports import make_imm
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.training import TrainingWorker
 from tep.sim import Faults
+from tests.support.effort import fresh
 from tests.unit.apps.rl_reference import reference_region
 from tests.unit.apps.rl_worlds import (
     CONFIG,
@@ -147,7 +148,7 @@ def test_no_fault_mixes_versions(seed):
 def test_no_fault_of_many_mixes_versions():
     """A fault of one run in a hundred happens to a fleet every hour."""
     outcomes = set()
-    for seed in range(150):
+    for seed in fresh(150):
         outcomes.add(tuple(run_trial(seed).outcomes))
 
     assert len(outcomes) > 4

@@ -12,6 +12,7 @@ from tep.integrations.weights.hub import Hub
 from tep.integrations.weights.ranks import WeightReceiver, WeightSender
 from tep.sim import Faults
 from tests.property.test_rl_faults import _serves_while_rows_move
+from tests.support.effort import fresh
 
 RANKS, WORKERS, VERSIONS = 2, 3, 4
 FAULTY_PS = 400_000_000
@@ -117,7 +118,7 @@ def test_no_fault_mixes_versions_or_ranks(seed):
 @pytest.mark.timeout(1200)
 def test_no_fault_of_many_does():
     """Some updates fail in these and some do not, and both are told truly."""
-    outcomes = {tuple(run_trial(seed)) for seed in range(150)}
+    outcomes = {tuple(run_trial(seed)) for seed in fresh(300)}
 
     assert len(outcomes) > 3
 
