@@ -6,6 +6,7 @@ import errno
 import math
 import time
 from collections import deque
+from dataclasses import replace
 from unittest.mock import Mock
 
 import msgspec
@@ -514,6 +515,14 @@ def test_an_error_in_a_run_names_its_row_and_flushes_the_rest(stub, rig):
     assert (Status.OK, 60, 0) == back[0]
     assert (Status.REMOTE_KEY, 1, 60) == back[1]
     assert [(Status.FLUSHED, 1, row) for row in range(61, 100)] == back[2:]
+
+
+def test_a_few_rows_of_the_middle_of_a_batch_fail_by_their_own_numbers(rig):
+    """Another row's number would have another transfer's row written again."""
+    batch = replace(rig.rows(range(8)), rkey=12345)
+    assert 3 == rig.a.post(batch, 5, 8)
+
+    assert [5, 6, 7] == [row for _, _, row in rig.settle(3)]
 
 
 def test_rows_that_no_nic_can_take_fail_and_no_other(stub, rig):

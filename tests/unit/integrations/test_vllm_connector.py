@@ -334,3 +334,12 @@ def test_a_layer_on_a_gpu_is_sent_once_its_kernels_have_ended(connector):
     assert [call(0, steps), call(1, saved.steps)] == saved.layer_saved.mock_calls
     connector.wait_for_save()
     assert 2 == saved.layer_saved.call_count
+
+
+@pytest.mark.parametrize("told", [Report(gone={"key"}), Report()])
+def test_the_scheduler_is_sent_what_vllms_results_have_no_field_for(connector, told):
+    """Blocks in doubt would never come back, or an empty message go round in every step."""
+    connector._report = told
+    meta = connector.build_connector_worker_meta()
+
+    assert told.rest() == (meta and meta.report)

@@ -106,10 +106,15 @@ def test_without_rank_0_the_others_say_so() -> None:
     [
         ({"rank": 1, "size": 2, "token": TOKEN[1:]}, "wrong token; set the same TEP_TOKEN"),
         ({"rank": 1, "size": 3, "token": TOKEN}, "rank 1 has world size 3, rank 0 has 2"),
+        ({"rank": 2, "size": 2, "token": TOKEN}, "rank 2 is not among 1 to 1"),
+        ({"rank": 5, "size": 2, "token": TOKEN}, "rank 5 is not among 1 to 1"),
     ],
 )
-def test_a_wrong_rank_is_refused_with_the_reason_and_harms_nobody(wrong, message) -> None:
+def test_a_wrong_rank_is_refused_with_the_reason_and_harms_nobody(
+    wrong, message, monkeypatch
+) -> None:
     """Two jobs on one port must not mix, and must not end each other either."""
+    monkeypatch.setattr(Place, "__post_init__", lambda _: None)  # another release's may not look
 
     async def main() -> tuple[object, list[list[bytes]]]:
         zero, port = begin(2)
