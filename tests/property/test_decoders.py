@@ -154,7 +154,6 @@ CASES: dict[str, list[Case]] = {
     ],
     "tep/compat/nixl/wire.py::decode": [
         Case(nixl_wire.decode, structs(nixl_wire)),
-        Case(nixl_wire.decode_call, structs(nixl_wire)),
         Case(nixl_wire.Remote.read, structs(nixl_wire)),
     ],
     "tep/integrations/vllm/terms.py::decode": [Case(vllm_terms.decode, structs(vllm_terms))],

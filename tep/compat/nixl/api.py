@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 nixl_backend_handle = int
 
 _BLOCK = 1 << 16
-"""Number of immediates of one writer; block 0 is not given to anyone."""
+"""Number of immediates of one writer."""
 
 _YES = {"1", "on", "true", "y", "yes"}
 
@@ -601,11 +601,11 @@ class nixl_agent(Registry):
         request.under_way = False
         imm, notif = request.imm, request.notif
         if request.error is not None:
-            numbers.burn(imm)
+            numbers.burnt.add(imm)
             return
 
         def lost(why: str) -> None:
-            numbers.burn(imm)  # its rows stay in the target's count
+            numbers.burnt.add(imm)  # its rows stay in the target's count
             self._notif_lost(request, why)
 
         if self._checksums:
@@ -613,7 +613,7 @@ class nixl_agent(Registry):
             self._compare(request, channel)
             return
         done = Written(imm, request.nrows, notif or None)
-        self._end_with(request, channel, done, lost if notif else lambda _: numbers.burn(imm))
+        self._end_with(request, channel, done, lost if notif else lambda _: numbers.burnt.add(imm))
 
     def _read(self, request: Request, channel: Channel) -> None:
         request.under_way = False
@@ -719,13 +719,13 @@ class nixl_agent(Registry):
             case WantGrant():
                 given = self._grants.get(channel)
                 if given is None:
-                    first = _BLOCK * (1 + len(self._grants))
+                    first = _BLOCK * len(self._grants)
                     stop = first + _BLOCK if first < 1 << 32 else first  # else no numbers are left
                     given = self._grants[channel] = Grant(first, stop)
                 channel.send(encode(given))
             case Grant():
                 # A second answer must not bring burnt numbers back.
-                self._granted.setdefault(channel, Numbers(message.start, message.stop))
+                self._granted.setdefault(channel, Numbers(message))
                 for request in self._ungranted.pop(channel, []):
                     self._try_post(request)
             case Written():
@@ -736,6 +736,8 @@ class nixl_agent(Registry):
                 self._queue(channel, lambda: channel.send(encode(self._sums(message))))()
             case Sums():
                 self._on_sums(channel, message)
+            case _:
+                self.channels.garbled += 1
 
     def _on_written(self, channel: Channel, message: Written) -> None:
         """Notify once a transfer's immediates are counted; they must be granted to its writer."""

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Final
 
 from tep import TepError
-from tep.compat.nixl.wire import Call, decode_call, encode
+from tep.compat.nixl.wire import Body, decode, encode
 
 __all__ = ["BYTES_MAX", "Listener"]
 
@@ -48,7 +48,7 @@ class Listener:
         OSError: the port is in use.
     """
 
-    def __init__(self, port: int | None, answer: Callable[[Call], bytes]) -> None:
+    def __init__(self, port: int | None, answer: Callable[[Body], bytes]) -> None:
         self._answer = answer
         self._closed = False
         self._calls = ThreadPoolExecutor(1, "tep nixl calls")  # in the order of the program
@@ -57,12 +57,12 @@ class Listener:
         if self._server is not None:
             Thread(target=self._listen, name="tep nixl listener", daemon=True).start()
 
-    def call(self, host: str, port: int, call: Call, done: Callable[[bytes], object]) -> None:
+    def call(self, host: str, port: int, call: Body, done: Callable[[bytes], object]) -> None:
         """Make a call, without waiting for it; done(answer) is called with an answer."""
         self._calls.submit(self._call, host, port, call, done)
 
     @staticmethod
-    def ask(host: str, port: int, call: Call) -> bytes:
+    def ask(host: str, port: int, call: Body) -> bytes:
         """Make a call, and return its answer.
 
         Raises:
@@ -73,7 +73,7 @@ class Listener:
             peer.shutdown(socket.SHUT_WR)
             return _read(peer, _CALL_S)
 
-    def _call(self, host: str, port: int, call: Call, done: Callable[[bytes], object]) -> None:
+    def _call(self, host: str, port: int, call: Body, done: Callable[[bytes], object]) -> None:
         try:
             raw = self.ask(host, port, call)
             if raw:
@@ -93,7 +93,7 @@ class Listener:
             with peer:
                 peer.settimeout(_WAIT_S)
                 try:
-                    peer.sendall(self._answer(decode_call(_read(peer, _WAIT_S))))
+                    peer.sendall(self._answer(decode(_read(peer, _WAIT_S))))
                 except Exception as error:  # noqa: BLE001  # a stranger's; the next may be better
                     logger.warning("a call was refused: %s: %s", type(error).__name__, error)
 

@@ -31,7 +31,7 @@ from tep.compat.nixl.channel import Channel, Channels
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.transfers import Side
 from tep.compat.nixl.wire import (
-    Call,
+    Body,
     Forget,
     Give,
     Load,
@@ -344,12 +344,12 @@ class Registry:
         """Return this agent as others know it. Not part of NIXL's interface."""
         return self._remote(self.name)
 
-    def _call(self, host: str, port: int, call: Call) -> None:
+    def _call(self, host: str, port: int, call: Body) -> None:
         if not host:
             raise nixlBind.nixlInvalidParamError("an address is needed: tep has no metadata server")
         self._listener.call(host, port, call, self.add_remote_agent)
 
-    def _called(self, call: Call) -> bytes:
+    def _called(self, call: Body) -> bytes:
         match call:
             case Load():
                 self.add_remote_agent(call.metadata)

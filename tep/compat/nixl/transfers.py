@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine, checksum
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
-from tep.compat.nixl.wire import Region, Remote
+from tep.compat.nixl.wire import Grant, Region, Remote
 
 __all__ = ["Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
 
@@ -84,12 +85,12 @@ class Numbers:
     Rows of a failed transfer may have been counted, so its number would count short.
 
     Attributes:
-        start, stop: the range of them.
         burnt: those that are not used again.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop, self._next = start, stop, start
+    def __init__(self, grant: Grant) -> None:
+        self._count = grant.stop - grant.start
+        self._round = itertools.cycle(range(grant.start, grant.stop))
         self.burnt: set[int] = set()
 
     def take(self) -> int:
@@ -98,16 +99,10 @@ class Numbers:
         Raises:
             nixlBackendError: none is left.
         """
-        for _ in range(self.stop - self.start):
-            found = self._next
-            self._next = found + 1 if found + 1 < self.stop else self.start
+        for found in itertools.islice(self._round, self._count):
             if found not in self.burnt:
                 return found
-        raise nixlBind.nixlBackendError(f"no immediate is left of {self.stop - self.start}")
-
-    def burn(self, number: int) -> None:
-        """Never return a number again."""
-        self.burnt.add(number)
+        raise nixlBind.nixlBackendError(f"no immediate is left of {self._count}")
 
 
 class Bell:

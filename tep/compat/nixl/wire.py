@@ -11,8 +11,8 @@ from msgspec import Meta
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
-__all__ = ["Body", "Call", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Part", "Region",
-           "Remote", "Sums", "WantGrant", "WantSums", "Written", "decode", "decode_call", "encode",
+__all__ = ["Body", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Part", "Region",
+           "Remote", "Sums", "WantGrant", "WantSums", "Written", "decode", "encode",
            "find_regions"]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -114,15 +114,13 @@ class Forget(_Body, frozen=True, array_like=True, tag=True):
     name: str
 
 
-Call = Load | Give | Forget
-Body = WantGrant | Grant | Written | Notif | WantSums | Sums
+Body = WantGrant | Grant | Written | Notif | WantSums | Sums | Load | Give | Forget
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
-_CALL: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, strict=True)
 _METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)
 
 
-def encode(value: Body | Call | Metadata) -> bytes:
+def encode(value: Body | Metadata) -> bytes:
     """Encode a message or metadata."""
     return _ENCODER.encode(value)
 
@@ -130,11 +128,6 @@ def encode(value: Body | Call | Metadata) -> bytes:
 def decode(raw: bytes) -> Body:
     """Decode a message; BadDescriptor if the bytes are none."""
     return _read(_BODY, raw, "message of an agent")
-
-
-def decode_call(raw: bytes) -> Call:
-    """Decode a call over a socket; BadDescriptor if the bytes are none."""
-    return _read(_CALL, raw, "call of an agent")
 
 
 def _read(decoder: msgspec.msgpack.Decoder[_T], raw: bytes, what: str) -> _T:

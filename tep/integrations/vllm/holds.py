@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from tep import NetAddr, TepError, UsageError
 from tep.apps.kvcache import KvBlocks, KvSend, KvSender, Patience
-from tep.integrations.vllm.terms import Blocks, Hold, Step, Terms, Told, Want
+from tep.integrations.vllm.terms import Step, Terms, Told, Want
 
 __all__ = ["Holds"]
 
@@ -32,8 +32,9 @@ Receiver = tuple[str, int, bytes]
 class _Held:
     """The blocks of one key."""
 
-    def __init__(self, request: str, key: str, blocks: Blocks, ntokens: int) -> None:
-        self.request, self.key, self.blocks, self.ntokens = request, key, blocks, ntokens
+    def __init__(self, order: Step) -> None:
+        self.request, self.key = order.request, order.key
+        self.blocks, self.ntokens = order.blocks, order.ntokens
         self.done: dict[int, int] = {}  # tokens of each layer
         self.until_s = math.inf  # finite from the end of the prefill on
         self.sends: dict[Receiver, KvSend] = {}
@@ -72,8 +73,11 @@ class Holds:
     def step(self, step: Step) -> None:
         """Add a request that is being computed and has its blocks."""
         if step.key not in self._gone and step.key not in self._held:
-            held = _Held(step.request, step.key, step.blocks, step.ntokens)
-            self._held[step.key] = self._by_request[step.request] = held
+            self._add(step)
+
+    def _add(self, order: Step) -> _Held:
+        held = self._held[order.key] = self._by_request[order.request] = _Held(order)
+        return held
 
     def layer_saved(self, step: Step, layer: int) -> None:
         """Send one layer of a step that is computed."""
@@ -83,15 +87,14 @@ class Holds:
             for send in held.sends.values():
                 send.layer_done(layer, step.upto)
 
-    def hold(self, order: Hold) -> None:
+    def hold(self, order: Step) -> None:
         """Keep the blocks of a request that is computed completely."""
         held = self._held.get(order.key)
         if order.key in self._gone if held is None else held.request != order.request:
             self._sent.add(order.request)  # the key was given up, or is another request's
             return
         if held is None:
-            held = _Held(order.request, order.key, order.blocks, order.ntokens)
-            self._held[order.key] = self._by_request[order.request] = held
+            held = self._add(order)
         held.final = True
         held.until_s = self._now_s() + self._terms.lease_s
         for layer in self.sender.layers:

@@ -16,7 +16,6 @@ from tep import UsageError
 from tep.integrations.vllm.terms import (
     Asked,
     Blocks,
-    Hold,
     Load,
     Orders,
     Report,
@@ -224,7 +223,7 @@ class Scheduler:
             tuple(b for b in ids[:n] if b != _NULL_BLOCK)
             for ids, n in zip(blocks, need, strict=True)
         )
-        self._orders.holds.append(Hold(name, prefill.key, held, len(prompt)))
+        self._orders.holds.append(Step(name, prefill.key, held, len(prompt), len(prompt)))
         where = Source(prefill.key, self.ranks)
         return True, {
             "do_remote_prefill": True,

@@ -22,7 +22,7 @@ from msgspec import Meta
 from tep import BadDescriptor, NetAddr, TepError, UsageError
 
 __all__ = [
-    "Asked", "Blocks", "Hold", "Kind", "Load", "Orders", "Report", "Source", "Step", "Terms",
+    "Asked", "Blocks", "Kind", "Load", "Orders", "Report", "Source", "Step", "Terms",
     "Told", "Want", "axes_of", "decode", "digest_of", "encode", "views_of",
 ]  # fmt: skip
 
@@ -158,7 +158,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Order to a prefiller: the state, after this step, of a request that is being computed.
+    """Order to a prefiller: the state of a request, being computed or, as a hold, computed.
 
     Attributes:
         request, key: the request and its key.
@@ -174,22 +174,13 @@ class Step:
     upto: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Order to a prefiller: keep a computed request's blocks for the decoder."""
-
-    request: str
-    key: str
-    blocks: Blocks
-    ntokens: int
-
-
 @dataclass(slots=True)
 class Orders:
     """The orders of one step.
 
     Attributes:
-        loads, steps, holds: see Load, Step and Hold.
+        loads, steps: see Load and Step.
+        holds: requests that are computed: keep their blocks for the decoder.
         keeps: sources of requests that wait for blocks here: the prefiller should keep them.
         drops: sources that are not wanted any more.
         ends: aborted requests: stop their transfers, and report when none is in flight; with
@@ -199,7 +190,7 @@ class Orders:
 
     loads: list[Load] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[Step] = field(default_factory=list)
     keeps: list[Source] = field(default_factory=list)
     drops: list[Source] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from tep.apps.kvcache.blocks.messages import (
     Refuse,
     decode,
 )
-from tep.integrations.vllm.terms import Hold, Load, Orders, Source, Terms, Told, Want
+from tep.integrations.vllm.terms import Load, Orders, Source, Step, Terms, Told, Want
 from tep.integrations.vllm.terms import decode as decode_note
 from tep.integrations.vllm.worker import Worker
 
@@ -137,7 +137,7 @@ def test_each_note_of_the_vllm_connector_is_said_again(engines, monkeypatch, wha
 
     both = SimpleNamespace(poll=poll)
     source = Source("k", (engines[0].main_address.to_bytes(),))
-    prefiller.obey(Orders(holds=[Hold("p", "k", ((3, 4),), 32)]))
+    prefiller.obey(Orders(holds=[Step("p", "k", ((3, 4),), 32, 32)]))
     decoder.obey(Orders(keeps=[source]))
     if what in {"keep", "kept"}:
         until(lambda: TIMES == sum(map(len, lost)), both)
