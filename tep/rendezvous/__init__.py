@@ -5,8 +5,8 @@
 
 Rank 0 listens, the others connect; everything goes through rank 0, over asyncio's TCP. It is made
 for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. Here
-are the functions for users; `door` and `wire` admit others to rank 0, `ranks` has places and the
-collective calls, and `wire` the messages.
+are the functions for users; `ranks` has places and the collective calls, `wire` the messages, and
+the listener that admits others to rank 0.
 """
 
 from __future__ import annotations

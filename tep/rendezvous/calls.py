@@ -25,8 +25,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from tep.base.errors import BadDescriptor, FabricError, TepError, UsageError
-from tep.rendezvous.door import Door, listen
-from tep.rendezvous.wire import Peer, challenge, enter, frame, refuse, welcome
+from tep.rendezvous.wire import Door, Peer, challenge, enter, frame, listen, refuse, welcome
 
 __all__ = ["Call", "Caller", "Hello", "Listener", "Remote", "answer", "connect"]
 

@@ -15,10 +15,10 @@ from typing import Final, Self
 
 from tep.base.checks import check_seconds, unpicklable
 from tep.base.errors import RendezvousError, UsageError, WaitTimeout
-from tep.rendezvous.door import Door, listen
 from tep.rendezvous.wire import (
     PART_BYTES_MAX,
     TROUBLE,
+    Door,
     Got,
     Late,
     Message,
@@ -28,6 +28,7 @@ from tep.rendezvous.wire import (
     challenge,
     enter,
     frame,
+    listen,
     refuse,
     welcome,
 )

@@ -173,7 +173,7 @@ def test_the_table_names_all_listeners() -> None:
         if re.search(LISTENS, path.read_text(encoding="utf-8"))
     }
     assert {
-        "tep/rendezvous/door.py",
+        "tep/rendezvous/wire.py",
         "tep/backends/local/port.py",
         "tep/host/sight.py",
         "tep/compat/nixl/listener.py",

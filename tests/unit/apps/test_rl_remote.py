@@ -60,7 +60,7 @@ def test_an_answer_that_no_frame_holds_is_the_error_of_its_call(monkeypatch) -> 
 
 def test_silent_strangers_are_few_and_keep_no_worker_out(monkeypatch, caplog) -> None:
     """400 silent connections took every descriptor of the hub, and asyncio wrote 15 MB about it."""
-    monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 8)
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGERS_MAX", 8)
 
     async def main() -> tuple[int, int]:
         async with Listener(TOKEN) as listener:
@@ -84,7 +84,7 @@ def test_silent_strangers_are_few_and_keep_no_worker_out(monkeypatch, caplog) ->
 
 def test_a_silent_stranger_is_hung_up_on_in_time(monkeypatch) -> None:
     """Each held a descriptor of the hub for 10 s, and its log took a line for each."""
-    monkeypatch.setattr("tep.rendezvous.door.STRANGER_S", 0.05)
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGER_S", 0.05)
 
     async def main() -> bytes:
         async with Listener(TOKEN) as listener:

@@ -11,8 +11,8 @@ from tep import rendezvous
 from tep.backends.ffi import libc
 from tep.backends.ffi.libc import Interface
 from tep.host import ways
-from tep.rendezvous.door import listen
 from tep.rendezvous.launch import own_address
+from tep.rendezvous.wire import listen
 
 ALL = socket.inet_ntoa(bytes(4))
 TOKEN = "of this job"  # noqa: S105  # a secret of a test

@@ -12,9 +12,18 @@ import pytest
 
 from tep import rendezvous
 from tep.base.errors import RendezvousError, WaitTimeout
-from tep.rendezvous import Place, door
-from tep.rendezvous.door import Door
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, join_proof, prove
+from tep.rendezvous import Place, wire
+from tep.rendezvous.wire import (
+    Challenge,
+    Door,
+    Join,
+    Joined,
+    Message,
+    Peer,
+    Refused,
+    join_proof,
+    prove,
+)
 from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_rank
 
 
@@ -154,8 +163,8 @@ def test_bytes_that_no_decoder_likes_end_one_connection(body: bytes) -> None:
 
 def test_silent_strangers_are_bounded_and_keep_nobody_out(capfd, monkeypatch) -> None:
     """Idle connections took all descriptors of rank 0, and no rank could join any more."""
-    monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 8)
-    monkeypatch.setattr("tep.rendezvous.door.STRANGER_S", 1e9)  # their number ends them, not time
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGERS_MAX", 8)
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGER_S", 1e9)  # their number ends them, not time
 
     async def main() -> tuple[int, list[list[bytes]]]:
         zero, port = begin(2)
@@ -192,7 +201,7 @@ async def inside_at_the_end(entrance, crowd, over) -> list[bool]:
 
 def test_a_crowd_of_strangers_costs_nobody_a_place_who_has_proved_the_token(monkeypatch) -> None:
     """The oldest of all was a rank that was just let in."""
-    monkeypatch.setattr("tep.rendezvous.door.STRANGERS_MAX", 2)
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGERS_MAX", 2)
 
     async def main() -> list[bool]:
         came, over = list[Peer](), asyncio.Event()
@@ -251,9 +260,9 @@ def test_any_port_is_one_port(port, addresses, monkeypatch) -> None:
 
     async def main() -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
-        await door.listen("some.host", port)
+        await wire.listen("some.host", port)
 
-    monkeypatch.setattr(door.socket, "create_server", lambda where, family: bound.append(where))
+    monkeypatch.setattr(wire.socket, "create_server", lambda where, family: bound.append(where))
     asyncio.run(main())
     assert addresses == len(bound)
 
@@ -261,7 +270,7 @@ def test_any_port_is_one_port(port, addresses, monkeypatch) -> None:
 @pytest.mark.slow
 def test_a_silent_stranger_is_dropped_at_a_deadline(monkeypatch) -> None:
     """Whoever says nothing held a descriptor of rank 0 for as long as it waited."""
-    monkeypatch.setattr("tep.rendezvous.door.STRANGER_S", 0.05)
+    monkeypatch.setattr("tep.rendezvous.wire.STRANGER_S", 0.05)
 
     async def main() -> tuple[bytes, object]:
         listener, port = listen()
