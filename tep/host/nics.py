@@ -62,26 +62,22 @@ class NameList(NamedTuple):
     Attributes:
         name: the variable's name.
         text: the variable's value; "" = unset.
-        entries: (name, port); port None = any.
+        entries: the names; a port behind one is not looked at, each NIC has one here.
         excludes: "^": all but these.
         exact: "=": whole names, and not beginnings.
     """
 
     name: str
     text: str
-    entries: tuple[tuple[str, int | None], ...]
+    entries: tuple[str, ...]
     excludes: bool
     exact: bool
 
-    def takes(self, name: str, port: int | None = None) -> bool:
-        """Return True if a device (or one port of it) is selected; if unset, all are."""
+    def takes(self, name: str) -> bool:
+        """Return True if a device is selected; if unset, all are."""
         if not self.entries:
             return True
-        found = any(
-            (name == entry if self.exact else name.startswith(entry))
-            and (port is None or wanted is None or port == wanted)
-            for entry, wanted in self.entries
-        )
+        found = name in self.entries if self.exact else name.startswith(self.entries)
         return found != self.excludes
 
 
@@ -103,12 +99,8 @@ def read_list(name: str, environ: Environ) -> NameList:
     text = (environ(name) or "").strip()
     rest = text.removeprefix("^")
     excludes, exact = rest != text, rest.startswith("=")
-    entries = []
-    for word in rest.removeprefix("=").split(","):
-        entry, _, port = word.strip().partition(":")
-        if entry:
-            entries.append((entry, int(port) if port.isdecimal() else None))
-    return NameList(name, text, tuple(entries), excludes, exact)
+    words = (word.strip().partition(":")[0] for word in rest.removeprefix("=").split(","))
+    return NameList(name, text, tuple(filter(None, words)), excludes, exact)
 
 
 def said(used: Iterable[Number | NameList], meant: Mapping[str, str]) -> str:
