@@ -74,7 +74,6 @@ from tep.backends.local.channel import (
     Watches,
     engine_of,
     host_digest,
-    process_start,
     why,
 )
 from tep.backends.local.copying import can_reach
@@ -517,7 +516,7 @@ def open_domains(
     _check_system()
     if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
         _open_to_tracers()
-    host = os.getpid(), process_start(), epoch, host_digest()
+    host = os.getpid(), epoch, host_digest()
     domains = all_or_none(
         LocalDomain(
             Address(nic, *host, os.urandom(16)),

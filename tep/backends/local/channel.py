@@ -40,7 +40,7 @@ from tep.base.errors import BackendUnavailable, BadDescriptor
 __all__ = [
     "CONTROL_BYTES_MAX", "Address", "Channel", "Control", "Hello", "Refused", "Said",
     "Share", "Unshare", "Watches", "Welcome", "close_all", "decode", "engine_of", "host_digest",
-    "is_bell", "process_start", "why",
+    "is_bell", "why",
 ]  # fmt: skip
 
 _BYTES_MAX: Final = 4096
@@ -249,13 +249,12 @@ def close_all(fds: list[int] | tuple[int, ...]) -> None:
             os.close(fd)
 
 
-class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="LOC2"):
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="LOC3"):
     """The address of a NIC.
 
     Attributes:
         nic: index in its engine.
         pid: of its process, in that process's own namespace; for people.
-        start: when that process started, clock ticks since boot.
         epoch: of its engine's incarnation.
         host: digest of this boot of this machine.
         token: random; whoever connects has to show it.
@@ -263,7 +262,6 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     nic: Unsigned
     pid: Unsigned
-    start: Unsigned
     epoch: Unsigned
     host: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
     token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -308,7 +306,7 @@ def engine_of(data: bytes) -> bytes:
         found = read_message(_ADDRESS, data, "a local address")
     except BadDescriptor:
         return data
-    return _encode((found.pid, found.start, found.epoch, found.host))
+    return _encode((found.pid, found.epoch, found.host))
 
 
 @functools.cache
@@ -326,18 +324,6 @@ def host_digest() -> bytes:
             raise BackendUnavailable("the local backend cannot start", tried) from error
         boot = os.uname().nodename.encode()
     return hashlib.sha256(b"tep local" + boot).digest()[:8]
-
-
-def process_start(pid: int | str = "self") -> int:
-    """When a process started, clock ticks since boot; 0 where /proc does not tell.
-
-    A process id alone is used again; together with this it names one process.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])  # field 22; the name may hold anything
 
 
 class Watches:
