@@ -25,7 +25,7 @@ __all__ = ["main"]
 SRD = "srd"  # the backend `efa`, without libfabric
 ALL = "efa-all"
 _CURES = {
-    **dict.fromkeys(("efa", "efa-direct", SRD), BACKENDS["efa"].cure),
+    **dict.fromkeys(("efa", SRD), BACKENDS["efa"].cure),
     **{name: BACKENDS[name].cure for name in ("verbs", "local")},
     "tcp": BACKENDS["libfabric"].cure,
     "sim": "nothing is needed",
@@ -220,7 +220,7 @@ def _side_by_side() -> int:
     """Run every provider in its own process; print the results of each check below each other."""
     found: dict[str, list[tuple[str, str]]] = {}
     status = 0
-    for provider in ("efa", "efa-direct", SRD):
+    for provider in ("efa", SRD):
         ran = subprocess.run(  # noqa: S603  # this script itself
             [sys.executable, __file__, provider], capture_output=True, text=True, check=False
         )

@@ -161,8 +161,7 @@ def options_at(
 
 def _is_efa(backend: str, options: dict[str, object]) -> bool:
     """Whether a backend with these options drives EFA's NICs."""
-    provider = str(options.get("provider", "tcp"))
-    return backend == "efa" or (backend == "libfabric" and provider.startswith("efa"))
+    return backend == "efa" or (backend == "libfabric" and options.get("provider") == "efa")
 
 
 def _makes_dmabufs(device: str) -> bool:

@@ -319,12 +319,13 @@ def column_figures(rounds: int = 15) -> Iterator[Figure]:
 
     try:
         columns = way("efa")
-        fabrics = {name: way("libfabric", provider=name) for name in ("efa", "efa-direct")}
+        libfabrics = way("libfabric", provider="efa")
         taken = list(_of_columns(columns))
         most = columns.limit_batch(max(_AIMS))
-        others = {f"libfabric's {k}": one for k, one in fabrics.items()}
-        measures = {f"by columns, batches of {most:,}": _limited(columns, most, _Pair.row_ns)}
-        measures |= {name: partial(one.measure, _Pair.row_ns) for name, one in others.items()}
+        measures = {
+            f"by columns, batches of {most:,}": _limited(columns, most, _Pair.row_ns),
+            "libfabric's efa": partial(libfabrics.measure, _Pair.row_ns),
+        }
         each = [
             _Taken(measure, f"{name}: CPU a row of {_ROW_BYTES} B, both ends", "ns", None)
             for name, measure in measures.items()

@@ -90,7 +90,7 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
 
 
 def efa_figures(rounds: int = 15) -> Iterator[Figure]:
-    """Measure EFA's two fabrics beside the C loop: CPU of a write, both ends, device included.
+    """Measure EFA beside the C loop: CPU of a write, both ends, device included.
 
     Raises:
         LookupError: no C compiler, no headers of libfabric, or no yardstick.
@@ -98,16 +98,15 @@ def efa_figures(rounds: int = 15) -> Iterator[Figure]:
     """
     with tempfile.TemporaryDirectory() as folder:
         program = _build(Path(folder, "yardstick"))
-        for provider, window in (("efa", 512), ("efa-direct", 1024)):
-            for size in (64, 8 * KiB):
-                yield _compare(
-                    f"{provider} {_spell(size)}: CPU a write, both ends",
-                    partial(_Pair, provider, size, 4096),
-                    partial(_C, program, "cpu", provider, size, 4096, window),
-                    aim=partial(operator.mul, 2.0),
-                    pairs=max(1, rounds // _RUNS),
-                    source=_what_c_is(program),
-                )
+        for size in (64, 8 * KiB):
+            yield _compare(
+                f"efa {_spell(size)}: CPU a write, both ends",
+                partial(_Pair, "efa", size, 4096),
+                partial(_C, program, "cpu", "efa", size, 4096, 512),
+                aim=partial(operator.mul, 2.0),
+                pairs=max(1, rounds // _RUNS),
+                source=_what_c_is(program),
+            )
 
 
 def _spell(nbytes: int) -> str:

@@ -251,8 +251,8 @@ def fail_readerr(domain):
 
 def fail_recv(domain):
     """The queue works, and no receive can be posted any more."""
-    domain._main.recvmsg = lambda *_: -errno.EIO
-    return "fi_recvmsg: "
+    domain._main.recv = lambda *_: -errno.EIO
+    return "fi_recv: "
 
 
 @pytest.mark.parametrize("fail", [fail_read, fail_readerr, fail_recv])

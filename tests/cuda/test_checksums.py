@@ -12,7 +12,7 @@ import tep
 from tep import TransferEngine
 from tep.cuda import arena, export_dmabuf, memory
 from tep.host.doctor import Level
-from tep.host.doctor.gpus import check_gpus
+from tep.host.doctor.devices import check_gpus
 from tests.support.here import need_stub
 
 

@@ -42,7 +42,7 @@ def test_all_figures_are_measured_in_one_run(max_batch, batches):
     for pages in ("1,024", "4,000"):
         for batch in batches:
             assert f"{pages} pages, submit to doorbell, batches of {batch}, a page" in names
-    assert 2 * len(batches) + 7 == len(names) == len(set(names))
+    assert 2 * len(batches) + 6 == len(names) == len(set(names))
     for figure in figures:
         assert 0 < figure["best"] <= figure["value"] <= figure["worst"], figure
     (ours,) = (figure for figure in figures if figure["what"].startswith("by columns"))

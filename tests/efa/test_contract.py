@@ -1,4 +1,4 @@
-"""The contract on libfabric's own EFA provider, both fabrics, over the fake device."""
+"""The contract on libfabric's own EFA provider, over the fake device."""
 
 from __future__ import annotations
 
@@ -35,15 +35,8 @@ class TestEfa(DomainContract):
             yield world
 
 
-class TestEfaDirect(DomainContract):
-    @pytest.fixture
-    def world(self):
-        with EfaWorld("efa-direct") as world:
-            yield world
-
-
 class TestEngines(EngineContract):
-    @pytest.fixture(params=["efa", "efa-direct"])
-    def engines(self, request):
-        with fabric_engines(request.param) as engines:
+    @pytest.fixture
+    def engines(self):
+        with fabric_engines("efa") as engines:
             yield engines

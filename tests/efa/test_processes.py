@@ -20,7 +20,7 @@ from tests.e2e.test_rl_processes import SMALL, Scenario
 from tests.support.children import Child, transfer
 
 LONG = pytest.mark.long
-PROVIDERS = ["efa", "efa-direct", "srd"]
+PROVIDERS = ["efa", "srd"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_killed_and_stopped(provider, test):
 
 
 @pytest.mark.parametrize("of", passing.CURES)
-@pytest.mark.parametrize("provider", ["efa", "srd"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_short_for_a_while(provider, of):
     """At either end, of memory or of descriptors: a passing condition is not the end."""
     for test in (
@@ -60,10 +60,9 @@ def test_one_failed_allocation(place, monkeypatch):
 
 
 # What the engine does above the seam: once on EFA is enough, where nothing else has to be proved.
-@pytest.mark.parametrize("provider", ["efa", pytest.param("efa-direct", marks=LONG)])
-def test_the_word_that_it_failed(provider):
+def test_the_word_that_it_failed():
     """It goes by control messages, which have their own way on each wire."""
-    in_three(provider, killed.test_the_word_that_it_failed)
+    in_three("efa", killed.test_the_word_that_it_failed)
 
 
 def in_three(provider, test):
@@ -76,7 +75,7 @@ def in_three(provider, test):
         three.end()
 
 
-@pytest.mark.parametrize("provider", ["efa", "efa-direct", pytest.param("srd", marks=LONG)])
+@pytest.mark.parametrize("provider", ["efa", pytest.param("srd", marks=LONG)])
 def test_watched(provider):
     """Heartbeats tell who was lost, is back or was started again, at the address of the dead."""
     nodes = watched.Nodes(provider)
@@ -112,7 +111,7 @@ def opening(provider):
     return ("efa", {}) if provider == "srd" else ("libfabric", {"provider": provider})
 
 
-@pytest.mark.parametrize("provider", ["efa", "efa-direct", "srd"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_kvcache(provider):
     """Two prefillers and two decoders say what one process says alone."""
     asked = prompts([1, 9, 40, 100])
@@ -126,7 +125,7 @@ def test_kvcache(provider):
     check(asked, asyncio.run(main()))
 
 
-@pytest.mark.parametrize("provider", ["libfabric:efa", "libfabric:efa-direct", "efa"])
+@pytest.mark.parametrize("provider", ["libfabric:efa", "efa"])
 def test_moe(provider):
     """Four ranks dispatch and combine; outputs equal the dense layer's, byte for byte."""
     ended = run_processes(provider)
@@ -134,10 +133,7 @@ def test_moe(provider):
     assert [(0, f"ok rank={rank}\n", "") for rank in range(WORLD)] == ended
 
 
-@pytest.mark.parametrize(
-    "provider",
-    [pytest.param("efa", marks=LONG), "efa-direct", pytest.param("srd", marks=LONG)],
-)
+@pytest.mark.parametrize("provider", [pytest.param("efa", marks=LONG), "srd"])
 def test_rl(provider, tmp_path):
     """Six processes update a model twice while they serve: every byte and every answer."""
 

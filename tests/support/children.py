@@ -20,7 +20,6 @@ NICS = {
     "tcp": ["127.0.0.1", "127.0.0.2"],
     "local": 2,
     "efa": 2,
-    "efa-direct": 2,
     "srd": 2,  # the backend `efa`
 }
 

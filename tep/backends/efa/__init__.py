@@ -20,11 +20,14 @@ from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.peers import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import ROW_BYTES_MAX, RULES, Rules
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
+from tep.base.units import KiB
 from tep.memory.source import DmabufExport
 
 __all__ = ["EfaDomain", "facts", "open_domains", "probe"]
 
-_RULES: Final = replace(RULES["efa-direct"], provider="srd", frames_in=2048, frames_out=64)
+_RULES: Final = replace(
+    RULES["efa"], provider="srd", frames_in=2048, frames_out=64, msg_bytes_max=4 * KiB
+)
 _SEND: Final = 4096
 """Requests that the send queue holds where the device has so many; request ids have 16 bits, and a
 row that was given up keeps its id, so that there are eight times as many ids as rows."""

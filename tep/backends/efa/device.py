@@ -113,9 +113,6 @@ class Endpoint:
         """Its address."""
         return self._nic.raw()
 
-    def option(self, option: int) -> bool | None:
-        """None: it has no options of libfabric."""
-
     def close(self) -> None:
         """Destroy it."""
         self.address = 0
@@ -271,9 +268,6 @@ class Nic:
     def open_endpoint(self, _options: tuple[object, ...] = ()) -> Endpoint:
         """The queue pair, as what rows and frames go through; there is one."""
         return Endpoint(self)
-
-    def release_port(self) -> None:
-        """There are no ports here."""
 
     def read_event(self) -> str:
         """Look whether the device has gone; a completion's wake-up is kept for the next trywait."""

@@ -197,7 +197,7 @@ class Slots(slots.Slots):
     chunk_rows = 4096
 
     def __init__(self, rows_max: int, way: Columns, nic: Nic) -> None:
-        super().__init__(rows_max, 0, more=True)
+        super().__init__(rows_max, 0)
         self._way = way
         self._nic = nic
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import ipaddress
 import os
 import socket
+import sys
 import time
 from typing import Any, Final, NamedTuple
 
 from tep.base.waiting import system_s
 
-__all__ = ["Interface", "Timer", "interfaces", "libc"]
+__all__ = ["SOCKADDR_BYTES", "Interface", "Timer", "interfaces", "ip_address", "libc"]
+
+SOCKADDR_BYTES: Final[dict[int, int]] = {socket.AF_INET: 16, socket.AF_INET6: 28}
+"""The lengths of struct sockaddr_in and sockaddr_in6."""
 
 
 @functools.cache
@@ -50,9 +55,12 @@ def interfaces() -> list[Interface]:
     try:
         while at:
             one = _IfAddrs.from_address(at)
-            text = _spell(one.addr, one.name.decode()) if one.addr and one.flags & _IFF_UP else ""
-            if text:
-                found.append(Interface(one.name.decode(), text))
+            family = ctypes.c_uint16.from_address(one.addr).value if one.addr else 0
+            if one.flags & _IFF_UP and family in SOCKADDR_BYTES:
+                text = ip_address(ctypes.string_at(one.addr, SOCKADDR_BYTES[family]))
+                local = ipaddress.ip_address(text).is_link_local and family == socket.AF_INET6
+                name = one.name.decode()
+                found.append(Interface(name, f"{text}%{name}" if local else text))
             at = one.next
     finally:
         libc().freeifaddrs(first)
@@ -62,16 +70,11 @@ def interfaces() -> list[Interface]:
 _IFF_UP: Final = 1  # <net/if.h>
 
 
-def _spell(addr: int, name: str) -> str:
-    """A sockaddr_in or sockaddr_in6 as text; "" for any other."""
-    family = ctypes.c_uint16.from_address(addr).value
-    if family == socket.AF_INET:
-        return socket.inet_ntop(family, ctypes.string_at(addr + 4, 4))
-    if family != socket.AF_INET6:
-        return ""
-    raw = ctypes.string_at(addr + 8, 16)
-    local = raw[0] == 0xFE and raw[1] & 0xC0 == 0x80
-    return socket.inet_ntop(family, raw) + (f"%{name}" if local else "")
+def ip_address(sockaddr: bytes) -> str:
+    """The address in a sockaddr_in or a sockaddr_in6, as text."""
+    if int.from_bytes(sockaddr[:2], sys.byteorder) == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, sockaddr[4:8])
+    return socket.inet_ntop(socket.AF_INET6, sockaddr[8:24])
 
 
 class Timer:

@@ -113,15 +113,15 @@ def _devices(
         # Both fabrics of a device have its name; `efa` knows no limit, see ROW_BYTES_MAX.
         size = int(info.contents.ep_attr.contents.max_msg_size)
         longest[name] = min(size, longest.get(name, ROW_BYTES_MAX))
-        # Releases give EFA's usual fabric several names; the other one has had one only.
-        if (fabric == "efa-direct") != (rules.fabric == "efa-direct") or name in found:
+        # Releases give the usual fabric several names; the other one has had one only.
+        if fabric == "efa-direct" or name in found:
             lib.freeinfo(info)
         else:
             found[name] = info
     if (isinstance(nics, int) and nics > len(found)) or not found:
         raise BackendUnavailable(
-            f"provider {rules.provider!r}: {len(found)} NICs of fabric {rules.fabric!r} here "
-            f"({', '.join(found) or 'none'}), asked for: {nics}"
+            f"provider {rules.provider!r}: {len(found)} NICs here ({', '.join(found) or 'none'}), "
+            f"asked for: {nics}"
         )
     names = list(found)[:nics] if nics is None or isinstance(nics, int) else nics
     # libfabric adds what kind of endpoint it is to the device's own name: "rdmap79s0-rdm".
@@ -401,7 +401,7 @@ def open_domains(
     """Open the NICs of one engine.
 
     Args:
-        provider: "tcp", "efa" or "efa-direct"; nothing else is tried.
+        provider: "tcp" or "efa"; nothing else is tried.
         nics: for tcp addresses ("10.0.0.7", "127.0.0.2:4000", "[fd00::7]:4000"), interfaces
             ("eth0") or networks ("10.0.0.0/8"); devices' names for EFA; or how many. None: one for
             tcp, see default_addresses(), all devices for EFA.

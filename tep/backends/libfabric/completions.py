@@ -9,11 +9,9 @@ copies them.
 from __future__ import annotations
 
 import mmap
-import operator
 import select
 from collections import deque
 from collections.abc import Callable
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -57,28 +55,14 @@ _OK: Final = int(Status.OK)
 _IMM_MASK: Final = 0xFFFFFFFF
 
 _OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
-_SLOT_BYTES: Final = 64
-
-# One receive, all words of 64 bits: iovec, struct fi_msg. It is as long as a context, so that the
-# address of one is that of the other and a constant.
-_RECORD: Final = np.dtype(
-    [
-        (name, "<u8")
-        for name in (
-            *("base", "len"),  # struct iovec
-            *("p_iov", "p_desc", "iov_count", "addr", "context", "data"),  # struct fi_msg
-        )
-    ]
-)
-_MSG_AT: Final = 16
-assert _RECORD.itemsize == _SLOT_BYTES
+_SLOT_BYTES: Final = 64  # a fi_context2, which some providers write into
 
 
 class Queue:
     """One NIC's completion queue.
 
     Args:
-        nic, slots, mailbox, rules: of one NIC.
+        nic, slots, mailbox: of one NIC.
 
     Attributes:
         frames: what came in, copied; the caller takes them.
@@ -94,9 +78,7 @@ class Queue:
 
     behind = False
 
-    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
-        self._takes_receive = rules.imm_takes_receive
-        self._receive = mailbox.receive
+    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox) -> None:
         self._nic = nic
         self._slots = slots
         self._mailbox = mailbox
@@ -212,8 +194,6 @@ class Queue:
         flags, at = words[_FLAGS], filled * COMPLETION_BYTES
         if flags & _REMOTE:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
-            if self._takes_receive:
-                self._idle.append(self._receive[words[_CONTEXT]])
             return filled + 1
         if flags & _LOCAL:
             ticket = self._slots.take_back(words[_CONTEXT])
@@ -229,17 +209,13 @@ class Queue:
         words = self._words[: n * _WORDS].tolist()
         rows: list[int] = []
         others: list[tuple[int, int]] = []
-        receives: list[Any] = []
         imms: dict[int, int] = {}
-        takes, receive = self._takes_receive, self._receive
         for at in range(0, n * _WORDS, _WORDS):
             flags = words[at + 1]
             if flags & fi.FI_REMOTE_WRITE:
                 # Not every release sets FI_RMA here, and 1.17 reports no length.
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
-                if takes:
-                    receives.append(receive[words[at]])
             elif flags & fi.FI_WRITE:
                 rows.append(words[at])
             else:
@@ -251,7 +227,6 @@ class Queue:
         for imm, count in imms.items():
             out[filled] = (_IMM, _OK, count, imm, 0, 0, 0)
             filled += 1
-        self._idle += receives
         self._others += others
         return filled
 
@@ -259,13 +234,8 @@ class Queue:
         flags = self._flags[:n]
         remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
         count = int(np.count_nonzero(remote))
-        receives: list[Any] = []
-        if count and self._takes_receive:
-            receives += map(self._receive.__getitem__, self._contexts[:n][remote].tolist())
         if count == n:
-            filled = self._take_imms(self._data[:n], out, filled)
-            self._idle += receives
-            return filled
+            return self._take_imms(self._data[:n], out, filled)
         local = ~remote
         if count:
             filled = self._take_imms(self._data[:n][remote], out, filled)
@@ -288,7 +258,6 @@ class Queue:
             for ctx, rows in self._slots.give_back_many(contexts).items():
                 out[filled] = (_WRITE, _OK, rows, 0, 0, ctx, 0)
                 filled += 1
-        self._idle += receives
         self._others += rest
         return filled
 
@@ -345,13 +314,11 @@ class Mailbox:
 
     Attributes:
         region: the buffers, as what an empty row reads from.
-        idle: receives that are not posted, each as its fi_msg; refill() posts them.
-        receive: the fi_msg of a receive, by its context.
+        idle: numbers of the receive buffers that are not posted; refill() posts them.
     """
 
     def __init__(self, nic: Nic, frame_bytes: int, rules: Rules) -> None:
         self._nic = nic
-        self._flags = fi.ready(fi.FI_MORE if rules.more else 0), fi.ready(0)
         memory = self._map(frame_bytes, rules.frames_in, rules.frames_out, _SLOT_BYTES)
         count = len(self._owner)
         attr, flags, kept = mr_attr(memory, fi.FI_SEND | fi.FI_RECV | fi.FI_WRITE)
@@ -363,17 +330,7 @@ class Mailbox:
         self._contexts = memory.ptr + count * self._frame_bytes
         self._end = self._contexts + count * _SLOT_BYTES
         self._main: Endpoint | None = None
-        # One receive, spelled out once: it is posted again whenever an immediate has taken it.
-        records = self._records = np.zeros(self._receives, _RECORD)
-        at = records.ctypes.data + _RECORD.itemsize * np.arange(self._receives, dtype=np.uint64)
-        records["base"] = self._buffers + self._frame_bytes * np.arange(self._receives)
-        self._descs = np.array([self._desc], np.uint64)  # fi_msg.desc: an array of one
-        records["len"], records["p_desc"] = self._frame_bytes, self._descs.ctypes.data
-        records["p_iov"] = at
-        records["iov_count"], records["addr"] = 1, fi.FI_ADDR_UNSPEC
-        records["context"] = self._contexts + _SLOT_BYTES * np.arange(self._receives)
-        self.idle: list[Any] = list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
-        self.receive = dict(zip(records["context"].tolist(), self.idle, strict=True))
+        self.idle = list(range(self._receives))
 
     def _map(self, frame_bytes: int, receives: int, sends: int, beside: int = 0) -> Memory:
         """Make the buffers, and `beside` bytes for each behind them."""
@@ -393,28 +350,26 @@ class Mailbox:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
         self._main = endpoint
         rc = self.refill()
-        check(rc, "fi_recvmsg", describe=self._nic.lib.strerror, nic=self._nic.name)
+        check(rc, "fi_recv", describe=self._nic.lib.strerror, nic=self._nic.name)
 
     def refill(self) -> int:
         """Post what receive buffers are not posted; return what libfabric said last."""
         main = self._main
         assert main is not None
-        idle, rc = self.idle, 0
-        if not idle or not main.address:  # 0 once it is closed
-            return 0
-        posts = iter(idle)
-        last = len(idle) - 1
-        # In one go: the last one rings the doorbell.
-        more, end = self._flags
-        flags = chain(repeat(more, last), repeat(end))
-        rc = next(filter(None, map(main.recvmsg, repeat(main.ready), posts, flags)), 0)
-        if rc:
-            del idle[: last - operator.length_hint(posts)]
-            if rc != -fi.FI_EAGAIN:
-                self._nic.lose("fi_recvmsg", rc)
-        else:
-            idle.clear()
-        return rc
+        while self.idle and main.address:  # 0 once it is closed
+            at, context = self._places(self.idle[-1])
+            size, sender = self._frame_bytes, fi.FI_ADDR_UNSPEC
+            rc = main.recv(main.address, at, size, self._desc, sender, context)
+            if rc:
+                if rc != -fi.FI_EAGAIN:
+                    self._nic.lose("fi_recv", rc)
+                return rc
+            self.idle.pop()
+        return 0
+
+    def _places(self, index: int) -> tuple[int, int]:
+        """The addresses of a buffer and of its context."""
+        return self._buffers + index * self._frame_bytes, self._contexts + index * _SLOT_BYTES
 
     def owns(self, context: int) -> bool:
         """Tell whether a completion's context is one of ours."""
@@ -446,8 +401,7 @@ class Mailbox:
 
     def _post(self, peer: Peer, endpoint: Endpoint, index: int, nbytes: int) -> bool:
         """Post the frame in one buffer; False = the queue is full."""
-        at = self._buffers + index * self._frame_bytes
-        context = self._contexts + index * _SLOT_BYTES
+        at, context = self._places(index)
         rc = endpoint.send(endpoint.address, at, nbytes, self._desc, peer.number, context)
         if rc and rc != -fi.FI_EAGAIN:
             raise OSError(-rc, "fi_send")
@@ -480,7 +434,7 @@ class Mailbox:
 
     def give_back(self, index: int) -> None:
         """A receive has been used; refill() posts it again."""
-        self.idle.append(self.receive[self._contexts + index * _SLOT_BYTES])
+        self.idle.append(index)
 
     def dropped(self, context: int) -> None:
         """Post a receive buffer again whose receive failed."""

@@ -104,10 +104,6 @@ class FabricDomain:
         self.nic = nic
         self._rules = rules
         self._main = nic.open_endpoint(options)
-        if rules.software:
-            nic.release_port()
-        else:
-            check_device(self._main, nic.name)
         me = NicAddress(rules.provider, epoch, caps.nic, self._main.name())
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
@@ -143,10 +139,14 @@ class FabricDomain:
         self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, Regions, Mailbox, Queue]:
         """Make what touches the NIC; a backend that drives it without libfabric has its own."""
+        if rules.software:
+            nic.release_port()
+        else:
+            check_device(self._main, nic.name)
         flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if rules.software else 0)
-        slots = Slots(rules.window_rows, flags, more=rules.more)
+        slots = Slots(rules.window_rows, flags)
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
-        queue = Queue(nic, slots, mailbox, rules)
+        queue = Queue(nic, slots, mailbox)
         if not rules.software:
             queue.landed, queue.landed_many = self._take_read, self._take_reads
         return slots, Regions(nic, software=rules.software, dmabuf=dmabuf), mailbox, queue
@@ -343,8 +343,6 @@ class FabricDomain:
             if self._restless:
                 self._look_after()
             if slots.open or self._restless or self._outgoing.open:
-                if slots.unended is not None:
-                    self._ring(slots.unended)
                 now_s = time.monotonic()
                 if now_s >= self._next_look_s:
                     first = self._next_look_s == 0.0  # nothing was outstanding, perhaps for long
@@ -477,11 +475,6 @@ class FabricDomain:
         if self._sleeper is not None:
             self._sleeper.forget_queue()
         self._done.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
-
-    def _ring(self, peer: Peer) -> None:
-        """Ring the doorbell that a chain of rows waits for: any frame does."""
-        self._slots.unended = None
-        self._say(peer, frames.Welcome(self.address))
 
     # --- looking after peers
 

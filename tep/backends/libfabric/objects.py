@@ -112,7 +112,7 @@ class Endpoint:
         address: of the object, the first argument of `send`; 0 = it is closed.
         ready: the same for the other calls, whose arguments are all made by fi.ready().
         writemsg, readmsg: hold the interpreter's lock unless the NIC's posts take long.
-        send, recvmsg: messages. send drops it, recvmsg holds it.
+        send, recv: messages. send drops it, recv holds it.
     """
 
     def __init__(self, nic: Nic, handle: _Handle) -> None:
@@ -127,7 +127,7 @@ class Endpoint:
         self.writemsg = fi.op(rma, "writemsg", hold_gil=hold, readied=True)
         self.readmsg = fi.op(rma, "readmsg", hold_gil=hold, readied=True)
         self.send = fi.op(msg, "send")
-        self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True, readied=True)
+        self.recv = fi.op(msg, "recv", hold_gil=True)
 
     def name(self) -> bytes:
         """The endpoint's address, in the provider's format."""

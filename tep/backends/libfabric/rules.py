@@ -14,10 +14,9 @@ be taken in silence and make every later insert fail.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -26,13 +25,14 @@ import msgspec
 from tep.backends.base import Status
 from tep.backends.common import read_message
 from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import SOCKADDR_BYTES, ip_address
 from tep.backends.libfabric.objects import Endpoint, Option
 from tep.base.errors import BackendUnavailable, BadDescriptor
 from tep.base.units import KiB, MiB
 
 __all__ = [
     "ROW_BYTES_MAX", "RULES", "STATUSES", "NicAddress", "Rules", "check_device", "check_version",
-    "efa_place", "endpoint_options", "engine_of", "is_loopback", "parse",
+    "efa_place", "endpoint_options", "engine_of", "parse",
 ]  # fmt: skip
 
 _NEVER: Final = 1 << 63
@@ -45,7 +45,6 @@ class Rules:
     Attributes:
         provider: as the user names it, and addresses carry it.
         names: what libfabric calls it; the first that it offers is taken.
-        fabric: which of its fabrics, where it has several; "" = any.
         software: it is no device, its NICs are named by IP addresses, each peer has an endpoint of
             its own, so that a dead one can be cut off, and it says nothing useful of a bad key: the
             target is asked for a region's bounds before the first row to it, see tcp.py. A local
@@ -57,16 +56,12 @@ class Rules:
         window_rows, window_bytes: rows and bytes in flight; small, to keep them in the cache.
         tx_entries, rx_entries: of each endpoint's queues; 0 = the provider's own choice.
         frames_in, frames_out: buffers for messages that come in, and that go out.
-        imm_takes_receive: an immediate takes one of `frames_in`, comes with the context of that
-            receive, and it is posted again.
-        more: the provider gathers writes that say FI_MORE, and rings its doorbell once.
         ordered: rows to one peer land in posting order.
         msg_bytes_max: longest message.
     """
 
     provider: str
     names: tuple[str, ...]
-    fabric: str = ""
     software: bool = False
     caps: int = 0
     mr_mode: int = fi.FI_MR_LOCAL | fi.FI_MR_VIRT_ADDR | fi.FI_MR_ALLOCATED | fi.FI_MR_PROV_KEY
@@ -77,8 +72,6 @@ class Rules:
     rx_entries: int = 0
     frames_in: int = 64
     frames_out: int = 64
-    imm_takes_receive: bool = False
-    more: bool = False
     ordered: bool = True
     msg_bytes_max: int = 64 * KiB
 
@@ -95,7 +88,6 @@ _TCP: Final = Rules(
 _EFA: Final = Rules(
     provider="efa",
     names=("efa",),
-    fabric="efa",
     caps=fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM,
     # The provider registers a packet of 9 KB for each place in its queues: 111 MB a NIC if it may
     # choose, 28 GB for 8 engines that open all 32 NICs of a p5. With these sizes it is 14 MB, with
@@ -110,29 +102,7 @@ _EFA: Final = Rules(
 )
 
 RULES: Final[Mapping[str, Rules]] = MappingProxyType(
-    {
-        rules.provider: rules
-        for rules in (
-            _TCP,
-            _EFA,
-            replace(
-                _EFA,
-                provider="efa-direct",
-                fabric="efa-direct",
-                msg_bytes_max=4 * KiB,  # its messages are one packet of about 8 KiB (its manual)
-                # It registers no packets here. Each immediate takes a receive: 2,048 (9 MB a NIC)
-                # last for 2 ms at a million a second; then the sender's device waits and retries.
-                # The window and the frames fit into the queue: a chain of FI_MORE is never refused.
-                tx_entries=1024 + 64,
-                rx_entries=2048,
-                frames_in=2048,
-                frames_out=64,
-                window_rows=1024,
-                imm_takes_receive=True,
-                more=True,
-            ),
-        )
-    }
+    {rules.provider: rules for rules in (_TCP, _EFA)}
 )
 """The providers that tep drives, by the name that the user gives."""
 
@@ -295,13 +265,6 @@ def engine_of(data: bytes) -> bytes:
     return found.epoch.to_bytes(8, "little")
 
 
-def is_loopback(raw: bytes) -> bool:
-    """Tell whether only its own host reaches a socket address."""
-    if int.from_bytes(raw[:2], "little") == socket.AF_INET:
-        return raw[4:5] == b"\x7f"
-    return raw[8:24] == bytes(15) + b"\1"
-
-
 def efa_place(raw: bytes) -> bytes:
     """The GID and the number of the queue pair in an EFA address: endpoints get numbers again."""
     return raw[:18]
@@ -311,12 +274,12 @@ def _check_socket(raw: bytes) -> str:
     """Complain unless this is a sockaddr_in or sockaddr_in6 with a port."""
     if len(raw) < 4:
         return f"{len(raw)} bytes are too few for a socket address"
-    family = int.from_bytes(raw[:2], "little")
-    sizes = {int(socket.AF_INET): 16, int(socket.AF_INET6): 28}
-    if family not in sizes:
+    family = int.from_bytes(raw[:2], sys.byteorder)
+    size = SOCKADDR_BYTES.get(family)
+    if size is None:
         return f"socket family {family} is neither IPv4 nor IPv6"
-    if len(raw) != sizes[family]:
-        return f"{len(raw)} bytes, a socket address of family {family} has {sizes[family]}"
+    if len(raw) != size:
+        return f"{len(raw)} bytes, a socket address of family {family} has {size}"
     if raw[2:4] == b"\0\0":
         return "port 0"
     return ""
@@ -333,13 +296,13 @@ _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
     {
         "tcp": _check_socket,
         "efa": _check_efa,
-        "efa-direct": _check_efa,
         "srd": _check_efa,  # of the backend `efa`
     }
 )
 
 
 def _spell(raw: bytes) -> str:
-    if len(raw) == 16 and raw[:2] == b"\x02\0":
-        return f"{socket.inet_ntoa(raw[4:8])}:{int.from_bytes(raw[2:4], 'big')}"
-    return raw.hex()
+    if _check_socket(raw):
+        return raw.hex()
+    address = ip_address(raw)
+    return f"{f'[{address}]' if ':' in address else address}:{int.from_bytes(raw[2:4], 'big')}"

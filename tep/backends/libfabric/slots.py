@@ -14,7 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -110,8 +110,6 @@ class Slots:
     Args:
         rows_max: rows that may be in flight.
         flags: of every write, besides FI_REMOTE_CQ_DATA.
-        more: several rows go to the device by one doorbell (FI_MORE). The caller sees to it that
-            `rows_max` fit into its queue: libfabric may drop a whole chain that does not fit.
 
     Attributes:
         chunk_rows: rows that post() takes at the most.
@@ -120,27 +118,18 @@ class Slots:
         nbytes: bytes in flight.
         adrift: rows that were given up, and have not come back.
         reads: those of the rows that are reads, and reads that wait for their peer; on EFA.
-        unended: the peer of a chain that waits for its doorbell, since its last row was refused;
-            the next post of any kind rings it.
     """
 
     chunk_rows = CHUNK_ROWS
 
-    def __init__(self, rows_max: int, flags: int, *, more: bool = False) -> None:
+    def __init__(self, rows_max: int, flags: int) -> None:
         self.tickets: dict[int, Ticket] = {}
         self.open = 0
         self.nbytes = 0
         self._rows_max = rows_max
         self.flags = flags
-        # Of a row that ends a chain, and of one that does not; by whether it has an immediate.
-        gather = fi.FI_MORE if more else 0
-        self._flags, self._flags_imm = (
-            (fi.ready(each), fi.ready(each | gather))
-            for each in (flags, flags | fi.FI_REMOTE_CQ_DATA)
-        )
-        self._more = more
+        self._flags, self._flags_imm = fi.ready(flags), fi.ready(flags | fi.FI_REMOTE_CQ_DATA)
         self.adrift = self.reads = 0
-        self.unended: Peer | None = None
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
         self._build()
@@ -172,7 +161,7 @@ class Slots:
     @property
     def room(self) -> int:
         """Rows that may still be posted."""
-        left = self._rows_max - self.open - (self.adrift if self._more else 0)
+        left = self._rows_max - self.open
         return left if left < self._top else self._top  # noqa: FURB136  # min() takes 0.1 us
 
     # --- posting
@@ -205,26 +194,20 @@ class Slots:
             self._same = same
         src[:n] = part(batch.src, start, stop)
         dst[:n] = part(batch.dst, start, stop)
-        last, flags = self._flags
+        flags = self._flags
         if batch.imm is not None:
             data[:n] = part(batch.imm, start, stop)
-            last, flags = self._flags_imm
+            flags = self._flags_imm
         # The first row takes the top of the stack, so that rows not taken leave it as it was.
         contexts = self._free[self._top - n : self._top][::-1]
         context[:n] = contexts
         slots = (contexts - self._base) >> 6
         waiting = iter(self._pointers[:n])
-        # All but the last say that there is more.
-        each = chain(repeat(flags, n - 1), repeat(last))
-        rc = next(filter(None, map(call, repeat(endpoint), waiting, each)), 0)
+        rc = next(filter(None, map(call, repeat(endpoint), waiting, repeat(flags))), 0)
         if rc:
             n -= operator.length_hint(waiting) + 1
-            if self._more and n:
-                self.unended = peer
             if rc != -fi.FI_EAGAIN and not n:
                 raise OSError(-rc, "fi_writemsg")
-        elif self.unended is not None:
-            self.unended = None
         if n:
             ticket.slots = slots = slots[:n]
             self._count_bytes(ticket, n, nbytes if isinstance(nbytes, int) else src_len[:n])
@@ -250,9 +233,9 @@ class Slots:
         """
         context = self._frees[self._top - 1]
         if imm is None:
-            flags, imm = self._flags[0], 0
+            flags, imm = self._flags, 0
         else:
-            flags = self._flags_imm[0]
+            flags = self._flags_imm
         _HEAD.pack_into(self._raw, 0, src, nbytes, dst, nbytes, rkey, ticket.region.desc)
         _TAIL.pack_into(self._raw, _PEER_AT, ticket.peer.number, self._p_rma, 1, context, imm)
         rc = call(endpoint, self._p_msg, flags)
@@ -260,8 +243,6 @@ class Slots:
             if rc == -fi.FI_EAGAIN:
                 return 0
             raise OSError(-rc, "fi_writemsg")
-        if self.unended is not None:
-            self.unended = None
         slot = (context - self._base) >> 6
         ticket.slots = [slot]
         ticket.each = nbytes

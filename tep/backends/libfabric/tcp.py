@@ -52,6 +52,7 @@ from tep.backends.base import (
 )
 from tep.backends.common import at, bounds, part
 from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import ip_address
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.domain import SHORT_POLLS, FabricDomain
 from tep.backends.libfabric.objects import CqError, Nic, Region, Regions, mr_attr
@@ -59,8 +60,9 @@ from tep.backends.libfabric.peer import Peer, PeersReads, Piece, State
 from tep.backends.libfabric.peer import Row as Accepted
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.rows import Rows
-from tep.backends.libfabric.rules import Rules, is_loopback, parse
+from tep.backends.libfabric.rules import Rules, parse
 from tep.backends.libfabric.slots import I64, Ticket, descriptors
+from tep.host.ways import is_loopback
 from tep.memory.source import adapt
 
 __all__ = ["READS_MAX", "STRANGERS_MAX", "STRANGER_S", "Strangers", "TcpDomain"]
@@ -192,7 +194,8 @@ class TcpDomain(FabricDomain):
     def _why_nobody(self) -> str:
         met = [peer.address for peer in self.peers.all]
         own = parse(self.peers.me, self._rules.provider)
-        return _LOOPBACK if any(is_loopback(one.raw) for one in (own, *met)) else ""
+        raws = [one.raw for one in (own, *met)]
+        return _LOOPBACK if any(is_loopback(ip_address(raw)) for raw in raws) else ""
 
     # --- leases
 

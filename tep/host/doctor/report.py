@@ -16,10 +16,10 @@ from tep.host.doctor import Finding, Level, version_of
 from tep.host.doctor.devices import (
     check_devices,
     check_gpu_libraries,
+    check_gpus,
     check_libraries,
     self_test,
 )
-from tep.host.doctor.gpus import check_gpus
 from tep.host.doctor.host import check_host
 from tep.host.doctor.nics import check_nics
 from tep.host.hostfiles import HostFiles, LiveFiles, Recorder

@@ -5,7 +5,7 @@
  *   yardstick rate PROVIDER SIZE ROWS WINDOW DC   two processes; wall time of all rows
  *   yardstick lat  PROVIDER SIZE ROWS WINDOW DC   two processes; half round trips
  *
- * PROVIDER is tcp, efa or efa-direct. DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
+ * PROVIDER is tcp or efa. DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
  * in microseconds (cpu: a write; rate: all; lat: the median); so a caller can interleave runs. */
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -51,13 +51,10 @@ struct end {
 	struct card mine, theirs;
 	fi_addr_t peer;
 	size_t written, arrived; /* local completions, immediates */
-	struct fi_context2 *contexts; /* efa-direct: one a row, then one a receive */
-	char *frames;
-	struct fid_mr *frames_mr;
 };
 
-enum { RECEIVES = 2048, FRAME = 64, SHARED_MEMORY_PERMITTED = 11 /* 1.17 has no name for it */ };
-static int efa, direct; /* direct: each immediate takes a receive; FI_MORE shares a doorbell */
+enum { SHARED_MEMORY_PERMITTED = 11 /* 1.17 has no name for it */ };
+static int efa;
 
 static uint64_t flags = FI_REMOTE_CQ_DATA | FI_COMPLETION;
 static size_t size, rows, window, stride, slots, bufsize;
@@ -84,12 +81,12 @@ static void open_end(struct end *e, const char *provider, int dc)
 	hints->fabric_attr->prov_name = strdup(efa ? "efa" : provider);
 	if (efa) { /* as tep asks: see RULES */
 		hints->caps |= FI_LOCAL_COMM | FI_REMOTE_COMM;
-		hints->tx_attr->size = direct ? 1024 + 64 : 512;
-		hints->rx_attr->size = direct ? RECEIVES : 1024;
+		hints->tx_attr->size = 512;
+		hints->rx_attr->size = 1024;
 	}
 	const char *node = efa ? NULL : "127.0.0.1";
 	must(fi_getinfo(fi_version(), node, NULL, node ? FI_SOURCE : 0, hints, &info), "fi_getinfo");
-	while (efa && info && direct != !strcmp(info->fabric_attr->name, "efa-direct"))
+	while (efa && info && !strcmp(info->fabric_attr->name, "efa-direct"))
 		info = info->next;
 	if (!info)
 		must(-FI_ENODATA, provider);
@@ -119,25 +116,10 @@ static void open_end(struct end *e, const char *provider, int dc)
 	e->mine.key = fi_mr_key(e->mr);
 }
 
-static void receive(struct end *e, struct fi_context2 *context)
-{
-	char *at = e->frames + (context - e->contexts - rows) * FRAME;
-
-	must(fi_recv(e->ep, at, FRAME, fi_mr_desc(e->frames_mr), FI_ADDR_UNSPEC, context), "fi_recv");
-}
-
 static void meet(struct end *e)
 {
 	if (fi_av_insert(e->av, e->theirs.name, 1, &e->peer, 0, NULL) != 1)
 		exit(1);
-	if (!direct)
-		return;
-	e->contexts = calloc(rows + RECEIVES, sizeof *e->contexts);
-	e->frames = calloc(RECEIVES, FRAME);
-	must(fi_mr_reg(e->domain, e->frames, RECEIVES * FRAME, FI_RECV, 0, 2, 0, &e->frames_mr, NULL),
-	     "fi_mr_reg");
-	for (int i = 0; i < RECEIVES; i++)
-		receive(e, &e->contexts[rows + i]);
 }
 
 static void poll_cq(struct end *e)
@@ -146,28 +128,23 @@ static void poll_cq(struct end *e)
 	ssize_t n = fi_cq_read(e->cq, entry, 256);
 
 	for (ssize_t i = 0; i < n; i++)
-		if (entry[i].flags & FI_REMOTE_WRITE) {
+		if (entry[i].flags & FI_REMOTE_WRITE)
 			e->arrived++;
-			if (direct)
-				receive(e, entry[i].op_context);
-		} else {
+		else
 			e->written++;
-		}
 	if (n < 0 && n != -FI_EAGAIN)
 		must(n, "fi_cq_read");
 }
 
 /* 1 = posted, 0 = full */
-static int put(struct end *e, size_t i, size_t nbytes, uint64_t more)
+static int put(struct end *e, size_t i, size_t nbytes)
 {
 	size_t at = i % slots * stride;
 	struct iovec iov = {e->buf + at, nbytes};
 	struct fi_rma_iov rma = {e->theirs.base + at, nbytes, e->theirs.key};
 	struct fi_msg_rma msg = {&iov, &e->desc, 1, e->peer, &rma, 1, (void *)i, (uint32_t)i};
 
-	if (direct)
-		msg.context = &e->contexts[i];
-	ssize_t rc = fi_writemsg(e->ep, &msg, flags | more);
+	ssize_t rc = fi_writemsg(e->ep, &msg, flags);
 
 	if (rc == -FI_EAGAIN)
 		return 0;
@@ -177,7 +154,7 @@ static int put(struct end *e, size_t i, size_t nbytes, uint64_t more)
 
 static void put_now(struct end *e, size_t i, size_t nbytes)
 {
-	while (!put(e, i, nbytes, 0))
+	while (!put(e, i, nbytes))
 		poll_cq(e);
 }
 
@@ -190,7 +167,7 @@ static double run_cpu(struct end *a, struct end *b)
 	start = clock_us(CLOCK_PROCESS_CPUTIME_ID);
 	while (b->arrived < rows || a->written < rows) {
 		size_t room = window - (i - a->written), left = rows - i;
-		for (size_t n = room < left ? room : left; n && put(a, i, size, direct && n > 1 ? FI_MORE : 0); n--)
+		for (size_t n = room < left ? room : left; n && put(a, i, size); n--)
 			i++;
 		poll_cq(a);
 		poll_cq(b);
@@ -229,7 +206,7 @@ static double run_rate(struct end *e)
 
 	e->written = e->arrived = 0;
 	while (!e->arrived || e->written < rows) {
-		while (i < rows && i - e->written < window && put(e, i, size, 0))
+		while (i < rows && i - e->written < window && put(e, i, size))
 			i++;
 		poll_cq(e);
 	}
@@ -298,8 +275,7 @@ int main(int argc, char **argv)
 	rows = strtoull(argv[4], NULL, 0);
 	window = strtoull(argv[5], NULL, 0);
 	dc = atoi(argv[6]);
-	efa = !strncmp(argv[2], "efa", 3);
-	direct = !strcmp(argv[2], "efa-direct");
+	efa = !strcmp(argv[2], "efa");
 	stride = size < 4096 ? 4096 : size;
 	bufsize = rows * stride;
 	slots = bufsize / stride;

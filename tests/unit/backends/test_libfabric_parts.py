@@ -18,12 +18,14 @@ import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch, new_completions
 from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import ip_address
 from tep.backends.libfabric import frames, rules
 from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.objects import bounds, mr_attr
-from tep.backends.libfabric.rules import RULES, NicAddress, Rules, is_loopback, parse
+from tep.backends.libfabric.rules import RULES, NicAddress, Rules, parse
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError, UsageError
+from tep.host.ways import is_loopback
 from tep.memory.source import adapt
 from tests.support.here import need_libfabric
 
@@ -373,7 +375,7 @@ def test_loopback_addresses_are_known(text, expected):
     packed = socket.inet_pton(family, text)
     raw = struct.pack("<H", family) + struct.pack(">H", 4000) + bytes(4 * v6) + packed
 
-    assert expected == is_loopback(raw + bytes(8 - 4 * v6))
+    assert expected == is_loopback(ip_address(raw + bytes(8 - 4 * v6)))
 
 
 @pytest.mark.parametrize("nics", [0, 65, [], ["lo"] * 65, "lo"])
