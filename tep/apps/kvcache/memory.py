@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +49,8 @@ class PagePool:
         self._stack: PageIndices = np.arange(npages - 1, -1, -1)
         self.nfree = npages
         self._held = np.zeros(npages, np.bool_)
-        self._waiting: deque[tuple[int, asyncio.Future[PageIndices]]] = deque()
+        self._turn = asyncio.Lock()  # of those who wait for pages, in the order of asking
+        self._changed = asyncio.Event()
         self._closed = False
         self.on_take: Callable[[PageIndices], object] | None = None
         self.on_free: Callable[[PageIndices], object] | None = None
@@ -62,31 +62,20 @@ class PagePool:
             UsageError: the pool is smaller than that.
             ClosedError: the pool was closed.
         """
-        if self._closed:
-            raise ClosedError(_CLOSED)
         if not 0 <= n <= self.npages:
             raise UsageError(f"{n} pages wanted of a pool of {self.npages}; enlarge the pool")
-        if not self._waiting and self.nfree >= n:
+        async with self._turn:
+            while self.nfree < n and not self._closed:
+                self._changed.clear()
+                await self._changed.wait()
+            if self._closed:
+                raise ClosedError(_CLOSED)
             return self._pop(n)
-        place: asyncio.Future[PageIndices] = asyncio.get_running_loop().create_future()
-        self._waiting.append((n, place))
-        try:
-            return await asyncio.shield(place)
-        except asyncio.CancelledError:
-            if place.done():
-                self.free(place.result())
-            else:
-                place.cancel()
-                self._serve()  # the next in line may need fewer
-            raise
 
     def close(self) -> None:
         """Hand out no more: whoever waits gets a ClosedError. Idempotent."""
         self._closed = True
-        while self._waiting:
-            _, place = self._waiting.popleft()
-            if not place.done():
-                place.set_exception(ClosedError(_CLOSED))
+        self._changed.set()
 
     def free(self, pages: PageIndices) -> None:
         """Give pages back: they can be handed out again."""
@@ -99,7 +88,7 @@ class PagePool:
             self.on_free(pages)
         self._stack[self.nfree : self.nfree + n] = pages
         self.nfree += n
-        self._serve()
+        self._changed.set()
 
     def _pop(self, n: int) -> PageIndices:
         assert self.nfree >= n, (self.nfree, n)
@@ -109,18 +98,6 @@ class PagePool:
         if self.on_take is not None:
             self.on_take(found)
         return found
-
-    def _serve(self) -> None:
-        """Hand pages to those who wait, in their order, as far as they go."""
-        while self._waiting:
-            n, place = self._waiting[0]
-            if place.done():  # cancelled
-                self._waiting.popleft()
-            elif self.nfree >= n:
-                self._waiting.popleft()
-                place.set_result(self._pop(n))
-            else:
-                break
 
 
 Allocate = Callable[[int, str, int], object]
