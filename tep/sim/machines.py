@@ -111,7 +111,7 @@ class Machines:
         self._seed = seed
         self._known: list[Machine] = []
         self._same = (*_TRANSPORT, *_CONGESTION, *(() if network else NETWORK))
-        for profile in map(_loaded, given):
+        for profile in map(load_profile, given):
             if all(profile != machine.profile for machine in self._known):
                 self._known.append(Machine(profile, self._kind_of(profile), seed))
         self.first = self._known[0]
@@ -154,7 +154,7 @@ class Machines:
         """
         if profile is None:
             return self.first
-        profile = _loaded(profile)
+        profile = load_profile(profile)
         for machine in self._known:
             if machine.profile == profile:
                 return machine
@@ -241,10 +241,6 @@ class Pairs:
             starts = None if first is None else first[mine]
             found[mine] = self._kinds[kind].service_ps(nbytes[mine], starts)
         return found
-
-
-def _loaded(profile: Profile | str) -> Profile:
-    return load_profile(profile) if isinstance(profile, str) else profile
 
 
 def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str:

@@ -246,13 +246,17 @@ def profile_names() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
 
 
-def load_profile(name: str | PathLike[str]) -> Profile:
+def load_profile(name: Profile | str | PathLike[str]) -> Profile:
     """Load a profile that comes with tep, or the file of a path: what ends in .toml or has a "/".
+
+    A Profile is returned as it is.
 
     Raises:
         UsageError: there is none of this name; the message lists those there are. Or the file is
             not a profile.
     """
+    if isinstance(name, Profile):
+        return name
     text = os.fspath(name)
     return read_profile(text) if text.endswith(".toml") or "/" in text else _shipped(text)
 

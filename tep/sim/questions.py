@@ -154,7 +154,7 @@ def _ask(
 
 
 def _with_nics(machine: Machine, nics: int | None) -> Profile:
-    profile = load_profile(machine) if isinstance(machine, str) else machine
+    profile = load_profile(machine)
     return profile if nics is None else replace(profile, nics=check_int("nics", nics, 1, 64))
 
 

@@ -29,7 +29,7 @@ from tep.sim import Network, Profile, load_profile
 __all__ = [
     "DENSE_MS", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
     "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS", "Attribution", "Busy", "Prediction", "SlowNic",
-    "StageTimes", "as_profile", "predict",
+    "StageTimes", "predict",
 ]  # fmt: skip
 
 
@@ -165,13 +165,8 @@ def predict(
     )
 
 
-def as_profile(profile: str | Profile) -> Profile:
-    """Load a profile, if it is a name."""
-    return load_profile(profile) if isinstance(profile, str) else profile
-
-
 def _machine(profile: str | Profile) -> Profile:
-    return dataclasses.replace(as_profile(profile), quantum_bytes=QUANTUM_BYTES)
+    return dataclasses.replace(load_profile(profile), quantum_bytes=QUANTUM_BYTES)
 
 
 def _links(

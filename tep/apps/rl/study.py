@@ -35,12 +35,11 @@ from tep.apps.rl.predict import (
     Prediction,
     SlowNic,
     StageTimes,
-    as_profile,
     predict,
 )
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
 from tep.base.units import GiB
-from tep.sim import Profile, doubts
+from tep.sim import Profile, doubts, load_profile
 
 __all__ = [
     "BUNDLE_BYTES", "Deployment", "changes", "comparison", "infer_layout",
@@ -89,7 +88,7 @@ class Deployment:
         and how compute is spread; see tep.sim.doubts. More dense compute leaves less for experts,
         which end last; by bytes it has no part, so that it is a fast end of its own.
         """
-        machine = as_profile(self.profile)
+        machine = load_profile(self.profile)
         machines = dict(doubts(machine, factor))
         for end, rule, times in (
             ("slow", self.attribution, 1 / factor),
@@ -264,7 +263,7 @@ def what_ifs(
 def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, object]]:
     """One row a way to do the same update: time, factor, and the link that is busy."""
     _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
-    machine = as_profile(deployment.profile)
+    machine = load_profile(deployment.profile)
     line_ms = model_bytes * 8e3 / (machine.wire_bps * machine.nics)
     copied_ms = 2e3 * model_bytes / HBM_BYTES_S
     workers = deployment.infer.world

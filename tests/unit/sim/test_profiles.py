@@ -77,7 +77,9 @@ def test_a_profile_is_a_value() -> None:
     profile = load_profile("efa_2x200")
     with pytest.raises(FrozenInstanceError):
         profile.op_ps = 1
-    assert 1 << 20 == replace(profile, quantum_bytes=1 << 20).quantum_bytes
+    changed = replace(profile, quantum_bytes=1 << 20)
+    assert 1 << 20 == changed.quantum_bytes
+    assert changed is load_profile(changed), "where a name may stand, a profile may"
 
 
 def test_unknown_profile_lists_the_known() -> None:
