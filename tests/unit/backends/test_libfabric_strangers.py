@@ -142,6 +142,18 @@ def test_a_descriptor_that_closes_meanwhile_is_no_stranger() -> None:
         assert 0.0 == strangers._silent_s(reader)
 
 
+def test_a_socket_at_another_port_is_no_stranger() -> None:
+    """Counted as one, each connection of the program would cost a caller his place."""
+    with (
+        contextlib.closing(Strangers(1)) as strangers,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+    ):
+        strangers.look()
+
+        assert [0.0, 0.0] == [strangers._silent_s(sock.fileno()) for sock in (server, ours)]
+
+
 SHORT = """
 import os, resource, sys
 import numpy as np, tep
