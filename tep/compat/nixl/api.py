@@ -641,10 +641,10 @@ class nixl_agent(Registry):
         """Compare the rows' checksums at both ends before a request ends."""
         try:
             self._uncompared[request.number] = request, request.checksums()
-        except TepError as error:
-            request.fail(nixlBind.nixlBackendError, f"checksums: {error}")
-        else:
             self._want_sums(request, channel)
+        except TepError as error:
+            self._uncompared.pop(request.number, None)
+            request.fail(nixlBind.nixlBackendError, f"checksums: {error}")
 
     def _want_sums(self, request: Request, channel: Channel) -> None:
         parts = [Part(one.region.key, one.length, one.there.tolist()) for one in request.parts]

@@ -247,10 +247,6 @@ class Channel:
 
     # ------------------------------------------------------------------ receiving
 
-    def begin_at(self, seq: int) -> None:
-        """Expect no piece below a number."""
-        self.next = seq
-
     def take(self, frame: Frame) -> Iterator[bytes]:
         """Yield the messages that are now in order."""
         if frame.gap[0] <= self.next or len(self.skips) < EARLY_MAX:
@@ -368,7 +364,7 @@ class Channels:
         if channel is None:
             channel = self._spoken[sender.engine] = self.to(name, peer)
             if self._forgot:  # perhaps this one, so accept its current number
-                channel.begin_at(frame.first)
+                channel.next = frame.first
             while len(self._spoken) > AGENTS_MAX:
                 self._drop_one()
         return channel if (channel.name, channel.addr) == (name, peer) else None

@@ -26,9 +26,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """Registered memory: its kind, address, length and device, and its MrDesc."""
 
     mem: int
-    start: int
-    nbytes: int
-    device: int
+    start: Number
+    nbytes: Number
+    device: Number
     desc: bytes
 
     @property
@@ -177,7 +177,7 @@ def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
     named = [
         (index, one.start, one.nbytes, one.device)
         for index, one in enumerate(regions)
-        if one.mem == mem and _is_sound(one)
+        if one.mem == mem
     ]
     kind = np.array(named, np.int64).reshape(-1, 4)
     for device in np.unique(kind[:, 3]):
@@ -196,9 +196,3 @@ def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
             inside = (some[:, 0] >= start) & (some[:, 2] == device)
             found[left[inside & (some[:, 0] + some[:, 1] <= start + nbytes)]] = index
     return found
-
-
-def _is_sound(one: Region) -> bool:
-    """Return True if a peer's numbers can be those of memory."""
-    sound = one.start >= 0 and one.nbytes >= 0 and one.start + one.nbytes < 1 << 63
-    return sound and 0 <= one.device < 1 << 63

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import tep
 from tep.compat import nixl
 from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
-from tep.compat.nixl.wire import Grant, Region, encode
+from tep.compat.nixl.wire import Grant, Region, Remote, encode
 from tests.abi import make_nixl_api
 
 RECORD = json.loads(Path(make_nixl_api.__file__).with_name("nixl_api.json").read_text("utf-8"))
@@ -425,6 +425,15 @@ def test_regions_travel_without_the_names_of_their_fields():
     region = Region(0, 1 << 40, 4096, 0, b"desc")
 
     assert [0, 1 << 40, 4096, 0, b"desc"] == msgspec.msgpack.decode(msgspec.msgpack.encode(region))
+
+
+@pytest.mark.parametrize("numbers", [(-1, 9, 0), (0, -9, 0), (1 << 63, 9, 0), (0, 9, -1)])
+def test_regions_whose_numbers_are_no_memorys_are_refused(world, numbers):
+    """They are a peer's word: such a number overflows where rows are looked for in them."""
+    own = Remote.read(world.b.get_agent_metadata())
+    region = Region(0, *numbers, own.regions[0].desc)
+    with pytest.raises(bindings.nixlMismatchError):
+        world.a.add_remote_agent(encode(msgspec.structs.replace(own, regions=(region,))))
 
 
 def test_prepared_lists_refuse_what_nixl_refuses(world):

@@ -146,3 +146,13 @@ def test_an_answer_that_was_lost_is_asked_for_again(pair, monkeypatch):
 
     assert "DONE" == finish(a, xfer(a, b, "WRITE"))
     assert 3 == len(asked)
+
+
+@pytest.mark.parametrize("pair", [0], indirect=True)
+def test_rows_that_are_too_many_for_a_question_are_an_error(pair, monkeypatch):
+    """The error is raised on the engine's thread: the transfer stayed PROC for ever."""
+    a, b = pair
+    monkeypatch.setattr("tep.compat.nixl.channel.BODY_MAX", 40)
+    with pytest.raises(bindings.nixlBackendError, match="checksums: a message of .* bytes"):
+        finish(a, xfer(a, b, "READ"))
+    assert {} == a._uncompared
