@@ -626,8 +626,7 @@ class Queue(completions.Queue):
             context = box.receive_context(number)
         else:
             context = number * STEP if number < self._rows else box.send_context(number)
-        text = f"the device's status {status}"
-        self.errors.append(CqError(context, flags, 5, status, text))
+        self.errors.append(CqError(context, status, f"the device's status {status}"))
         self.full = True
 
     def _take_entries(self, found: Entries, out: Completions, filled: int) -> int:

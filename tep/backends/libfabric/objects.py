@@ -42,19 +42,15 @@ _NAME_BYTES_MAX: Final = 512
 
 
 class CqError(NamedTuple):
-    """The words of fi_cq_readerr.
+    """A failed operation, as fi_cq_readerr tells of it.
 
     Attributes:
         context: of the failed operation; 0 if it has none.
-        flags: what kind of operation it was.
-        err: errno of libfabric, positive.
         prov_errno: the provider's own code.
         text: the provider's own words, with both numbers.
     """
 
     context: int
-    flags: int
-    err: int
     prov_errno: int
     text: str
 
@@ -360,7 +356,7 @@ class Nic:
                 words += f"; provider: {own.decode(errors='replace')}"
         text = f"{words} (err={entry.err} prov_errno={entry.prov_errno})"
         context = entry.op_context or 0
-        return CqError(context, entry.flags, entry.err, entry.prov_errno, text)
+        return CqError(context, entry.prov_errno, text)
 
     def read_event(self) -> str:
         """Take one error off the event queue, in words; "" = there is none."""
