@@ -468,14 +468,8 @@ class ReadDomain(Domain, Protocol):
         """
 
 
-class CallersTurn(NamedTuple):
-    """Have whoever submits or waits turn the engine, beside its thread: TurnDriver.
-
-    Attributes:
-        spin_s: how long a wait polls before it sleeps, seconds; None = as long as that pays.
-    """
-
-    spin_s: float | None = None
+class CallersTurn:
+    """Have whoever submits or waits turn the engine, beside its thread: TurnDriver."""
 
 
 class Opened(NamedTuple):

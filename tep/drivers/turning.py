@@ -319,7 +319,7 @@ def driver_for(opened: Opened) -> Driver:
     match opened.driver:
         case None:
             return ThreadDriver(opened.name, cpu=opened.cpus or None)
-        case CallersTurn(spin_s):
-            return TurnDriver(opened.name, cpu=opened.cpus or None, spin_s=spin_s)
+        case CallersTurn():
+            return TurnDriver(opened.name, cpu=opened.cpus or None)
         case own:
             return cast("Driver", own)

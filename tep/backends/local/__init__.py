@@ -489,7 +489,6 @@ def open_domains(
     name: str | None = None,
     sq_depth: int = _SQ_DEPTH,
     allow_tracer: bool = True,
-    spin_s: float | None = None,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -500,9 +499,6 @@ def open_domains(
         allow_tracer: where Yama restricts writes into other processes to children (Ubuntu's
             default), name "any process of this user" as an exception, for the rest of this
             process's life; it is logged once. False: peers then reach alloc_shared() memory only.
-        spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
-            spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
-            while that pays; 0 = sleep at once. See `tep.drivers.turning`.
 
     Raises:
         UsageError: an impossible number or name.
@@ -527,7 +523,7 @@ def open_domains(
     restricted = restriction(allow_tracer=allow_tracer)
     if restricted and allow_tracer:
         _warn_once(restricted)
-    return Opened(domains, epoch, name, CallersTurn(spin_s), about=restricted)
+    return Opened(domains, epoch, name, CallersTurn(), about=restricted)
 
 
 def _caps(nic: str, sq_depth: int) -> DomainCaps:
