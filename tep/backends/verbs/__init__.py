@@ -22,7 +22,6 @@ fatal errors, InfiniBand's link layer, GPU memory, the effect of relaxed orderin
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tep.backends.base import Opened
-from tep.backends.common import identity
+from tep.backends.common import all_or_none, identity
 from tep.backends.ffi.ibverbs import Library, load
 from tep.backends.verbs.device import NO_HINTS, ROWS, Device, Hints, Settings, peer_bytes
 from tep.backends.verbs.domain import VerbsDomain
@@ -86,25 +85,22 @@ def open_domains(
     names = _names(lib, nics, chosen, hints)
     name, epoch = identity("verbs", name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
-    domains: list[VerbsDomain] = []
-    with contextlib.ExitStack() as undo:
-        for nic, device in enumerate(names):
-            opened = Device(lib, device, chosen, hints)
-            domain = VerbsDomain(
-                opened, name=name, nic=nic, epoch=epoch, export=dmabuf_export, cuda=cuda
-            )
-            undo.callback(domain.close)
-            domains.append(domain)
-        if len({domain.device.is_ib for domain in domains}) > 1:
-            layers = ", ".join(domain.device.describe() for domain in domains)
-            raise UsageError(
-                f"verbs: nics={names} are of two link layers, which never reach each other: "
-                f"{layers}; open an engine for each"
-            )
-        undo.pop_all()
+    how: dict[str, Any] = {"name": name, "epoch": epoch, "export": dmabuf_export, "cuda": cuda}
+    domains = all_or_none(
+        VerbsDomain(Device(lib, device, chosen, hints), nic=nic, **how)
+        for nic, device in enumerate(names)
+    )
+    if len({domain.device.is_ib for domain in domains}) > 1:
+        layers = ", ".join(domain.device.describe() for domain in domains)
+        for domain in domains:
+            domain.close()
+        raise UsageError(
+            f"verbs: nics={names} are of two link layers, which never reach each other: "
+            f"{layers}; open an engine for each"
+        )
     for domain in domains:
         domain.spares = tuple(other.device for other in domains if other is not domain)
-    return Opened(tuple(domains), epoch, name, about=hints.said())
+    return Opened(domains, epoch, name, about=hints.said())
 
 
 def _names(
