@@ -61,7 +61,6 @@ class Place:
         device: "cuda:N" or "cpu".
         nics: names of its NICs, in order.
         cpus: the CPUs for its threads, one a physical core; () = anywhere.
-        numa: its NUMA node, -1 if unknown.
         is_efa: True if the NICs are EFA's.
         why: the reason for this choice of NICs, in words.
     """
@@ -69,7 +68,6 @@ class Place:
     device: str
     nics: tuple[str, ...]
     cpus: tuple[int, ...]
-    numa: int
     is_efa: bool
     why: str
 
@@ -103,7 +101,7 @@ class Topology:
         if device == "cpu":
             names = tuple(nic.name for nic in self.nics)
             why = "all NICs that belong together"
-            return Place(device=device, nics=names, cpus=(), numa=_UNKNOWN, is_efa=is_efa, why=why)
+            return Place(device=device, nics=names, cpus=(), is_efa=is_efa, why=why)
         if not re.fullmatch(r"cuda:[0-9]+", device):
             raise UsageError(f"device={device!r} is not 'cpu' or 'cuda:N'")
         gpu = next((gpu for gpu in self.gpus if f"cuda:{gpu.index}" == device), None)
@@ -120,7 +118,6 @@ class Topology:
             device=device,
             nics=tuple(nic.name for nic in nics),
             cpus=self._cpus(gpu),
-            numa=gpu.numa,
             is_efa=is_efa,
             why=self.relation(gpu, nics[0]) if nics else "no NIC",
         )

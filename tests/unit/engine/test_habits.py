@@ -136,7 +136,7 @@ def values(desc: tep.MrDesc) -> list[object]:
         group,
         rendezvous.Group(None, group),
         topology.Place(
-            device="cuda:0", nics=("mlx5_0",), cpus=(0, 1), numa=0, is_efa=False, why="one switch"
+            device="cuda:0", nics=("mlx5_0",), cpus=(0, 1), is_efa=False, why="one switch"
         ),
         Found("mlx5_0", "ConnectX-7", usable=True),
         Quarantine(0, 8, "a write was given up"),
