@@ -245,13 +245,6 @@ def _text(pointer: int | None) -> str:
 # ------------------------------------------------------------------ addresses of this host
 
 
-class Chosen(NamedTuple):
-    """Addresses where none were named, and why these, for `explain`."""
-
-    names: list[str]
-    about: str
-
-
 def addresses(names: Sequence[str]) -> list[str]:
     """One address a name, as "ADDRESS", "ADDRESS:PORT" or "[IPV6]:PORT".
 
@@ -265,8 +258,8 @@ def addresses(names: Sequence[str]) -> list[str]:
     return [_address(name) for name in names]
 
 
-def default_addresses(nics: int | None) -> Chosen:
-    """Addresses for so many NICs, None = one.
+def default_addresses(nics: int | None) -> tuple[list[str], str]:
+    """Addresses for so many NICs, None = one; and why these, for `explain`.
 
     Those of NCCL_SOCKET_IFNAME where it is set; else, where a launcher has given this process
     ranks on other hosts, the one on the way to rank 0 (MASTER_ADDR); else loopback addresses, which
@@ -285,16 +278,16 @@ def default_addresses(nics: int | None) -> Chosen:
                 f"address, wanted: {count}; here are {_listed()}"
             )
         names = [one.address for one in usable[:count]]
-        return Chosen(names, said([wanted], {SOCKET_IFNAME: "which interfaces are taken"}))
+        return names, said([wanted], {SOCKET_IFNAME: "which interfaces are taken"})
     master = os.environ.get("MASTER_ADDR", "")
     if nics is None and master and os.environ.get("WORLD_SIZE", "1") != "1":
         own = ""
         with contextlib.suppress(OSError):
             own = own_address(master)
         if own and not is_loopback(own):
-            return Chosen([own], f"{own} is on the way to MASTER_ADDR={master}")
+            return [own], f"{own} is on the way to MASTER_ADDR={master}"
     about = "only this host reaches loopback addresses; name interfaces or networks for others: "
-    return Chosen([f"127.0.0.{k + 1}" for k in range(count)], f'{about}nics=["eth0"]')
+    return [f"127.0.0.{k + 1}" for k in range(count)], f'{about}nics=["eth0"]'
 
 
 def node_and_service(name: str) -> tuple[str, str]:
@@ -431,20 +424,16 @@ def open_domains(
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
     nics, about = _environment(rules, nics)
-    opened = _open_all(how, nics, epoch)
-    # tcp moves the bytes in the thread that polls: let it be the one that waits.
-    driver = CallersTurn() if rules.software else None
-    return Opened(opened, epoch, name, driver, about=about)
-
-
-def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
     lib = load()
-    offers = find_offers(lib, how.rules, nics, cuda=how.cuda)
+    offers = find_offers(lib, rules, nics, cuda=cuda)
     try:
-        return all_or_none(_open_next(lib, offers, epoch, how) for _ in range(len(offers)))
+        opened = all_or_none(_open_next(lib, offers, epoch, how) for _ in range(len(offers)))
     finally:
         for offer in offers:
             lib.freeinfo(offer.info)
+    # tcp moves the bytes in the thread that polls: let it be the one that waits.
+    driver = CallersTurn() if rules.software else None
+    return Opened(opened, epoch, name, driver, about=about)
 
 
 def _open_next(lib: Libfabric, offers: list[Offer], epoch: int, how: _How) -> FabricDomain:
