@@ -719,9 +719,9 @@ class nixl_agent(Registry):
             case WantGrant():
                 given = self._grants.get(channel)
                 if given is None:
-                    first = _BLOCK * len(self._grants)
-                    stop = first + _BLOCK if first < 1 << 32 else first  # else no numbers are left
-                    given = self._grants[channel] = Grant(first, stop)
+                    first = min(_BLOCK * len(self._grants), 1 << 32)
+                    given = Grant(first, min(first + _BLOCK, 1 << 32))
+                    self._grants[channel] = given
                 channel.send(encode(given))
             case Grant():
                 # A second answer must not bring burnt numbers back.

@@ -18,6 +18,7 @@ __all__ = ["Body", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Part
 _T = TypeVar("_T")
 
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+ImmEnd = Annotated[int, Meta(ge=0, le=1 << 32)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Key = tuple[int, int, int, int]
 
@@ -55,10 +56,10 @@ class WantGrant(_Body, frozen=True, array_like=True, tag=True):
 
 
 class Grant(_Body, frozen=True, array_like=True, tag=True):
-    """Target -> writer: grant the immediates start .. stop - 1."""
+    """Target -> writer: grant the immediates start .. stop - 1; none are left if both are equal."""
 
-    start: Imm
-    stop: Annotated[int, Meta(ge=0, le=1 << 32)]
+    start: ImmEnd
+    stop: ImmEnd
 
 
 class Written(_Body, frozen=True, array_like=True, tag=True):

@@ -383,3 +383,11 @@ def test_pieces_out_of_order_are_few(monkeypatch):
     for k in range(20, 40, 2):  # gaps are no way around it
         assert not list(line.take(channel.Frame("A", b"", -1, 0, (k, k + 1), 0, 0, b"")))
     assert 5 + 6 == owner.garbled
+
+
+def test_a_writer_for_whom_no_immediates_are_left_is_told(agents):
+    """The grant was none that could be read: the writer asked for ever."""
+    a, b = agents
+    b._grants = dict.fromkeys(range(1 << 16))
+    with pytest.raises(bindings.nixlBackendError, match="no immediate is left"):
+        finish(a, xfer(a, b))
