@@ -109,7 +109,7 @@ CONFIG = MoeConfig(num_experts=8, topk=2, hidden=128, max_tokens=16, world=1)
 NIC = libfabric_rules.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
 EFA = NIC("efa", 77, "rdmap0", b"\xfe\x80" + bytes(30)).to_bytes()
-LOCAL = local_channel.Address(0, 1, 2, 3, local_channel.host_digest(), b"k" * 16).to_bytes()
+LOCAL = local_channel.Address(0, 1, 2, local_channel.host_digest(), b"k" * 16).to_bytes()
 VERBS = verbs_handshake.Address(
     link=2, lid=1, gid=bytes(16), gid_type=1, ud_qpn=5, qkey=7, epoch=9, identity=11
 )
