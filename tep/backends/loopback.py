@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from tep.backends.base import (
     Access,
@@ -48,6 +50,7 @@ from tep.backends.common import (
     offsets,
     orphan_at_fork,
     part,
+    read_message,
 )
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
@@ -65,11 +68,6 @@ _READS: Final = 128  # fewer than writes, so that a run meets this limit as well
 _MESSAGES_MAX: Final = 64
 _CONTROL_BYTES: Final = 4096
 
-# An address: 0, 4 bytes b"LOOP"; 4, u64 the hub; 12, u64 epoch; 20, u16 NIC; 22, the engine's name
-# in UTF-8. Integers are little-endian.
-_ADDRESS: Final = struct.Struct("<4sQQH")
-_MAGIC: Final = b"LOOP"
-
 # Plain ints: an IntEnum member is slower to compare and to store.
 _WRITE: Final = int(Kind.WRITE)
 _READ: Final = int(Kind.READ)
@@ -78,6 +76,22 @@ _SENT: Final = int(Kind.SENT)
 _RECV: Final = int(Kind.RECV)
 _FENCED: Final = int(Kind.FENCED)
 _OK: Final = int(Status.OK)
+
+
+Unsigned = Annotated[int, Meta(ge=0)]
+
+
+class Address(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag="LOOP2"):
+    """The address of a NIC: a MessagePack array of the tag and these, in order."""
+
+    hub: Unsigned
+    epoch: Unsigned
+    name: Annotated[str, Meta(min_length=1, max_length=_NAME_BYTES_MAX)]
+    nic: Annotated[int, Meta(ge=0, lt=_NICS_MAX)]
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_ADDRESS: Final = msgspec.msgpack.Decoder(Address)
 
 
 class Message(NamedTuple):
@@ -512,7 +526,7 @@ class Hub:
 
     def address(self, name: str, nic: int, epoch: int) -> bytes:
         """Write down where a port is."""
-        return _ADDRESS.pack(_MAGIC, self._token, epoch, nic) + name.encode()
+        return _encode(Address(self._token, epoch, name, nic))
 
     def attach(self, port: LoopbackDomain) -> None:
         """Make a port findable."""
@@ -530,9 +544,9 @@ class Hub:
         found = self._by_address.get(address)
         if found is not None:
             return found
-        _, token, epoch, nic = _ADDRESS.unpack_from(address)
-        later = self._latest.get((address[_ADDRESS.size :].decode(), nic))
-        if token == self._token and later is not None and later.epoch > epoch:
+        meant = check_address(address)
+        later = self._latest.get((meant.name, meant.nic))
+        if meant.hub == self._token and later is not None and later.epoch > meant.epoch:
             return Status.STALE_PEER
         return Status.UNREACHABLE
 
@@ -555,24 +569,16 @@ def _wake_nobody() -> None:
 
 def engine_of(address: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: all of it but the NIC's number."""
-    nic_at, nic_end = _ADDRESS.size - 2, _ADDRESS.size
-    return address if len(address) < nic_end else address[:nic_at] + address[nic_end:]
-
-
-def check_address(address: bytes) -> None:
-    """Raise BadDescriptor for bytes that cannot be a loopback address."""
-    if len(address) < _ADDRESS.size or address[:4] != _MAGIC:
-        raise BadDescriptor(
-            f"{address[:16]!r}... ({len(address)} bytes) is not a loopback address; is the peer's "
-            "engine on another backend?"
-        )
     try:
-        name = address[_ADDRESS.size :].decode()
-    except UnicodeDecodeError as error:
-        raise BadDescriptor(f"loopback address: its name is not UTF-8: {error}") from error
-    nic = _ADDRESS.unpack_from(address)[3]
-    if nic >= _NICS_MAX or not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
-        raise BadDescriptor(f"loopback address: NIC {nic} of {name!r} cannot be")
+        found = check_address(address)
+    except BadDescriptor:
+        return address
+    return _encode((found.hub, found.epoch, found.name))
+
+
+def check_address(address: bytes) -> Address:
+    """Read an address; raise BadDescriptor for bytes that cannot be one of a loopback."""
+    return read_message(_ADDRESS, address, "a loopback address")
 
 
 def open_domains(
