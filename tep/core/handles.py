@@ -482,7 +482,7 @@ class Transfer(Handle):
         )
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         stats = self.stats()
         peers = names_of(self.job.remotes)
         return (
@@ -531,7 +531,7 @@ class Message(Handle):
         self.nic = self.over = 0
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         where = "posted" if self.posted else "waiting for the NIC"
         what = f"message of {len(self.payload)} bytes to {self.link.addr.name}"
         return f"{what}: {self._state.value}, {where}"
@@ -561,7 +561,7 @@ class Removal(Handle):
         self.unfenced = ""
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         left = sum(not handle.finished for handle in self.waits)
         what = f"removal of {self.link.addr.name} (epoch {self.link.addr.epoch})"
         why = f"; it may still write here: {self.unfenced}" if self.unfenced else ""
@@ -614,5 +614,5 @@ class Expectation(Handle):
         self._came = min(came, self.count)
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         return f"imm {self.imm:#x}: {self.arrived} of {self.count} arrived; {self._state.value}"

@@ -121,7 +121,7 @@ class Prepared:
         return self._base.job.total
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         job = self._base.job
         return (
             f"{job.kind} of {job.n} rows, {job.total} bytes to "

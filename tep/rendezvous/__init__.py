@@ -26,7 +26,19 @@ T = TypeVar("T")
 
 
 def exchange(data: bytes, place: Place | None = None, *, timeout_s: float = 60.0) -> list[bytes]:
-    """Give every rank's bytes to every rank: join, all_gather, close. Returns them by rank."""
+    """Give every rank's bytes to every rank: join, all_gather, close.
+
+    Args:
+        data: this rank's bytes.
+        place: this process's rank and the address of rank 0; None = from the environment.
+        timeout_s: limit of each wait for the other ranks, seconds.
+
+    Returns:
+        The bytes of all ranks, by rank.
+
+    Raises:
+        As join_async(); WaitTimeout too if a rank's bytes do not come in time.
+    """
     return _run(lambda: exchange_async(data, place, timeout_s=timeout_s))
 
 

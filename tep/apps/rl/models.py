@@ -475,7 +475,14 @@ def _boxes(
 def rollout_metas(
     model: Model, layout: InferLayout, nics: int = 1, prefix: str = "rollout"
 ) -> tuple[RolloutMeta, ...]:
-    """Compute what every inference worker holds; worker k is named f"{prefix}{k}"."""
+    """Compute what every inference worker holds; worker k is named f"{prefix}{k}".
+
+    Args:
+        model: its tensors.
+        layout: how the inference side cuts them; it has layout.world workers.
+        nics: NICs of each worker.
+        prefix: of the workers' names.
+    """
     held = [target_shards(model, layout, index) for index in range(layout.ep)]
     return tuple(
         RolloutMeta(f"{prefix}{k}", nics, *held[k % layout.ep]) for k in range(layout.world)

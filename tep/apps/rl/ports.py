@@ -79,6 +79,7 @@ class RemoteTraining(Remote):
     load = Call(NoneType)
 
     async def param_meta(self) -> TrainMeta:
+        """Ask the rank what it holds; raise FabricError if it says that it is another one."""
         found, name = await self.caller.call(TrainMeta, "param_meta"), self.caller.hello.name
         if str(found.rank) != name.removeprefix("train"):
             raise FabricError(f"training rank {name} says that it is {found.rank}", peer=name)
@@ -95,6 +96,7 @@ class RemoteRollout(Remote):
     digest = Call(str)
 
     async def param_meta(self) -> RolloutMeta:
+        """Ask the worker what it holds; raise FabricError if it says that it is another one."""
         found, name = await self.caller.call(RolloutMeta, "param_meta"), self.caller.hello.name
         if found.name != name:
             raise FabricError(f"rollout worker {name!r} says that it is {found.name!r}", peer=name)
