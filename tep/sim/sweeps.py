@@ -182,18 +182,18 @@ def _plans(grid: Mapping[str, Sequence[Any]], seeds: int, guessed: float) -> lis
 
 
 def interval(
-    function: Callable[..., Values], values: Values, guessed: float = GUESSED, **point: Any
+    function: Callable[..., float | Values], values: Values, guessed: float = GUESSED, **point: Any
 ) -> dict[str, tuple[float, float]]:
     """Return the least and the most of each figure of a point whose figures are known.
 
     Args:
         function: as of `sweep`; it is called here.
-        values: its figures at the point.
+        values: its figures at the point; of one figure {"value": it}.
         guessed: as of `sweep`; 1: the interval is the figure alone.
         point: its arguments.
     """
     runs = _doubted(point, guessed, 1)
-    found = [values, *(function(**run.point, seed=run.seed) for run in runs)]
+    found = [values, *(_values(function, run) for run in runs)]
     return {name: (min(v[name] for v in found), max(v[name] for v in found)) for name in values}
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tep.apps.moe import trial
 from tep.apps.moe.kernels import gpu_numbers, load_gpu
-from tep.apps.moe.predict import Workload, predict
+from tep.apps.moe.predict import Workload, draw_indices, predict
 from tep.apps.moe.trial import dense
 from tep.cli import app
 from tep.sim.clock import FabricEnv
@@ -165,6 +165,15 @@ def test_the_command_says_which_layer_is_wrong(monkeypatch) -> None:
 
     assert 1 == found.exit_code
     assert "seed 5: Trial(num_experts=" in found.output
+
+
+def test_drawn_choices_keep_nothing_of_the_other_experts() -> None:
+    """A view of all experts' order is held by each rank: 8 MiB of a prefill step."""
+    for skew in (0.0, 1.0):
+        chosen = draw_indices(Workload(ep=8, tokens=16, skew=skew))(0, 0)
+
+        assert (16, 8) == chosen.shape
+        assert chosen.base is None
 
 
 def test_a_row_costs_few_events() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 import tep
 from tep import sim
@@ -132,14 +133,16 @@ class Prediction(Shown):
 
 def draw_indices(workload: Workload) -> Indices:
     """Routing drawn from the seed: a token's choices are distinct; even, or skewed to few."""
+    shape = workload.tokens, workload.experts
+
+    def chosen(scores: npt.NDArray[np.floating]) -> Ints:
+        # Copied: a view of the first columns would keep the choices' order of all experts.
+        return np.argpartition(scores, workload.topk - 1, axis=1)[:, : workload.topk].copy()
+
     if not workload.skew:
-        return lambda rank, turn: np.argpartition(
-            np.random.default_rng([workload.seed, rank, turn]).random(
-                (workload.tokens, workload.experts), np.float32
-            ),
-            workload.topk - 1,
-            axis=1,
-        )[:, : workload.topk]
+        return lambda rank, turn: chosen(
+            np.random.default_rng([workload.seed, rank, turn]).random(shape, np.float32)
+        )
     weights = 1.0 / (np.arange(workload.experts) + 1.0) ** workload.skew
     # Which experts are the popular ones must not follow their numbers, or one rank had them all.
     order = np.random.default_rng([workload.seed, 99]).permutation(workload.experts)
@@ -148,8 +151,7 @@ def draw_indices(workload: Workload) -> Indices:
     def draw(rank: int, turn: int) -> Ints:
         rng = np.random.default_rng([workload.seed, rank, turn])
         # The largest k of log-weights plus Gumbel noise: k draws without replacement.
-        noise = rng.gumbel(size=(workload.tokens, workload.experts)) + logs
-        return np.argpartition(-noise, workload.topk - 1, axis=1)[:, : workload.topk]
+        return chosen(-(rng.gumbel(size=shape) + logs))
 
     return draw
 

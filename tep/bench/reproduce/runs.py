@@ -93,14 +93,10 @@ def reproduce(name: str, guessed: float = 1.0) -> Iterator[Outcome]:
             continue
         value, ends = reproduce_at(name, **point.keys), None
         if point.kind == "predicted" and guessed > 1:
-            run, given = _RUNS[name], _GIVEN[name](point.keys)
-            again = partial(_named, run, point.keys)
-            ends = interval(again, {"value": value}, guessed, **given)["value"]
+            run = partial(_RUNS[name], point.keys)
+            given = _GIVEN[name](point.keys)
+            ends = interval(run, {"value": value}, guessed, **given)["value"]
         yield Outcome(table, point, value, ends=ends)
-
-
-def _named(run: Callable[..., float], keys: Mapping[str, str], **point: Any) -> dict[str, float]:
-    return {"value": run(keys, **point)}
 
 
 def reproduce_at(name: str, **keys: str) -> float:
