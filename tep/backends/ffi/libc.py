@@ -58,9 +58,7 @@ def interfaces() -> list[Interface]:
             family = ctypes.c_uint16.from_address(one.addr).value if one.addr else 0
             if one.flags & _IFF_UP and family in SOCKADDR_BYTES:
                 text = ip_address(ctypes.string_at(one.addr, SOCKADDR_BYTES[family]))
-                local = ipaddress.ip_address(text).is_link_local and family == socket.AF_INET6
-                name = one.name.decode()
-                found.append(Interface(name, f"{text}%{name}" if local else text))
+                found.append(_interface(one.name.decode(), text))
             at = one.next
     finally:
         libc().freeifaddrs(first)
@@ -68,6 +66,11 @@ def interfaces() -> list[Interface]:
 
 
 _IFF_UP: Final = 1  # <net/if.h>
+
+
+def _interface(name: str, address: str) -> Interface:
+    local = ":" in address and ipaddress.ip_address(address).is_link_local
+    return Interface(name, f"{address}%{name}" if local else address)
 
 
 def ip_address(sockaddr: bytes) -> str:

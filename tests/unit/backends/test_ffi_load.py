@@ -190,9 +190,8 @@ def test_a_call_that_a_provider_does_not_have_is_not_made(call, missing, found):
 def test_only_an_address_of_the_link_names_it(text, found):
     """No other host understands our name of an interface."""
     raw = struct.pack("<H6x", socket.AF_INET6) + socket.inet_pton(socket.AF_INET6, text) + bytes(4)
-    kept = ctypes.create_string_buffer(raw)
 
-    assert found == libc._spell(ctypes.addressof(kept), "eth0")
+    assert ("eth0", found) == libc._interface("eth0", libc.ip_address(raw))
 
 
 def test_check_says_call_code_and_context():
