@@ -85,8 +85,8 @@ class _Site:
         sent = self.a.submit_paged_writes(
             page_bytes, (mr, Pages(np.arange(npages))), (desc, Pages(order)), page_bytes
         )
-        got.wait(60)
-        sent.wait(60)
+        got.wait(300)
+        sent.wait(300)
         took_s = self.now_s() - start
         placed = target.reshape(npages, page_bytes)[order]
         assert bool((placed == source.reshape(npages, page_bytes)).all()), "bytes differ"
@@ -121,7 +121,7 @@ class _Site:
         start = self.now_s()
         self.a.submit_paged_reads(
             page_bytes, (desc, Pages(order)), (mr, Pages(np.arange(npages)))
-        ).wait(60)
+        ).wait(300)
         took_s = self.now_s() - start
         pages = here.reshape(npages, page_bytes)
         assert bool((pages == there.reshape(npages, page_bytes)[order]).all()), "bytes differ"

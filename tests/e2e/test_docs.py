@@ -6,10 +6,12 @@ import contextlib
 import io
 import json
 import os
+import pty
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -20,13 +22,14 @@ import typer
 
 import tep
 from tep.cli import app
+from tests.support.here import need_guest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^``` ?(?P<head>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 TWO_RANKS = Path(__file__).parent / "two_ranks.py"
-OTHERS = {"torchrun", "srun", "ray", "export", "wait", "ibv_devinfo"}
+OTHERS = {"torchrun", "srun", "ray", "export", "wait"}
 """Programs in shell lines that are not ours."""
 
 
@@ -78,6 +81,9 @@ def check_output(shown: str, printed: str, *, simulated: bool) -> None:
         skip = False
 
 
+TEP = [sys.executable, "-c", "import sys; from tep.cli import main; sys.exit(main())"]
+
+
 def run_commands(body: str) -> str:
     """Run the commands of a block as a reader does, with this Python in place of .venv's."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
@@ -86,6 +92,9 @@ def run_commands(body: str) -> str:
         words = shlex.split(line)
         if words[0].startswith("scripts/fake_"):
             words[:1] = [sys.executable, "-m", f"tests.support.{words[0].removeprefix('scripts/')}"]
+        if words[0] == "scripts/rxe":
+            words[:1] = [sys.executable, "-m", "tests.support.vm"]
+        words += ["verbs"] if words[-1] == "scripts/cx7_smoke" else []
         for k, word in enumerate(words):
             if word.startswith("scripts/"):
                 known = {"cx7_smoke": "verify_efa", "verify_efa": "verify_efa"}
@@ -94,14 +103,12 @@ def run_commands(body: str) -> str:
                 break
         if words[0] == ".venv/bin/python":
             words[0] = sys.executable
-        if words[0] in {"tep", ".venv/bin/tep"}:
-            words[:1] = [
-                sys.executable,
-                "-c",
-                "import sys; from tep.cli import main; sys.exit(main())",
-            ]
+        for k, word in enumerate(words):
+            if word in {"tep", ".venv/bin/tep"}:
+                words[k : k + 1] = TEP
+                break
         done = subprocess.run(
-            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False
+            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=700, check=False
         )
         assert 0 == done.returncode, f"{line}:\n{done.stdout}{done.stderr}"
         printed += done.stdout
@@ -137,6 +144,72 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
             printed, simulated = run_commands(body), False
         elif ".python" in head:
             compile(body, str(page), "exec")
+            printed = ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)  # two emulated machines, one after the other
+def test_the_commands_of_the_page_on_soft_roce_run_in_the_guest() -> None:
+    """Whoever has no NIC meets the real libibverbs by these commands first."""
+    need_guest()
+    (_, commands), (_, shown), *_ = blocks(DOCS / "howto" / "soft-roce.md")
+    printed = run_commands(commands)
+
+    assert "rxe0" in printed
+    assert "rxe1" in printed
+    check_output(f"...\n{shown}", printed, simulated=False)
+
+
+def watch_live(env: dict[str, str]) -> None:
+    """Run `tep top` on a terminal until it shows the engine erin; Ctrl-C ends it."""
+    ours, theirs = pty.openpty()
+    command = [*TEP, "top", "--every", "0.1"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs) as live:
+        os.close(theirs)
+        seen = b""
+        while b"erin" not in seen:
+            seen += os.read(ours, 65536)
+        live.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the end of a terminal's other side is an error
+            while os.read(ours, 65536):
+                pass
+        assert 0 == live.wait(timeout=240)
+    os.close(ours)
+
+
+def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(tmp_path: Path) -> None:
+    """Whoever reads the page has such a program now; its commands and what they print are true."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    env["TEP_SIGHT"] = str(tmp_path / "sight")
+    found = blocks(DOCS / "howto" / "sight.md")
+    program = tmp_path / "stuck.py"
+    program.write_text(*(body for head, body in found if ".stuck" in head), encoding="utf-8")
+    ready = "0 of 3 arrived"
+    ran, printed = [], ""
+    with subprocess.Popen([sys.executable, program], env=env) as stuck:
+        try:
+            for head, body in found:
+                if "bash" in head:
+                    printed = ""
+                    for line in body.splitlines():
+                        words = line.replace("12345", str(stuck.pid)).split()[1:]
+                        ran.append(words[0])
+                        if words == ["top"]:
+                            watch_live(env)
+                            continue
+                        done = subprocess.run(
+                            [*TEP, *words], env=env, capture_output=True, text=True, timeout=240,
+                            check=False,
+                        )  # fmt: skip
+                        assert 0 == done.returncode, done.stderr
+                        assert ready in done.stdout or "--json" in words
+                        printed += done.stdout
+                elif ".measured" in head and ready in body:
+                    check_output(body, printed, simulated=False)
+        finally:
+            stuck.kill()
+
+    assert ["top", "top", "top", "stall"] == ran
 
 
 @cache
