@@ -80,7 +80,7 @@ def _compared(one: Mapping[str, Any]) -> str:
 
 
 def _published(data: Any) -> list[Row]:
-    """Make the table of `tep reproduce`."""
+    """Make the table of bench_published."""
     fixed = {"table", "unit", "published", "simulated", "interval", "error", "left_out"}
     fixed |= {"class", "of", "tolerance", "holds"}
     rows: list[Row] = []
@@ -326,7 +326,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "sim": Bench(
         "The simulator's speed",
-        _bench("tep bench sim"),
+        _bench("python -m tests.bench.bench_sim"),
         _figures,
         "CPU time, all engines included.",
     ),
@@ -351,7 +351,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "published": Bench(
         "The simulator against published figures",
-        _bench("tep reproduce --leave-one-out --out docs/published"),
+        _bench("python -m tests.bench.bench_published --out docs/published"),
         _published,
         "`fitted`: numbers of the simulator were fitted to this point. `given`: it is an input. "
         "`predicted`: neither. `counted`: pages and steps, from shapes alone. `not modelled`: "

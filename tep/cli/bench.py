@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,14 +32,6 @@ def engine(rounds: Rounds = 40, json: Json = False) -> None:
     from tep.bench.engine import engine_figures  # numpy is loaded when something is measured
 
     show_figures("tep bench engine", engine_figures(rounds), 21, json=json)
-
-
-@app.command("sim")
-def sim(rounds: Rounds = 5, json: Json = False) -> None:
-    """Measure the simulator: a large paged write and an all-to-all on the timing fabric."""
-    from tep.bench.simulator import simulator_figures
-
-    show_figures("tep bench sim", simulator_figures(rounds), 3, json=json)
 
 
 @app.command("busy")
@@ -114,73 +105,32 @@ def _aim(figure: Figure) -> str | None:
 
 
 Names = Annotated[list[str] | None, typer.Argument(help="Tables; none: all of them.")]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write report.md and pictures into this folder.", file_okay=False),
-]
-LeaveOut = Annotated[
-    bool,
-    typer.Option(
-        "--leave-one-out", help="Fit to all other points, and say what that makes of each."
-    ),
-]
 
 
-def reproduce(
-    names: Names = None,
-    out: Out = None,
-    leave_one_out: LeaveOut = False,
-    guessed: Guessed = 1.5,
-    json: Json = False,
-) -> None:
+def reproduce(names: Names = None, guessed: Guessed = 1.5, json: Json = False) -> None:
     """Print published, simulated and error of each point, and how its value was made: predicted by
     engines on the timing fabric (with an interval), fitted to, given, or counted. Exit 1 if an
     error is beyond its tolerance.
     """
-    from tep.bench.reproduce import load_table, report, residue, runs, table_names
+    from tep.bench.reproduce import runs, tables
 
-    tables = [load_table(name) for name in names or table_names()]
-    outcomes: list[runs.Outcome] = []
-    total = sum(len(table.points) for table in tables)
-    with progress("points", total, quiet=json) as bar:
-        for table in tables:
+    chosen = [tables.load_table(name) for name in names or tables.table_names()]
+    outcomes: list[tables.Outcome] = []
+    with progress("points", sum(len(table.points) for table in chosen), quiet=json) as bar:
+        for table in chosen:
             for outcome in runs.reproduce(table.name, guessed):
                 outcomes.append(outcome)
                 bar.advance(bar.task_ids[0])
-    if leave_one_out:
-        outcomes = residue.leave_one_out(outcomes)
-    written = [str(path) for path in report.write_report(outcomes, out)] if out else []
-    facts = report.summary(outcomes)
+    facts = tables.summary(outcomes)
     if json:
-        points = [
-            {
-                "table": one.table.name,
-                "unit": one.table.unit,
-                **one.point.keys,
-                "published": one.point.published,
-                "simulated": one.simulated,
-                "interval": one.ends,
-                "error": one.error,
-                "left_out": one.left_out,
-                "class": one.point.kind,
-                "of": one.point.of,
-                "tolerance": one.point.tolerance,
-                "holds": one.holds,
-            }
-            for one in outcomes
-        ]
-        emit_json({"summary": facts, "points": points, "files": written})
+        emit_json({"summary": facts, "points": [one.document() for one in outcomes]})
     else:
-        for table in tables:
-            mine = [one for one in outcomes if one.table is table]
-            rows = report.rows_of(mine)
-            empty = {name for name in ("interval",) if not any(row[name] for row in rows)}
-            empty |= set() if leave_one_out else {"left out"}
+        for table in chosen:
+            rows = [one.row() for one in outcomes if one.table is table]
+            columns = [name for name in rows[0] if any(row[name] for row in rows)]
             title = f"{table.name}: {table.title}, {table.unit}; {table.source}"
-            print_table(title, [c for c in report.COLUMNS if c not in empty], rows)
+            print_table(title, columns, rows)
         for key, value in facts.items():
             typer.echo(f"{key}: {', '.join(value) if isinstance(value, list) else value}")
-        for path in written:
-            typer.echo(path)
     if not all(one.holds for one in outcomes):
         raise typer.Exit(1)

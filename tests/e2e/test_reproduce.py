@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from tep.apps.moe.kernels import gpu_numbers
 from tep.base.errors import UsageError
-from tep.bench.reproduce import load_table, report, residue, runs, table_names
-from tep.bench.reproduce.tables import NIC_PROFILES
+from tep.bench.reproduce import load_table, runs, table_names
+from tep.bench.reproduce.tables import NIC_PROFILES, Outcome
 from tep.cli import app
 from tep.sim.profile import FIELDS, load_profile
+from tests.bench.bench_published import key_of, leave_one_out, row_of, write_report
 
 SLOW = {"hosts", "moe-decode", "moe-others", "moe-prefill", "moe-private", "rl"}
 
@@ -36,7 +37,7 @@ def test_published_points_are_met(name, ep) -> None:
     """Every plan made with the simulator stands on these numbers."""
     table = load_table(name)
     mine = [p for p in table.points if p.keys.get("ep", "") == ep and p.tolerance is not None]
-    outcomes = [runs.Outcome(table, p, runs.reproduce_at(name, **p.keys)) for p in mine]
+    outcomes = [Outcome(table, p, runs.reproduce_at(name, **p.keys)) for p in mine]
 
     assert [] == [(one.point.name, one.error) for one in outcomes if not one.holds]
 
@@ -107,9 +108,10 @@ def test_an_unknown_table_is_named_with_those_there_are() -> None:
 
 def test_left_out_points_are_worse_than_fitted_ones() -> None:
     """A fit that were as good without a point would not have been a fit to it."""
-    outcomes = residue.leave_one_out([*runs.reproduce("kvcache"), *runs.reproduce("p2p")])
+    outcomes = [*runs.reproduce("kvcache"), *runs.reproduce("p2p")]
+    left_out = leave_one_out(outcomes)
     pairs = [
-        (abs(one.error), abs(one.table.error(one.point, one.left_out)))
+        (abs(one.error), abs(one.table.error(one.point, left_out[key_of(one)])))
         for one in outcomes
         if one.point.kind == "fitted"
     ]
@@ -120,16 +122,17 @@ def test_left_out_points_are_worse_than_fitted_ones() -> None:
     assert max(without for _, without in pairs[-12:]) < 11
     assert max(without for _, without in pairs) < 31
     assert {one.simulated for one in outcomes if one.point.kind == "predicted"} == {
-        one.left_out for one in outcomes if one.point.kind == "predicted"
+        left_out[key_of(one)] for one in outcomes if one.point.kind == "predicted"
     }
 
 
 def test_every_cell_of_left_out_says_something() -> None:
     """An empty cell beside a fitted point hides whether nobody asked or nothing is left."""
-    outcomes = residue.leave_one_out([*runs.reproduce("scatter"), *runs.reproduce("uvm")])
+    outcomes = [*runs.reproduce("scatter"), *runs.reproduce("uvm")]
+    left_out = leave_one_out(outcomes)
     said = {
-        (one.point.name, row["left out"])
-        for one, row in zip(outcomes, report.rows_of(outcomes), strict=True)
+        (one.point.name, row_of(one, left_out)["left out"])
+        for one in outcomes
         if one.point.kind != "not modelled"
     }
 
@@ -156,7 +159,7 @@ def test_a_prediction_has_an_interval_of_what_is_guessed() -> None:
         low, high = one.ends
         assert low < one.simulated < high
     assert added.ends[1] - added.ends[0] > 1, "hop and sums of the decoder's pass are guessed, too"
-    assert " to " in report.rows_of([added])[0]["interval"]
+    assert " to " in added.row()["interval"]
     assert said["4096 pages"].ends is None is said["8192 ttft_same_node"].ends
 
 
@@ -196,7 +199,7 @@ def test_the_published_tails_of_the_host_do_not_make_those_of_the_all_to_all() -
 def test_a_report_shows_every_point(tmp_path) -> None:
     """The page that the docs show is made of this."""
     outcomes = list(runs.reproduce("p2p"))
-    paths = report.write_report(outcomes, tmp_path)
+    paths = write_report(outcomes, {}, tmp_path)
     text = paths[0].read_text()
 
     assert ["report.md", "p2p.png"] == [path.name for path in paths]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final
 
@@ -33,51 +33,17 @@ from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
 from tep.base.units import PS_PER_US, KiB
 from tep.bench.reproduce.hosts import alltoall_gib_s
-from tep.bench.reproduce.tables import NIC_PROFILES, Point, Table, load_table
+from tep.bench.reproduce.tables import NIC_PROFILES, Outcome, load_table
 from tep.sim.sweeps import interval
 
 __all__ = [
-    "Outcome", "layer_us", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at",
-    "single_us",
+    "layer_us", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at", "single_us",
 ]  # fmt: skip
 
 _PAGES: Final = 16_384
 
 Keys = Mapping[str, str]
 """The columns of a published table that say which point it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A point with its simulated value.
-
-    Attributes:
-        table, point: the published number.
-        simulated: in the table's unit; None: not modelled.
-        left_out: the simulated value without this point, see residue.leave_one_out; None: not
-            asked for, or unknown.
-        ends: of a prediction, the interval of the simulated value, see tep.sim.sweeps.interval;
-            None: not asked for.
-    """
-
-    table: Table
-    point: Point
-    simulated: float | None
-    left_out: float | None = None
-    ends: tuple[float, float] | None = None
-
-    @property
-    def error(self) -> float | None:
-        """See Table.error."""
-        if self.simulated is None:
-            return None
-        return self.table.error(self.point, self.simulated)
-
-    @property
-    def holds(self) -> bool:
-        """True if the error is within the point's tolerance, or there is none."""
-        error, tolerance = self.error, self.point.tolerance
-        return error is None or tolerance is None or abs(error) <= tolerance + 1e-9
 
 
 def reproduce(name: str, guessed: float = 1.0) -> Iterator[Outcome]:

@@ -1,4 +1,5 @@
-"""The published numbers: one CSV a table, each point with its class and its tolerance. No model.
+"""The published numbers, each with its class and its tolerance, and how one compares with a
+simulated value. One CSV a table; no model.
 
 Class of a point, which says how its simulated value was made: "fitted": the named numbers were
 fitted to it, or chosen in sight of it; "given": it is an input itself, so that its error says
@@ -9,15 +10,18 @@ nothing; "predicted": no number was fitted to it; "counted": pages and steps, fr
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import median
 from typing import Final, Literal, get_args
 
 from tep.base.errors import UsageError
 
 __all__ = [
-    "NIC_PROFILES", "Class", "Point", "Table", "load_table", "paged_gbps", "table_names",
+    "NIC_PROFILES", "Class", "Outcome", "Point", "Table", "load_table", "paged_gbps", "summary",
+    "table_names",
 ]  # fmt: skip
 
 Class = Literal["fitted", "given", "predicted", "counted", "not modelled"]
@@ -82,6 +86,88 @@ class Table:
         if self.unit == "%":
             return value - point.published
         return 100 * (value / point.published - 1)
+
+    def error_text(self, error: float | None) -> str:
+        """Write an error with its unit; "" for None."""
+        if error is None:
+            return ""
+        return f"{error:+.1f}" if self.unit == "%" else f"{error:+.1f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A point with its simulated value.
+
+    Attributes:
+        table, point: the published number.
+        simulated: in the table's unit; None: not modelled.
+        ends: of a prediction, the interval of the simulated value, see tep.sim.sweeps.interval;
+            None: not asked for.
+    """
+
+    table: Table
+    point: Point
+    simulated: float | None
+    ends: tuple[float, float] | None = None
+
+    @property
+    def error(self) -> float | None:
+        """See Table.error."""
+        if self.simulated is None:
+            return None
+        return self.table.error(self.point, self.simulated)
+
+    @property
+    def holds(self) -> bool:
+        """True if the error is within the point's tolerance, or there is none."""
+        error, tolerance = self.error, self.point.tolerance
+        return error is None or tolerance is None or abs(error) <= tolerance + 1e-9
+
+    def row(self) -> dict[str, str]:
+        """Return the text of each column of a table."""
+        simulated = "" if self.simulated is None else f"{self.simulated:.4g}"
+        return {
+            "point": self.point.name,
+            "published": f"{self.point.published:g}",
+            "simulated": simulated,
+            "interval": " to ".join(f"{end:.4g}" for end in self.ends or ()),
+            "error": self.table.error_text(self.error) + ("" if self.holds else " !"),
+            "class": self.point.kind,
+            "of": self.point.of,
+        }
+
+    def document(self) -> dict[str, object]:
+        """Return everything, for JSON."""
+        return {
+            "table": self.table.name,
+            "unit": self.table.unit,
+            **self.point.keys,
+            "published": self.point.published,
+            "simulated": self.simulated,
+            "interval": self.ends,
+            "error": self.error,
+            "class": self.point.kind,
+            "of": self.point.of,
+            "tolerance": self.point.tolerance,
+            "holds": self.holds,
+        }
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """Summarise the points of each class, their errors, and the values that were fitted."""
+    found: dict[str, object] = {"points": len(outcomes)}
+    for kind in get_args(Class):
+        mine = [one for one in outcomes if one.point.kind == kind]
+        found[kind] = len(mine)
+        errors = [abs(one.error) for one in mine if one.error is not None]
+        if kind in {"fitted", "predicted", "not modelled"}:
+            found[f"{kind}, median error"] = round(median(errors or [0.0]), 2)
+            found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
+    found["beyond their tolerance"] = sum(not one.holds for one in outcomes)
+    numbers = sorted({name for one in outcomes for name in one.point.numbers})
+    found["values fitted"] = len(numbers)
+    found["fitted values"] = numbers
+    return found
 
 
 def table_names() -> list[str]:

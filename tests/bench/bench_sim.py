@@ -1,18 +1,19 @@
-"""The speed of the simulator on the timing fabric: CPU time, all engines included."""
+"""Measure the speed of the simulator on the timing fabric: CPU time, all engines included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, cpu_ns
+from tep.cli.bench import show_figures
 from tep.core.handles import Handle
 from tep.sim import Cluster
-
-__all__ = ["simulator_figures"]
 
 _RANKS: Final = 64
 _NODE: Final = 8
@@ -82,3 +83,17 @@ def _all_to_all(rounds: int) -> Figure:
         unit="s",
         aim=2.0,
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of each figure, 3 or more")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    figures = simulator_figures(args.rounds)
+    show_figures("python -m tests.bench.bench_sim", figures, 3, json=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
