@@ -399,8 +399,7 @@ def _search(
 def _shrunk(judge: ProtocolJudge, seed: int) -> str:
     """Shrink a seed's finding to the simplest run that shows it; return its story."""
     from tep.testing.case import Violation
-    from tep.testing.hunting import shrink
-    from tep.testing.telling import story
+    from tep.testing.hunting import shrink, story
 
     try:
         judge.play(seed)

@@ -25,10 +25,9 @@ from tep.base.distribution import need
 
 if TYPE_CHECKING:
     from tep.testing.case import Case, Violation, scenarios
-    from tep.testing.hunting import Ran, Tried, hunt, run, shrink
+    from tep.testing.hunting import Ran, Tried, hunt, run, shrink, story
     from tep.testing.machine import ClusterMachine
     from tep.testing.spreading import Finding, Judge, ProtocolJudge, confirm, judge_all, search
-    from tep.testing.telling import story
 
 __all__ = [
     "Case", "ClusterMachine", "Finding", "Judge", "ProtocolJudge", "Ran", "Tried", "Violation",
@@ -37,10 +36,9 @@ __all__ = [
 
 _ROOMS = {
     "case": ("Case", "Violation", "scenarios"),
-    "hunting": ("Ran", "Tried", "hunt", "run", "shrink"),
+    "hunting": ("Ran", "Tried", "hunt", "run", "shrink", "story"),
     "machine": ("ClusterMachine",),
     "spreading": ("Finding", "Judge", "ProtocolJudge", "confirm", "judge_all", "search"),
-    "telling": ("story",),
 }
 _ROOM_OF = {name: f"tep.testing.{room}" for room, names in _ROOMS.items() for name in names}
 

@@ -6,7 +6,8 @@ then all trouble ends, and the protocol has to come to an end: the liveness phas
 
 A finding is made simpler field by field, and then draw by draw: of all that the fabric drew, the
 few draws are kept that matter, and the others come out tame. Nothing is drawn anew, so a finding
-cannot get lost.
+cannot get lost. Its story takes at most 30 lines: rows that had not landed, what overtook them, and
+where the protocol's code stood.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
 import tep
+from tep.backends.base import Status
 from tep.base.checks import check_int, check_kind, check_seconds
 from tep.base.errors import (
     BurntImm,
@@ -46,14 +48,14 @@ from tep.base.units import PS_PER_S, PS_PER_US
 from tep.observe.shown import Shown
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
-from tep.sim.draws import Label, Recorder
+from tep.sim.draws import Label, Recorder, describe
 from tep.sim.faults import GROUPS, Chaos, Restart
-from tep.sim.row_log import RowLog
+from tep.sim.row_log import Record, RowLog
 from tep.testing.case import HEAL_US, Case, Nics, Violation
 
 __all__ = [
     "DEADLINE_S", "Protocol", "Ran", "Trial", "Tried", "hunt", "load_protocol", "run", "shrink",
-    "sights", "verify",
+    "sights", "story", "verify",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -518,15 +520,15 @@ def _simpler(record: Any) -> Iterator[Any]:
     """Records with one thing less or smaller, the large steps first."""
     tame = Chaos.calm(record.seed) if isinstance(record, Chaos) else None
     drawn = {"drawn": ""} if isinstance(record, Case) else {}  # no seed draws it any more
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if field.name in ("seed", "kept", "drawn", "heal_us"):
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if one.name in ("seed", "kept", "drawn", "heal_us"):
             continue
-        goal = MISSING if isinstance(value, Chaos) else field.default
-        goal = goal if tame is None else getattr(tame, field.name)
+        goal = MISSING if isinstance(value, Chaos) else one.default
+        goal = goal if tame is None else getattr(tame, one.name)
         for smaller in _smaller(value, goal):
             try:
-                yield replace(record, **{field.name: smaller}, **drawn)
+                yield replace(record, **{one.name: smaller}, **drawn)
             except (AssertionError, ValueError):  # fields that do not go together
                 continue
 
@@ -581,3 +583,137 @@ def _keep_few(record: Any, search: _Search) -> Any:
 
 def _with_kept(record: Any, kept: Container[Label]) -> Any:
     return record.with_chaos(replace(record.chaos, kept=kept))
+
+
+# ---------------------------------------------------------------- the story of a finding
+
+_ROWS_MAX: Final = 9
+_PIECES_MAX: Final = 3
+_EACH_MAX: Final = 4  # lines of each of the other parts
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row or message, from its post on.
+
+    Attributes:
+        post: its first record.
+        pieces: (time in ps, first byte, bytes) of what landed.
+        imm, end: records of its immediate, and of its end at the sender; None: not yet.
+    """
+
+    post: Record
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+    imm: Record | None = None
+    end: Record | None = None
+
+    @property
+    def landed(self) -> bool:
+        """Whether all of it is there; a piece that landed twice counts once."""
+        places = {start: nbytes for _, start, nbytes in self.pieces}
+        return self.imm is not None or sum(places.values()) >= self.post.nbytes
+
+    def told(self) -> str:
+        """Its life in one line."""
+        post = self.post
+        what = "message" if post.what == "send" else "row"
+        said = [f"{what} {post.row}, {post.node}/{post.nic} to {post.peer}, {post.nbytes} B"]
+        said.append(f"posted at {_us(post.t_ps)}")
+        for t_ps, start, nbytes in self.pieces[:_PIECES_MAX]:
+            said.append(f"{nbytes} B at byte {start} land at {_us(t_ps)}")
+        if len(self.pieces) > _PIECES_MAX:
+            said.append(f"{len(self.pieces) - _PIECES_MAX} more pieces land")
+        if not self.landed and post.what == "post":
+            said.append("THE REST HAS NOT LANDED" if self.pieces else "HAS NOT LANDED")
+        if self.imm is not None:
+            said.append(f"its immediate {self.imm.value} is handed out at {_us(self.imm.t_ps)}")
+        if self.end is None:
+            said.append("not acknowledged")
+        else:
+            failed = self.end.what == "fail" or (self.end.what == "sent" and self.end.value)
+            ended = f"fails, {Status(self.end.value).name}" if failed else "acknowledged"
+            said.append(f"{ended} at {_us(self.end.t_ps)}")
+        return "; ".join(said)
+
+
+def story(finding: Violation) -> str:
+    """Tell what came before what should have waited, in the run of a finding.
+
+    First the case, which is the smallest one after `shrink`, and what was drawn in it; then the
+    faults, the rows that matter, which of them overtook which, and where the code stood.
+
+    Raises:
+        UsageError: it does not say how it is run again.
+    """
+    if finding.case is None or finding.again is None:
+        raise UsageError("story: this finding does not know its run; tell what run() raised")
+    log, stood, what = RowLog(), tuple[str, ...](), "nothing was found this time"
+    try:
+        finding.again(finding.case, row_log=log)
+    except Violation as found:
+        what, stood = str(found).rpartition("\nreplay: ")[0], found.stood
+    records, kept = list(log.records()), finding.case.chaos.kept
+    faults = [f"{_us(t_ps)}: {fault}" for t_ps, fault in finding.case.events]
+    rows = _rows(records)
+    lines = [f"case: {finding.case!r}"]
+    if isinstance(kept, tuple):
+        nodes = sorted(dict.fromkeys(one.node for one in records))
+        lines += [f"drawn: {text}" for text in describe(kept, nodes)[:_EACH_MAX]]
+    lines += [f"fault at {text}" for text in faults[:_EACH_MAX]]
+    lines += [row.told() for row in _that_matter(rows)]
+    lines += [f"out of order: {text}" for text in islice(_overtakes(rows), _EACH_MAX)]
+    lines += stood[:_EACH_MAX]
+    return "\n".join([*lines, *what.splitlines()[:_EACH_MAX]])
+
+
+def _us(t_ps: int) -> str:
+    return f"{t_ps / PS_PER_US:.3f} us"
+
+
+def _rows(records: Sequence[Record]) -> list[_Row]:
+    """The rows and messages of a log, in the order of posting."""
+    rows: dict[int, _Row] = {}
+    last_ps = records[-1].t_ps if records else 0
+    for one in records:
+        if one.what in ("post", "send"):
+            rows[one.row] = _Row(one)
+            continue
+        row = rows.get(one.row)
+        if row is None:
+            continue
+        if one.what in ("place", "recv"):
+            row.pieces.append((one.t_ps, one.offset, one.nbytes))
+        elif one.what == "imm":
+            row.imm = one
+        elif one.t_ps < last_ps or one.value != Status.FLUSHED:  # else the cluster was closed
+            row.end = one
+    return list(rows.values())
+
+
+def _that_matter(rows: Sequence[_Row]) -> list[_Row]:
+    """Select the rows that have not landed or ended, then the latest others, as posted."""
+    ranked = sorted(rows, key=lambda row: (row.landed, row.end is not None, -row.post.row))
+    return sorted(ranked[:_ROWS_MAX], key=lambda row: row.post.row)
+
+
+def _overtakes(rows: Sequence[_Row]) -> Iterator[str]:
+    """Find what landed before something that was posted earlier, between the same two nodes."""
+    written = [row for row in rows if row.post.what == "post" and row.post.nbytes]
+    for at, later in enumerate(written):
+        if not later.pieces or not later.landed:
+            continue
+        when = f"row {later.post.row} is there at {_us(later.pieces[-1][0])}"
+        for earlier in written[:at]:
+            if (earlier.post.node, earlier.post.peer) != (later.post.node, later.post.peer):
+                continue
+            if earlier.end is not None and earlier.end.what == "fail":
+                continue
+            if not earlier.landed:
+                yield f"{when}, and row {earlier.post.row}, posted before it, is not"
+            elif earlier.pieces and earlier.pieces[-1][0] > later.pieces[-1][0]:
+                there = _us(earlier.pieces[-1][0])
+                yield f"{when}, row {earlier.post.row}, posted before it, at {there}"
+    for row in written:
+        starts = [start for _, start, _ in row.pieces]
+        if starts != sorted(starts):
+            yield f"the bytes of row {row.post.row} do not land from the first to the last"
