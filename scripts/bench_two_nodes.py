@@ -10,11 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tep import TepError, rendezvous, sim
+from tep import TepError, TransferEngine, rendezvous, sim
 from tep.base.distribution import need
 from tep.bench.reproduce.tables import load_table
-from tep.bench.two_nodes import Plan, Result, document, measure, open_engine
+from tep.bench.two_nodes import Plan, Result, document, measure
 from tep.cli.show import print_table
 from tep.rendezvous.launch import METHODS, launch, own_address, place_here
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options(given: argparse.Namespace) -> dict[str, object]:
+def _options(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, object] = {}
     for text in given.option:
         name, _, value = text.partition("=")
@@ -97,14 +98,14 @@ def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list
         options = _nics(given, place, count)
         if place is None:
             with (
-                open_engine(given.backend, options, device) as a,
-                open_engine(given.backend, options, device) as b,
+                TransferEngine.open(given.backend, device=device, **options) as a,
+                TransferEngine.open(given.backend, device=device, **options) as b,
             ):
                 results.append(measure([a, b], _plan(given), memory=given.memory, progress=_tell))
             continue
         with (
             rendezvous.join(place, timeout_s=_MEET_S) as group,
-            open_engine(given.backend, options, device) as engine,
+            TransferEngine.open(given.backend, device=device, **options) as engine,
         ):
             results.append(
                 measure(
@@ -119,9 +120,7 @@ def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list
     return results
 
 
-def _nics(
-    given: argparse.Namespace, place: rendezvous.Place | None, count: int
-) -> dict[str, object]:
+def _nics(given: argparse.Namespace, place: rendezvous.Place | None, count: int) -> dict[str, Any]:
     """Return the backend's options, with the NICs of this rank.
 
     tcp takes 127.0.0.1 unless an address is given, and each host needs its own: the one on the

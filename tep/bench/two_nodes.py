@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import __version__
-from tep.base.api import EngineOptions, Pages, Scatter, ScatterDst, Single
+from tep.base.api import Pages, Scatter, ScatterDst, Single
 from tep.base.errors import FabricError, UsageError
 from tep.base.units import GiB, KiB, MiB
 from tep.base.wire import MrDesc
@@ -36,7 +36,7 @@ from tep.core.plan import count_imms
 from tep.cuda.arena import Arena, alloc
 from tep.engine import TransferEngine
 
-__all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure", "open_engine"]
+__all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure"]
 
 FORMAT: Final = "tep-two-nodes-1"
 _SINGLES: Final = (64 * KiB, 256 * KiB, MiB, 32 * MiB)
@@ -386,16 +386,6 @@ def _both_ways(match: _Match, nbytes: int, count: int) -> float:
     took_s = sides[0].engine.driver.now_s() - started
     match.together()
     return 2 * 8 * nbytes * count / took_s / 1e9
-
-
-def open_engine(backend: str, options: dict[str, object], device: str | None) -> TransferEngine:
-    """Open one engine with a backend's options from a command line.
-
-    Raises:
-        UsageError, BackendUnavailable: same as TransferEngine.open.
-    """
-    defaults = EngineOptions()
-    return TransferEngine.open(backend, device=device, driver=None, options=defaults, **options)
 
 
 def document(

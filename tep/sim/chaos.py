@@ -44,7 +44,6 @@ from tep.sim.faults import (
     Cut,
     Drift,
     Fault,
-    Faults,
     KillNic,
     Mute,
     Pause,
@@ -175,11 +174,6 @@ class ChaosFabric(Fabric):
             node.pause(0)
             for nic in node.nics:
                 nic.link.heal()
-
-    def script(self, faults: Faults) -> None:
-        """Book every fault at its time; with engines on top use Cluster.at, which renews them."""
-        for t_ps, fault in faults.events:
-            self.env.call_at(t_ps, self._inflict_later, fault)
 
     def _node(self, name: str) -> ChaosNode:
         if name not in self.nodes:

@@ -13,7 +13,6 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Status
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_S
 from tep.observe import trace
@@ -52,29 +51,6 @@ class Record(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     value: int = 0
-
-    def sentence(self) -> str:
-        """Describe the event for people."""
-        row, size, peer = f"row {self.row}", f"{self.nbytes} B", self.peer
-        match self.what:
-            case "post":
-                return f"posts {row} to {peer}, {size} from byte {self.offset}"
-            case "place":
-                return f"{size} of {row} from {peer} land at byte {self.offset}"
-            case "imm":
-                return f"immediate {self.value} of {row} from {peer} is handed out"
-            case "done":
-                return f"{row} to {peer} is acknowledged"
-            case "fail":
-                return f"{row} to {peer} fails: {Status(self.value).name}"
-            case "send":
-                return f"sends message {self.row} to {peer}, {size}"
-            case "recv":
-                return f"message {self.row} from {peer} is here, {size}"
-            case "sent":
-                return f"message {self.row} to {peer} has ended: {Status(self.value).name}"
-            case "fault":
-                return f"fault: {peer}"
 
 
 ARRIVAL: Final = np.dtype(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tep.backends.base import Status
 from tep.cli.show import print_table
 from tep.sim.row_log import Record, RowLog
 from tep.testing import Violation, shrink, story
@@ -107,10 +108,34 @@ def _rows(records: Sequence[Record]) -> list[dict[str, str]]:
         {
             "us": f"{one.t_ps / _PS_PER_US:.3f}",
             "where": f"{one.node}/{one.nic}" if one.nic >= 0 else one.node,
-            "what": one.sentence(),
+            "what": _sentence(one),
         }
         for one in records
     ]
+
+
+def _sentence(one: Record) -> str:
+    """Describe the event for people."""
+    row, size, peer = f"row {one.row}", f"{one.nbytes} B", one.peer
+    match one.what:
+        case "post":
+            return f"posts {row} to {peer}, {size} from byte {one.offset}"
+        case "place":
+            return f"{size} of {row} from {peer} land at byte {one.offset}"
+        case "imm":
+            return f"immediate {one.value} of {row} from {peer} is handed out"
+        case "done":
+            return f"{row} to {peer} is acknowledged"
+        case "fail":
+            return f"{row} to {peer} fails: {Status(one.value).name}"
+        case "send":
+            return f"sends message {one.row} to {peer}, {size}"
+        case "recv":
+            return f"message {one.row} from {peer} is here, {size}"
+        case "sent":
+            return f"message {one.row} to {peer} has ended: {Status(one.value).name}"
+        case "fault":
+            return f"fault: {peer}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tep.base.errors import BadDescriptor, ClosedError, FabricError, UsageError
 from tep.memory.source import Memory, adapt
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
-from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke
+from tep.sim.faults import Chaos, KillNic, Restart, Revoke
 from tep.sim.row_log import RowLog
 from tests.unit.sim.sim_seam import CALM, NS, Seam
 
@@ -390,9 +390,9 @@ def test_scripted_faults_happen_at_their_time() -> None:
     """A scenario is replayed from its record alone."""
     row_log = RowLog()
     seam = Seam(row_log=row_log, nics=2)
-    seam.fabric.script(
-        Faults(((5 * NS, KillNic("a", 1)), (9 * NS, Revoke("b")), (12 * NS, Restart("b"))))
-    )
+    faults = (5 * NS, KillNic("a", 1)), (9 * NS, Revoke("b")), (12 * NS, Restart("b"))
+    for at_ps, fault in faults:
+        seam.fabric.env.call_at(at_ps, seam.fabric.inflict, fault)
     seam.run()
     told = [(r.t_ps // NS, r.node, r.nic, r.peer) for r in row_log.records() if r.what == "fault"]
 
