@@ -24,6 +24,7 @@ from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.world import Net
 from tests.support.here import require
+from tests.support.inside import nics_of
 
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
 
@@ -330,7 +331,7 @@ def test_c23_an_engine_goes_on_with_its_other_nics():
             return b.expect_imm_count(imm, 64).wait(20)
 
         assert write(1).ok
-        fail_read(a._domains[0])
+        fail_read(nics_of(a)[0])
         error = write(2)  # unless the worker has met the end of the NIC before
 
         assert error is None or error.code == "NIC_DOWN", error

@@ -22,6 +22,7 @@ from tep.backends.ffi.ibverbs import Library
 from tep.backends.verbs.device import Device
 from tep.base.errors import FabricError
 from tests.support.here import need_stub, require
+from tests.support.inside import nics_of
 from tests.support.ranks import outcomes, start_rank
 from tests.unit.backends.test_verbs_paths import Engines
 
@@ -336,7 +337,7 @@ def test_peers_meet_once_an_rdma_device_has_memory_again(short, monkeypatch) -> 
     e = Engines(stub)
     try:
         make, make_rc = Library.make, Device.make_rc
-        mine = {d.caps.nic for d in (e.a if short == "a" else e.b)._domains}
+        mine = {d.caps.nic for d in nics_of(e.a if short == "a" else e.b)}
 
         def no_handle(self: Library, name: str, *args: object, **about: object) -> int:
             if name == "ibv_create_ah" and short == "both":

@@ -22,6 +22,7 @@ from tep.drivers.threads import ThreadDriver
 from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
 from tests.support.descriptors import open_descriptors
+from tests.support.inside import machine_of, nics_of
 from tests.support.pairs import pair
 
 WAIT_S = 60.0
@@ -36,7 +37,7 @@ def test_a_nic_whose_poll_raises_is_polled_again_if_that_may_pass(
 ) -> None:
     """EMFILE or a MemoryError, once, ended all transfers over a NIC for good."""
     with pair(nics, nics, threads=True) as p:
-        nic = p.a._domains[0]
+        nic = nics_of(p.a)[0]
         poll = type(nic).poll
         left = [1]
 
@@ -74,7 +75,7 @@ def test_a_nic_whose_poll_raises_is_polled_again_if_that_may_pass(
 def test_a_nic_that_raises_now_and_then_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time counted for ever: after days a NIC would be given up for what had always passed."""
     with pair(1, 1) as p:
-        nic, polls = p.a._domains[0], itertools.count()
+        nic, polls = nics_of(p.a)[0], itertools.count()
         healthy = type(nic).poll
 
         def scarce(self: object, out: object) -> int:
@@ -105,7 +106,7 @@ def test_what_a_nic_raises_ends_no_engine(
         p.settle(p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1))
         other = p.more("other", 1)
         _, there = other.reg_mr(np.zeros(8, np.uint8))
-        nic, left = p.a._domains[0], [2]
+        nic, left = nics_of(p.a)[0], [2]
         healthy = getattr(type(nic), verb)
 
         def scarce(self: object, *args: object) -> object:
@@ -147,7 +148,7 @@ def test_a_nic_that_raises_after_it_has_worked_leaves_the_engine_closable(
         _, there = p.b.reg_mr(np.ones(64, np.uint8), access=Access.READABLE)
         p.settle(p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1))
         p.quiet()
-        nic, left = p.a._domains[0], [1]
+        nic, left = nics_of(p.a)[0], [1]
         healthy = getattr(type(nic), verb)
 
         def late(self: object, *args: object) -> object:
@@ -183,7 +184,7 @@ def test_what_signals_interrupt_again_and_again_is_called_again(
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
         sink, _ = p.a.reg_mr(np.zeros(8, np.uint8), access=Access.SINK)
         _, there = p.b.reg_mr(np.zeros(8, np.uint8), access=Access.READABLE)
-        nic, left = p.a._domains[0], [9]
+        nic, left = nics_of(p.a)[0], [9]
         healthy = getattr(type(nic), verb)
 
         def interrupted(self: object, *args: object) -> object:
@@ -211,7 +212,7 @@ def test_a_nic_that_can_be_polled_no_more_keeps_nobody_waiting(
 ) -> None:
     """Its rows never came back: its transfers, and close(), would have waited for ever."""
     with pair(nics, nics) as p:
-        nic = p.a._domains[0]
+        nic = nics_of(p.a)[0]
         kind, closed = type(nic), []
         poll, close = kind.poll, kind.close
 
@@ -251,7 +252,7 @@ def test_a_connection_that_cannot_be_made_fails_what_goes_there(
         other = p.more("other", 1)
         _, there = other.reg_mr(np.zeros(8, np.uint8))
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
-        kind = type(p.a._domains[0])
+        kind = type(nics_of(p.a)[0])
         connect = kind.connect
 
         def short(self: object, address: bytes) -> int:
@@ -349,7 +350,7 @@ def test_a_crash_tells_its_cause_to_everybody(monkeypatch: pytest.MonkeyPatch) -
         def bug(*_: object) -> bool:
             raise RuntimeError("a bug of ours")
 
-        monkeypatch.setattr(p.b._machine, "step", bug)
+        monkeypatch.setattr(machine_of(p.b), "step", bug)
         with pytest.raises(RuntimeError):
             pending.wait(WAIT_S)
         with pytest.raises(TepError, match="a bug of ours") as found:
@@ -373,7 +374,7 @@ def test_a_crash_on_a_worker_tells_its_cause(
         def bug(*_: object) -> bool:
             raise RuntimeError("a bug of ours")
 
-        monkeypatch.setattr(engine._machine, "step", bug)
+        monkeypatch.setattr(machine_of(engine), "step", bug)
         engine.driver.kick()
         for call in (lambda: pending.wait(WAIT_S), lambda: engine.expect_imm_count(2, 1)):
             with pytest.raises(ClosedError, match="a bug of ours") as found:

@@ -20,6 +20,7 @@ from tep.base.errors import (
     UsageError,
     WaitTimeout,
 )
+from tests.support.inside import machine_of, nics_of
 from tests.support.loopbacks import MortalLoopback
 from tests.support.pairs import Pair, pair
 
@@ -343,7 +344,7 @@ def test_nic_that_dies_under_load_fails_its_rows_and_moves_the_rest() -> None:
     with pair(2, 2, threads=True, sq_depth=8, make=MortalLoopback) as p:
         pages = Pages(range(256))
         sent = [p.a.submit_paged_writes(256, (p.mr, pages), (p.desc, pages), 1) for _ in range(30)]
-        p.a.driver.call(p.a._domains[0].fail)
+        p.a.driver.call(nics_of(p.a)[0].fail)
         ended = []
         for transfer in sent:
             try:
@@ -376,7 +377,7 @@ def test_backlog_limit_holds_under_many_threads() -> None:
                 sent.wait(WAIT_S)
 
         run_all(user, user, user, user)
-        assert p.a._machine._rows_asked == p.a._worker.taken
+        assert machine_of(p.a)._rows_asked == p.a._worker.taken
         p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages)).wait(WAIT_S)
 
 
@@ -391,7 +392,7 @@ def test_a_bug_in_a_step_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
         async def hope() -> None:
             expectation = p.b.expect_imm_count(5, 1)
-            monkeypatch.setattr(p.b._domains[0], "poll", explode)
+            monkeypatch.setattr(nics_of(p.b)[0], "poll", explode)
             p.b.driver.kick()
             await asyncio.wait_for(expectation, WAIT_S)
 

@@ -21,6 +21,7 @@ import numpy as np
 from tep.base.api import Pages, Routing, ScatterDst
 from tep.core.handles import Transfer
 from tep.core.path import Link
+from tests.support.inside import machine_of
 from tests.support.orders import Fabric
 from tests.world.explore import Choices
 
@@ -250,7 +251,7 @@ class Play:
             if sent.ok:
                 assert stats.rows_posted == stats.rows + stats.rows_again
         self._check_counts()
-        assert (False, False) == (a._machine.busy(), b._machine.busy())
+        assert (False, False) == (machine_of(a).busy(), machine_of(b).busy())
         self.made_good = a._worker.failover.rows
         a.close()
         b.close()

@@ -23,6 +23,7 @@ from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
+from tests.support.inside import machine_of
 from tests.world.explore import Choices
 
 Event = Callable[[], None]
@@ -307,7 +308,7 @@ class Fabric:
         for flight in self.flights:
             flight.ended |= flight.here.gone
         self.fences = [entry for entry in self.fences if not entry[0].gone]
-        self.ring.remove(old._machine)
+        self.ring.remove(machine_of(old))
         self.note(owner, "restart")
         self.engines[owner] = self._engine(old.name, len(mine), owner, old._peers.own.epoch + 1)
         return self.engines[owner]

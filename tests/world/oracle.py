@@ -53,6 +53,7 @@ from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.row_log import RowLog
 from tep.testing.case import Violation
+from tests.support.inside import machine_of
 from tests.world.lab import BLANK, FREED, USED, Host, is_of_read
 from tests.world.liveness import go_on, hear_of_failures, lasts
 from tests.world.play import Play
@@ -278,7 +279,7 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("rows outstanding", 0, sum(stats.rows_outstanding)),
         ("rows in the backlog", 0, stats.rows_backlog),
         ("control messages dropped", {}, _dropped(stats)),
-        ("busy", False, engine._machine.busy()),
+        ("busy", False, machine_of(engine).busy()),
     )
     for what, true, told in facts:
         if true != told:

@@ -16,6 +16,7 @@ from tep.base.units import MiB
 from tep.base.wire import NetAddr
 from tep.compat.nixl import nixl_agent
 from tep.compat.nixl.wire import Region, find_regions
+from tests.support.inside import machine_of
 from tests.support.opcodes import Opcodes
 from tests.support.script import memory, scripted
 
@@ -65,7 +66,7 @@ def planning(n: int) -> int:
     with Opcodes() as opcodes:
         pages = tep.Pages(range(n))
         own.engine.submit_paged_writes(64, (mr, pages), (desc, pages), imm=1)
-        own.engine._machine.step()
+        machine_of(own.engine).step()
     own.engine.close()
     peer.engine.close()
     return opcodes.count

@@ -28,6 +28,7 @@ from tep.base.errors import BackendUnavailable, BadDescriptor, FabricError, Usag
 from tep.host.ways import is_loopback
 from tep.memory.source import adapt
 from tests.support.here import need_libfabric
+from tests.support.inside import nics_of
 
 LOOPBACK = (
     struct.pack("<H", socket.AF_INET) + struct.pack(">H", 4000) + bytes([127, 0, 0, 1]) + bytes(8)
@@ -353,7 +354,7 @@ def test_an_idle_engine_sleeps_unless_told_not_to(sleeps):
         a.submit_single_write(64, (mr, 0), (desc, 0), 1).wait(20)
         b.expect_imm_count(1, 1).wait(20)
 
-        assert sleeps == a._domains[0].caps.wakes
+        assert sleeps == nics_of(a)[0].caps.wakes
         assert sleeps != ("looks again and again: sleeps=False" in a.explain())
         assert target.all()
 

@@ -17,6 +17,7 @@ from tep.backends.local import sender as sending
 from tep.engine import TransferEngine
 from tep.memory.source import adapt
 from tests.support.effort import effort
+from tests.support.inside import nics_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -324,7 +325,7 @@ def test_a_peer_that_closes_because_it_has_the_immediate_is_no_failure(shared, t
 def test_a_peer_that_is_lost_while_nothing_waits_for_it_lets_the_worker_sleep() -> None:
     """The loss was seen only with rows on their way: till then its worker took a whole core."""
     with TransferEngine.open("local", name="idle-a") as a:
-        (domain,) = a._domains
+        (domain,) = nics_of(a)
         sender = domain.sender
         with TransferEngine.open("local", name="idle-b") as b:  # open, so that it is lost only once
             mr, _ = a.reg_mr(np.zeros(8, np.uint8))

@@ -11,13 +11,14 @@ from tep.compat import engines
 from tep.compat.nixl import nixl_agent
 from tep.integrations.weights.member import Fabric, Member
 from tests.support.here import require
+from tests.support.inside import nics_of
 from tests.tidy.sources import python_files, text
 
 TCP = {"provider": "tcp", "nics": ["127.0.0.1"]}
 
 
 def patience(engine) -> float:
-    return float(engine._domains[0].caps.peer_timeout_s)
+    return float(nics_of(engine)[0].caps.peer_timeout_s)
 
 
 def test_tcp_is_patient_in_plugins_unless_told_otherwise() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 import tep
 from tests.support.ends import Ends
+from tests.support.inside import machine_of
 from tests.support.pairs import hostile_pair
 
 
@@ -15,7 +16,7 @@ def test_a_stopped_worker_leaves_its_memory_in_quarantine() -> None:
         sent = p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0))
         p.env.run_until(lambda: any(p.a.stats().rows_outstanding))
         assert not sent.finished
-        p.a._machine.crash(RuntimeError("scripted"))
+        machine_of(p.a).crash(RuntimeError("scripted"))
 
         assert "stopped by a bug" in p.mr.quarantined[0].why
         assert sent.failed
@@ -29,7 +30,7 @@ def test_all_that_is_open_fails_and_says_that_nothing_is_known() -> None:
     waits = e.engine.expect_imm_count(7, 1)
     e.own.turn()
     not_taken = e.pages(2)
-    e.engine._machine.crash(RuntimeError("scripted"))
+    machine_of(e.engine).crash(RuntimeError("scripted"))
 
     for handle in (posted, queued, waits, not_taken):
         with pytest.raises(tep.ClosedError, match="what NICs hold is unknown, keep memory mapped"):

@@ -8,6 +8,7 @@ import pytest
 
 from tep.base.errors import BusyError, ClosedError, UsageError
 from tep.memory.watch import WORDS, WatchPage
+from tests.support.inside import machine_of
 from tests.support.script import scripted
 
 
@@ -60,7 +61,7 @@ def test_closed_watcher_is_silent_and_its_word_is_used_anew_from_zero() -> None:
     word.close()
     own.turn()
     assert [] == seen
-    assert not own.engine._machine.watching()
+    assert not machine_of(own.engine).watching()
     with pytest.raises(ClosedError, match="this watcher is closed"):
         word.store(1)
     with pytest.raises(ClosedError, match="this watcher is closed"):

@@ -11,6 +11,7 @@ import pytest
 
 import tep
 from tep.observe.metrics import METRICS, OpenTelemetry, Prometheus
+from tests.support.inside import machine_of, worker_of
 from tests.support.pairs import pair
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="extra `metrics`")
@@ -27,7 +28,7 @@ def busy(p) -> None:
     late = p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0))
     late.cancel()
     p.settle(late)
-    p.a._machine.worker.journal.say("nic_down", "a NIC is down")
+    worker_of(p.a).journal.say("nic_down", "a NIC is down")
 
 
 def test_names_follow_the_conventions() -> None:
@@ -161,6 +162,6 @@ def test_an_exporter_keeps_no_engine_alive() -> None:
 def test_a_mistake_of_an_exporter_ends_no_engine() -> None:
     """A fault in the counting must not stop the engine that is counted."""
     with pair() as p:
-        p.a._machine.observe(lambda _: 1 // 0)
+        machine_of(p.a).observe(lambda _: 1 // 0)
         busy(p)
         assert "ZeroDivisionError" in str(p.a.callback_errors[-1])

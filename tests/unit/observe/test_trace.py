@@ -11,7 +11,7 @@ import tep
 from tep.base.api import Pages
 from tep.base.units import KiB, MiB
 from tep.observe.trace import Mark, Span, Trace
-from tests.support.inside import machine_of
+from tests.support.inside import machine_of, nics_of
 from tests.support.pairs import pair
 
 
@@ -95,7 +95,7 @@ def test_rows_that_a_nic_still_has_at_the_end_are_said_to_be_in_flight() -> None
     """The last span of a trace would look like rows that came back just then."""
     pages = Pages(range(16))
     with pair() as p:
-        nothing = mock.patch.object(type(p.a._domains[0]), "poll", return_value=0)
+        nothing = mock.patch.object(type(nics_of(p.a)[0]), "poll", return_value=0)
         with p.a.trace() as trace, nothing:
             sent = p.a.submit_paged_writes(4, (p.mr, pages), (p.desc, pages), 5)
             machine_of(p.a).step()
