@@ -115,7 +115,7 @@ class Handle:
         self._delivered = False
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name in _FOR_USERS or name[0] == "_"]
+        return [name for name in super().__dir__() if name in _FOR_USERS]
 
     @property
     def state(self) -> State:

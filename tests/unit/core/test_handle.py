@@ -424,4 +424,5 @@ def test_completion_shows_what_users_call() -> None:
 
     assert {"wait", "result", "cancel", "ok", "stats", "wait_async"} <= shown
     assert not {"job", "failure", "held", "took", "pace"} & shown
+    assert [] == [name for name in shown if name.startswith("_")]
     finish(own)
