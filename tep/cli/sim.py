@@ -206,9 +206,6 @@ def whatif(
     host_gpus: Annotated[int, typer.Option(min=1, help="GPUs of one host, for rails.")] = 8,
     oversubscription: Annotated[float, typer.Option(help="NICs of a leaf : its uplink.")] = 0.0,
     spine_us: Annotated[float, typer.Option(help="What the spine adds to the latency.")] = 0.0,
-    optical: Annotated[
-        str, typer.Option(help="UP:DOWN us: circuits in turn, up, and being set up.")
-    ] = "",
     guessed: Guessed = 1.5,
     json: Json = False,
 ) -> None:
@@ -217,12 +214,6 @@ def whatif(
     """
     from tep.bench.reproduce.whatif import Effect, Machine, change, effects
     from tep.sim import interval, load_profile
-
-    try:
-        up, _, down = optical.partition(":")
-        times = (float(up), float(down)) if optical else None
-    except ValueError:
-        raise UsageError(f"--optical {optical!r}: UP:DOWN, microseconds") from None
 
     def found(
         machine: Profile, instead: Profile, other: Profile | None, seed: int = 0
@@ -237,7 +228,6 @@ def whatif(
             host_gpus=host_gpus,
             oversubscription=oversubscription,
             spine_us=spine_us,
-            optical_us=times,
         )
         return effects(Machine(profile=machine), changed, system or ())
 

@@ -1,10 +1,10 @@
 """Congestion: rows that wait for others on their way, and queue pairs that receivers hold back.
 
 A quantum passes its servers one behind the other: its node's bus, if all NICs of a node share one,
-the uplink of its sender's leaf and the downlink of its receiver's (or the optical circuit between
-the two), the receiving node's bus, then the receiving NIC. A bus is two servers, one each way. Each
-serves in order of arrival of first bytes. Bytes flow through: the next server begins a latency
-after this one began, and a quantum has landed when its last byte is through the slowest.
+the uplink of its sender's leaf and the downlink of its receiver's, the receiving node's bus, then
+the receiving NIC. A bus is two servers, one each way. Each serves in order of arrival of first
+bytes. Bytes flow through: the next server begins a latency after this one began, and a quantum has
+landed when its last byte is through the slowest.
 
 Receivers hold back by pauses and ECN. Pause (PFC, and the credit of InfiniBand's links): a link
 sends nothing while too many bytes that passed it were not taken by their receivers, so flows to
@@ -126,7 +126,7 @@ class Paths:
         self.network = network
         self._paths = max(1, network.paths) if profile.ordered else 1
         self._key = stream_key(seed, Stream.TIMING)
-        pausing = profile.pause_bytes and network.uplink_bps and not network.circuit_up_ps
+        pausing = profile.pause_bytes and network.uplink_bps
         ends = (SOURCE, TARGET) if pausing else ()
         self._gates = {end: _Gates(profile.pause_bytes) for end in ends}  # uplinks, downlinks
         self._latency_ps = latency_ps
@@ -167,8 +167,6 @@ class Paths:
                 "node.bus, so a PCIe switch would limit nothing"
             )
         turn //= max(1, network.switch_gpus)
-        if network.leaves and leaf >= network.leaves:
-            raise UsageError(f"node {node!r}, NIC {index} is below leaf {leaf} of {network.leaves}")
         self._leaf = _longer(self._leaf, number)
         self._leaf[number] = leaf
         self._host = _longer(self._host, number)
@@ -177,7 +175,7 @@ class Paths:
         self._bus_scale = _longer(self._bus_scale, turn)
         self._bus_scale[turn] = Rate(bus_bps).scale if bus_bps else 0
         self._has_bus |= bus_bps > 0
-        link = network.leaves**2 if network.circuit_up_ps else (leaf + 1) * self._paths
+        link = (leaf + 1) * self._paths
         self._ups, self._downs = _longer(self._ups, link), _longer(self._downs, link)
 
     def due_ps(self) -> int:
@@ -218,17 +216,13 @@ class Paths:
             ups, downs = ups.copy(), downs.copy()
             far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
             new, crossing = new[~far], new[far]
-            if self.network.circuit_up_ps:
-                near.append(self._leave(self._switch(crossing, ups)))
-            else:
-                crossing = self._cross(crossing, SOURCE, ups, limit_ps)
-                crossing[:, [FIRST, TAIL]] += self.network.spine_ps
-                below = np.concatenate((below, crossing))
-                beyond_ps = limit_ps + self.network.spine_ps
-                known = below[:, FIRST] < beyond_ps
-                coming, below = below[known], below[~known]
-                served = self._cross(coming, TARGET, downs, beyond_ps)
-                near.append(self._leave(served))
+            crossing = self._cross(crossing, SOURCE, ups, limit_ps)
+            crossing[:, [FIRST, TAIL]] += self.network.spine_ps
+            below = np.concatenate((below, crossing))
+            beyond_ps = limit_ps + self.network.spine_ps
+            known = below[:, FIRST] < beyond_ps
+            coming, below = below[known], below[~known]
+            near.append(self._leave(self._cross(coming, TARGET, downs, beyond_ps)))
         near.append(self._leave(new))
         rows, waiting = np.concatenate(near), _NONE
         known = rows[:, FIRST] < limit_ps + self._latency_ps
@@ -280,7 +274,7 @@ class Paths:
         return gates.serve(rows, self._links(rows, end), self._scale, free, limit_ps)
 
     def waited(self, passing: Passing) -> Ints:
-        """The time that each landed quantum spent behind others, or before a circuit."""
+        """The time that each landed quantum spent behind others."""
         rows = passing.flights
         far = self._leaf[rows[:, SOURCE]] != self._leaf[rows[:, TARGET]]
         slowest = np.maximum(rows[:, SERVICE], rows[:, HOLDS])
@@ -310,33 +304,6 @@ class Paths:
         np.maximum.at(free, server, done)
         rows[:, FIRST] = done - service
         rows[:, TAIL] = np.maximum(rows[:, TAIL], done)
-        return rows
-
-    def _switch(self, rows: Ints, free: Ints) -> Ints:
-        """Pass optical circuits, which count time only while they are up."""
-        if not len(rows):
-            return rows
-        assert self._rate is not None, "checked by Network"
-        rows = _in_order(rows)
-        network, leaves = self.network, self.network.leaves
-        source, target = self._leaf[rows[:, SOURCE]], self._leaf[rows[:, TARGET]]
-        up_ps = network.circuit_up_ps
-        slot_ps = up_ps + network.circuit_down_ps
-        cycle_ps = (leaves - 1) * slot_ps
-        opens = ((target - source) % leaves - 1) * slot_ps + network.circuit_down_ps
-        server = source * leaves + target
-        # Times are counted while a circuit is up, and then turned back.
-        cycles, within = rows[:, FIRST] // cycle_ps, rows[:, FIRST] % cycle_ps
-        was_up = cycles * up_ps + np.clip(within - opens, 0, up_ps)
-        service = self._rate.ps(rows[:, NBYTES])
-        done = fifo_grouped(was_up, service, server, free)
-        np.maximum.at(free, server, done)
-        begin = done - service
-        rows[:, FIRST] = begin // up_ps * cycle_ps + opens + begin % up_ps
-        last = np.maximum(done - 1, begin)  # the last moment of service, not the next opening
-        ends = last // up_ps * cycle_ps + opens + last % up_ps + (done - last)
-        rows[:, TAIL] = np.maximum(rows[:, TAIL], ends)
-        rows[:, [FIRST, TAIL]] += network.spine_ps
         return rows
 
     def _leave(self, rows: Ints) -> Ints:

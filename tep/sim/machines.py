@@ -273,10 +273,6 @@ class Network:
         paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
             one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
         spine_ps: the latency that the spine adds.
-        circuit_up_ps, circuit_down_ps: an optical spine: leaf i has a circuit of uplink_bps to leaf
-            i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
-            circuit_down_ps. 0: packets are switched.
-        leaves: their number; needed for circuits.
     """
 
     leaf_nodes: int = 0
@@ -286,28 +282,20 @@ class Network:
     uplink_bps: int = 0
     paths: int = 0
     spine_ps: int = 0
-    circuit_up_ps: int = 0
-    circuit_down_ps: int = 0
-    leaves: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        numbers = [self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps, self.leaves]
-        numbers += [self.host_gpus, self.switch_gpus]
-        if min(*numbers, self.circuit_up_ps, self.circuit_down_ps) < 0:
+        numbers = [self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps]
+        if min(*numbers, self.host_gpus, self.switch_gpus) < 0:
             raise UsageError(f"{self}: a number below 0")
         if self.rails and self.leaf_nodes:
             raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
-        if self.paths and (self.circuit_up_ps or not self.uplink_bps):
-            raise UsageError(f"{self}: paths share uplink_bps, and are no circuits")
+        if self.paths and not self.uplink_bps:
+            raise UsageError(f"{self}: paths share uplink_bps, which is not limited")
         if self.switch_gpus and self.host_gpus % self.switch_gpus:
             raise UsageError(
                 f"{self}: host_gpus={self.host_gpus} is no multiple of "
                 f"switch_gpus={self.switch_gpus}; a switch is in one host"
-            )
-        if self.circuit_up_ps and (self.leaves < 2 or not self.uplink_bps):
-            raise UsageError(
-                f"{self}: circuits need two leaves or more, and uplink_bps, their rate"
             )
 
 

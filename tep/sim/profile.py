@@ -126,9 +126,8 @@ class Profile:
             is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for an immediate; post_next_ps has the time for its completions.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
-        leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps, circuit_up_ps,
-            circuit_down_ps, leaves: the network of such machines, as in `tep.sim.Network`; rails is
-            0 or 1.
+        leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps: the network of such
+            machines, as in `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -179,9 +178,6 @@ class Profile:
     uplink_bps: int = _at("network.uplink", "bps", 0, optional=True)
     paths: int = _at("network.paths", "count", 0, optional=True)
     spine_ps: int = _at("network.spine", "ps", 0, optional=True)
-    circuit_up_ps: int = _at("network.circuit_up", "ps", 0, optional=True)
-    circuit_down_ps: int = _at("network.circuit_down", "ps", 0, optional=True)
-    leaves: int = _at("network.leaves", "count", 0, optional=True)
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself: UsageError with both values."""

@@ -34,7 +34,7 @@ Values = Mapping[str, float]
 GUESSED: Final = 1.5
 """The factor by which guessed numbers are varied, where nobody names another; itself a guess."""
 
-_EITHER: Final = ("quantum_", "pause_", "ecn_", "circuit_up_")  # more may be slow, or fast
+_EITHER: Final = ("quantum_", "pause_", "ecn_")  # more may be slow, or fast
 _NETWORK: Final = ("pause_", "ecn_", "loss_", "tail_")  # what goes wrong in a network
 
 
@@ -203,7 +203,7 @@ def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
     Times, the bytes of a lone write's fill, and shares of what goes wrong are `factor` times as
     large for the slow one, all else is so many times as small. Counts stay, so does a number that
     would contradict another, and so do numbers that are not plainly slow or fast at one end: the
-    quantum, those of pauses and congestion control (`ecn_*`), and the time a circuit is up.
+    quantum, and those of pauses and congestion control (`ecn_*`).
     """
     for end in ("slow", "fast"):
         found = profile

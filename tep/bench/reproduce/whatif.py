@@ -79,7 +79,6 @@ def change(
     host_gpus: int = 8,
     oversubscription: float = 0.0,
     spine_us: float = 0.0,
-    optical_us: tuple[float, float] | None = None,
     gpus: int = 32,
 ) -> Machine:
     """Change a machine.
@@ -95,8 +94,7 @@ def change(
         oversubscription: ratio of the rate of a leaf's NICs to the rate of its uplink; 0: the
             spine is no limit.
         spine_us: latency that the spine adds.
-        optical_us: the spine is optical: time that a circuit is up, and is being set up.
-        gpus: largest number of GPUs; determines the number of leaves of an optical spine.
+        gpus: largest number of GPUs; determines how wide a rail is.
 
     Raises:
         UsageError: a key that no profile has, or numbers that contradict each other.
@@ -105,7 +103,7 @@ def change(
     for assignment in numbers:
         profile = with_number(profile, assignment)
     if not (leaf_gpus or rails):
-        if oversubscription or spine_us or optical_us:
+        if oversubscription or spine_us:
             raise UsageError("a spine needs leaves: name leaf_gpus, or rails")
         return replace(machine, profile=profile, slow_nic=slow_nic)
     both = profile, machine.other or profile  # all leaves are alike: as wide as the widest
@@ -113,20 +111,12 @@ def change(
     if not rails:
         wide = leaf_gpus * max(one.nics * one.wire_bps for one in both)
     uplink = wide / oversubscription if oversubscription else 0.0
-    leaves = host_gpus * max(one.nics for one in both) if rails else -(-gpus // leaf_gpus)
-    up_us, down_us = optical_us or (0.0, 0.0)
-    if optical_us and not uplink:
-        # A circuit for each pair of leaves, all of them together as wide as the leaf.
-        uplink = wide / max(1, leaves - 1)
     network = Network(
         leaf_nodes=0 if rails else leaf_gpus,
         rails=rails,
         host_gpus=host_gpus if rails else 0,
         uplink_bps=round(uplink),
         spine_ps=round(spine_us * PS_PER_US),
-        circuit_up_ps=round(up_us * PS_PER_US),
-        circuit_down_ps=round(down_us * PS_PER_US),
-        leaves=leaves if optical_us else 0,
     )
     return replace(machine, profile=profile, network=network, slow_nic=slow_nic)
 

@@ -14,7 +14,6 @@ NAMES = [
     "cx7_400",
     "cx7_400_ecn",
     "cx7_400_lossy",
-    "cx7_400_optical",
     "cx7_400_pfc",
     "cx8_800",
     "efa_1x400",

@@ -18,7 +18,7 @@ from tep.sim.clock import FabricEnv
 from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS
 from tests.unit.sim.test_timing_pacing import MARKED, PAUSES, slow_pacing
-from tests.unit.sim.test_timing_paths import CIRCUITS, SPINES, landings
+from tests.unit.sim.test_timing_paths import SPINES, landings
 from tests.unit.sim.timing_seam import PLAIN, US, Seam, held, latency_of, slow_model
 
 MiB = 1 << 20
@@ -60,7 +60,7 @@ def columns(posts):
 
 
 @example(BEHIND, [SMALL_QUANTA] * 4, None, False)
-@given(POSTS, MIXES, st.one_of(st.none(), SPINES, CIRCUITS), st.booleans())
+@given(POSTS, MIXES, st.one_of(st.none(), SPINES), st.booleans())
 def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
     """Four machines, each of its own rates and latency: each row, to the picosecond."""
     network = None if knobs is None else Network(**knobs)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.base.errors import UsageError
-from tep.base.units import PS_PER_US
 from tep.sim.cluster import Cluster
 from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS, scatter
@@ -23,15 +22,6 @@ SPINES = st.fixed_dictionaries(
         "spine_ps": st.sampled_from([0, 1, 700_000]),
     }
 )
-CIRCUITS = st.fixed_dictionaries(
-    {
-        "leaf_nodes": st.just(1),
-        "leaves": st.just(4),
-        "uplink_bps": st.sampled_from([50 * 10**9, 377_400_000_000]),
-        "circuit_up_ps": st.sampled_from([900_000, 5 * US]),
-        "circuit_down_ps": st.sampled_from([0, 300_000, 10 * US]),
-    }
-)
 
 
 def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int, int]:
@@ -43,7 +33,7 @@ def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int
     return landed
 
 
-@given(POSTS, st.one_of(SPINES, CIRCUITS))
+@given(POSTS, SPINES)
 def test_lands_when_the_slow_model_says(posts, knobs) -> None:
     """Pools, passes made again and closed forms must be exact: each row, to the picosecond."""
     network = Network(**knobs)
@@ -53,7 +43,7 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
     assert dict(enumerate(expected)) == landings(network, posts)
 
 
-@given(POSTS, st.one_of(st.none(), SPINES, CIRCUITS), st.sampled_from([40 * 10**9, 500 * 10**9]))
+@given(POSTS, st.one_of(st.none(), SPINES), st.sampled_from([40 * 10**9, 500 * 10**9]))
 def test_nodes_with_a_bus_do_as_the_slow_model(posts, knobs, bus_bps) -> None:
     """At an uplink, a quantum that leaves its bus late must not be overtaken by a later one."""
     network = None if knobs is None else Network(**knobs)
@@ -139,22 +129,6 @@ def test_gpus_of_one_pcie_switch_share_it() -> None:
         Seam(PLAIN, 8, network=network)
 
 
-def test_an_optical_spine_costs_its_duty_cycle() -> None:
-    """A circuit is up for one slot of a cycle, less its reconfiguration; a long flow gets that."""
-    network = Network(
-        leaf_nodes=1,
-        leaves=4,
-        uplink_bps=PLAIN.wire_bps,
-        circuit_up_ps=90 * PS_PER_US,
-        circuit_down_ps=10 * PS_PER_US,
-    )
-    nbytes = 256 * MiB
-    landed = landings(network, [(0, 0, [(1, nbytes)])])[0]
-    wire_ps = nbytes * 8e12 / PLAIN.wire_bps
-
-    assert wire_ps * 300 / 90 == pytest.approx(landed, rel=0.02)
-
-
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -162,8 +136,7 @@ def test_an_optical_spine_costs_its_duty_cycle() -> None:
         {"rails": True, "leaf_nodes": 2},
         {"host_gpus": 8, "switch_gpus": 3},
         {"switch_gpus": -1},
-        {"circuit_up_ps": 5, "leaves": 1, "uplink_bps": 5},
-        {"circuit_up_ps": 5, "leaves": 4},
+        {"paths": 2},
     ],
 )
 def test_networks_that_contradict_themselves_are_refused(knobs) -> None:
@@ -186,10 +159,3 @@ def test_a_cluster_has_the_network_it_is_given() -> None:
     assert 7 == pytest.approx(times[1] - times[0], abs=0.01)
     with pytest.raises(UsageError, match="the chaos fabric has none"):
         Cluster(network=Network())
-
-
-def test_more_leaves_than_circuits_are_refused() -> None:
-    """A leaf that no circuit leads to would wait for ever."""
-    network = Network(leaf_nodes=1, leaves=3, uplink_bps=10**9, circuit_up_ps=5)
-    with pytest.raises(UsageError, match="below leaf 3 of 3"):
-        Seam(PLAIN, 4, network=network)

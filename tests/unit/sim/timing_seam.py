@@ -285,34 +285,8 @@ def _pass(network: Network, machines: Machines, arrivals, landed: list[int]) -> 
             if leaf != other and network.uplink_bps:
                 at, tail = serve(("down", other, 0), at, link, tail)
             at, tail, stage = at + way, tail + way, "near"
-        elif network.circuit_up_ps:
-            at, end = _circuit(network, free, leaf, other, at, link)
-            at, tail = at + network.spine_ps, max(tail, end) + network.spine_ps
-            at, tail, stage = at + way, tail + way, "near"
         else:
             if network.uplink_bps:
                 at, tail = serve(("up", leaf, 0), at, link, tail)
             at, tail, stage = at + network.spine_ps, tail + network.spine_ps, "below"
         heappush(heap, (at, source, turn, stage, target, tail, hold, row, last, size))
-
-
-def _circuit(network: Network, free, leaf: int, other: int, at: int, work: int) -> tuple[int, int]:
-    """Serve on an optical circuit, slot by slot: when the service begins, and when it ends."""
-    slot = network.circuit_up_ps + network.circuit_down_ps
-    turn = (other - leaf) % network.leaves - 1
-    at = max(at, free.get(("circuit", leaf, other), 0))
-    begin = None
-    while True:
-        cycle = at // (slot * (network.leaves - 1)) * slot * (network.leaves - 1)
-        opens = cycle + turn * slot + network.circuit_down_ps
-        closes = opens + network.circuit_up_ps
-        if at >= closes:
-            at = cycle + slot * (network.leaves - 1)
-            continue
-        at = max(at, opens)
-        begin = at if begin is None else begin
-        if at + work <= closes:
-            free["circuit", leaf, other] = at + work
-            return begin, at + work
-        work -= closes - at
-        at = closes
