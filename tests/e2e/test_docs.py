@@ -147,8 +147,8 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
             printed = ""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)  # two emulated machines, one after the other
+@pytest.mark.long  # a minute: two emulated machines, one after the other
+@pytest.mark.timeout(1500)
 def test_the_commands_of_the_page_on_soft_roce_run_in_the_guest() -> None:
     """Whoever has no NIC meets the real libibverbs by these commands first."""
     need_guest()
