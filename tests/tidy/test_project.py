@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 import tep
 from tep.base.distribution import DISTRIBUTION
@@ -173,6 +176,21 @@ def test_everything_that_setup_installs_is_pinned() -> None:
     pinned = {_normal(line) for line in text(Path("constraints.txt")).splitlines()}
 
     assert set() == {_normal(line) for line in wanted} - pinned
+
+
+def test_pins_install_on_every_python_that_is_promised() -> None:
+    """Debian 12 has Python 3.11.2: a pin that wanted 3.11.5 ended scripts/setup there."""
+    promised = tomllib.loads(text(Path("pyproject.toml")))["project"]["requires-python"]
+    oldest = f"{promised.removeprefix('>=')}.0"
+    pinned = {_normal(line) for line in text(Path("constraints.txt")).splitlines()}
+    wants = {
+        _normal(one.metadata["Name"]): one.metadata["Requires-Python"] or ""
+        for one in importlib.metadata.distributions()
+    }
+    mine = {name: want for name, want in wants.items() if name in pinned}
+
+    assert len(mine) > len(pinned) // 2, "run by the Python of .venv"
+    assert {} == {k: want for k, want in mine.items() if oldest not in SpecifierSet(want)}
 
 
 def _normal(requirement: str) -> str:
