@@ -295,7 +295,7 @@ def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
     assert not take(2, (0, 0))
     assert [b"2"] == take(-1, (0, 5)), "it came although it was given up"
     assert (5, {}) == (one.next, one.early), "what is passed over would be kept for ever"
-    one.begin_at(0)
+    one.next = 0
     for seq in range(1, 3 * most):
         assert not take(seq, (10 * seq, 10 * seq + 1))
         assert max(len(one.early), len(one.skips)) <= most

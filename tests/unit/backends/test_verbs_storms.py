@@ -94,7 +94,7 @@ class Storm:
             nic.close()
 
 
-@pytest.mark.parametrize("n", [2, 32, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, 32, pytest.param(256, marks=pytest.mark.long)])
 def test_all_to_all_costs_what_its_pairs_cost(stub, n):
     """Datagrams that get lost are waited for; queue pairs made in vain are seconds of commands."""
     storm = Storm(stub, n)
