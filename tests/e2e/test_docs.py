@@ -164,16 +164,22 @@ def watch_live(env: dict[str, str]) -> None:
     """Run `tep top` on a terminal until it shows the engine erin; Ctrl-C ends it."""
     ours, theirs = pty.openpty()
     command = [*TEP, "top", "--every", "0.1"]
+    # A run in the background of a shell ignores Ctrl-C, and so would this child.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs) as live:
+        signal.signal(signal.SIGINT, before)
         os.close(theirs)
-        seen = b""
-        while b"erin" not in seen:
-            seen += os.read(ours, 65536)
-        live.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the end of a terminal's other side is an error
-            while os.read(ours, 65536):
-                pass
-        assert 0 == live.wait(timeout=240)
+        try:
+            seen = b""
+            while b"erin" not in seen:
+                seen += os.read(ours, 65536)
+            live.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # the end of a terminal's other side is an error
+                while os.read(ours, 65536):
+                    pass
+            assert 0 == live.wait(timeout=60)
+        finally:
+            live.kill()
     os.close(ours)
 
 
