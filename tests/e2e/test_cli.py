@@ -177,7 +177,7 @@ def test_sim_writes_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["busy", "engine", "sim", "verbs_stub"])
+@pytest.mark.parametrize("bench", ["busy", "engine", "verbs_stub"])
 def test_bench_measures_every_figure(bench: str) -> None:
     """A benchmark that does not run any more is found when its number is needed."""
     options = ("--rounds", "3", "--json")
