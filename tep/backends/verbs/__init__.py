@@ -23,7 +23,7 @@ fatal errors, InfiniBand's link layer, GPU memory, the effect of relaxed orderin
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -85,19 +85,22 @@ def open_domains(
     names = _names(lib, nics, chosen, hints)
     name, epoch = identity("verbs", name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
-    how: dict[str, Any] = {"name": name, "epoch": epoch, "export": dmabuf_export, "cuda": cuda}
-    domains = all_or_none(
-        VerbsDomain(Device(lib, device, chosen, hints), nic=nic, **how)
-        for nic, device in enumerate(names)
-    )
-    if len({domain.device.is_ib for domain in domains}) > 1:
-        layers = ", ".join(domain.device.describe() for domain in domains)
-        for domain in domains:
-            domain.close()
-        raise UsageError(
-            f"verbs: nics={names} are of two link layers, which never reach each other: "
-            f"{layers}; open an engine for each"
-        )
+
+    def opening() -> Iterator[VerbsDomain]:
+        devices = []
+        for nic, device in enumerate(names):
+            devices.append(Device(lib, device, chosen, hints))
+            yield VerbsDomain(
+                devices[-1], name=name, nic=nic, epoch=epoch, export=dmabuf_export, cuda=cuda
+            )
+        if len({device.is_ib for device in devices}) > 1:
+            layers = ", ".join(device.describe() for device in devices)
+            raise UsageError(
+                f"verbs: nics={names} are of two link layers, which never reach each other: "
+                f"{layers}; open an engine for each"
+            )
+
+    domains = all_or_none(opening())
     for domain in domains:
         domain.spares = tuple(other.device for other in domains if other is not domain)
     return Opened(domains, epoch, name, about=hints.said())
