@@ -295,8 +295,6 @@ class DomainCaps:
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
             fenced off (C26) and let in again (C27), so that a NIC's death can be made good; needs
             control messages.
-        deregister_fences: False where a row that is being received goes on landing after
-            `deregister` (C16): what is in quarantine then stays so until `close`.
         reads: rows that post_read() may have outstanding at the most; 0: it is no `ReadDomain`, and
             has no reads (C29). They are counted apart from sq_depth.
         no_reads: why `reads` is 0, in words, for errors and `explain`.
@@ -318,7 +316,6 @@ class DomainCaps:
     wakes: bool = True
     control_bytes: int = 0
     imm_source: bool = False
-    deregister_fences: bool = True
     reads: int = 0
     no_reads: str = "this backend does not offer them"
 

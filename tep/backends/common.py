@@ -1,5 +1,6 @@
 """The things that all backends do alike: names and epochs, refusals and texts, forked children,
-messages that wait for the engine, columns of a batch, copies between host memory, memory fences.
+messages that wait for the engine, descriptors to sleep on, columns of a batch, copies between host
+memory, memory fences.
 
 Nothing here knows a provider. The engine's own checks are above the seam, in `core.requests`. A
 column is one int for every row, or one value a row.
@@ -14,6 +15,7 @@ import logging
 import mmap
 import os
 import platform
+import select
 import socket
 import threading
 import time
@@ -38,6 +40,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
+from tep.backends.ffi.libc import Timer
 from tep.base.checks import check_text
 from tep.base.errors import BadDescriptor, ClosedError, FabricError, UsageError
 from tep.host.folders import own_folder
@@ -48,6 +51,7 @@ __all__ = [
     "HostRegion",
     "Offsets",
     "ReceivePool",
+    "Sleeper",
     "Unread",
     "all_or_none",
     "at",
@@ -291,6 +295,42 @@ class ReceivePool:
         """A buffer's message was read: it is free again."""
         del self._messages[slot]
         self._free.append(slot)
+
+
+class Sleeper:
+    """A descriptor to sleep on: readable while one of several is, or once a set time has come.
+
+    A dead peer makes no event. The time is what lets an engine sleep without a limit.
+
+    Args:
+        fds: the descriptors that it joins; they are not closed here.
+
+    Attributes:
+        fd: what to sleep on.
+    """
+
+    def __init__(self, *fds: int) -> None:
+        self._timer = Timer()
+        self._timed = False
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        for fd in (self._timer.fd, *fds):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def wake_in(self, delay_s: float | None) -> None:
+        """Become readable after so many seconds, in place of a time set before; None = never."""
+        if delay_s is not None or self._timed:
+            self._timer.set(delay_s)
+        self._timed = delay_s is not None
+
+    def ignore(self, fd: int) -> None:
+        """Leave a descriptor out: a dead device's may stay readable for ever."""
+        self._epoll.unregister(fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._epoll.close()
+        self._timer.close()
 
 
 class _Held(Protocol):

@@ -245,8 +245,8 @@ class TransferEngine:
         """Give a region back: no NIC knows it afterwards, and the engine lets go of the memory.
 
         Nothing that peers send later lands in it. Where a NIC that is down may still touch it the
-        engine holds it until close(), and `mr.quarantined` goes on to say so. On libfabric a row
-        that is just being received goes on landing (`caps.deregister_fences` is False).
+        engine holds it until close(), and `mr.quarantined` goes on to say so. On libfabric and
+        EFA a row that is just being received goes on landing.
 
         Raises:
             BusyError: transfers still use it, or the engine would have to hold memory that it was

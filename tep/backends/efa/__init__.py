@@ -138,9 +138,8 @@ def _caps(nic: Nic, rules: Rules, peer_timeout_s: float, *, cuda: bool) -> Domai
         imm_eats_recv=False,
         memory_kinds=("cpu", "cuda") if cuda else ("cpu",),
         peer_timeout_s=peer_timeout_s,
-        wakes=nic.wait_fd is not None,
+        wakes=bool(nic.wait_fds),
         control_bytes=CONTROL_BYTES_MAX,
-        deregister_fences=False,
         reads=min(_READS, rules.window_rows) if nic.can_read else 0,
         no_reads="" if nic.can_read else f"the device {nic.name} has no RDMA read",
     )

@@ -138,7 +138,7 @@ class Nic:
         armed: a wake-up has been asked for, and nothing was found since.
         ask_wake: asks for one; set by who reads the completion queue.
         events: wake-ups taken.
-        wait_fd: becomes readable once armed when there may be news.
+        wait_fds: of these one becomes readable, once armed, when there may be news.
     """
 
     ask_wake: Callable[[], None]
@@ -155,7 +155,7 @@ class Nic:
         self._handles: dict[bytes, list[int]] = {}  # GID: handle, its number, peers there
         self._places: dict[int, tuple[bytes, Place]] = {}  # by a peer's number
         self._numbers = itertools.count(1)
-        self.wait_fd: int | None = None
+        self.wait_fds: tuple[int, ...] = ()
         self.events = 0
         self.armed = False
         orphan_at_fork(self)
@@ -192,7 +192,7 @@ class Nic:
         self.link_bps = self._link_bps()
         self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
         self._news = Events(lib, self._context)
-        self.wait_fd = self._news.fd
+        self.wait_fds = self._news.fds
         self.cq = self._make_queue(self._news.channel)
         self.qp = self._make_pair()
         self._bring_up()
@@ -356,7 +356,7 @@ class Nic:
     # --- events
 
     def trywait(self) -> bool:
-        """Whether it is safe to sleep on wait_fd; False = poll first, then ask again.
+        """Whether it is safe to sleep on wait_fds; False = poll first, then ask again.
 
         What came before a wake-up was asked for is not told: one more look has to find nothing.
         """
@@ -410,7 +410,6 @@ class Nic:
         channel = 0
         if self._news is not None:
             channel = self._news.channel
-            self._news.epoll.close()
         if self.cq:
             if self.events:
                 self.lib.do("ibv_ack_cq_events", self.cq, self.events)
@@ -429,8 +428,6 @@ class Nic:
         self.qp = self.cq = 0
         for region in self._regions:
             region.pointer = 0
-        if self._news is not None:
-            self._news.epoll.close()
 
 
 _SESSION: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)

@@ -243,7 +243,7 @@ class Columns:
         if self._cq_bell is not None:
             self._nic.ask_wake = self._ask_wake
         else:
-            self._nic.wait_fd = None  # nobody would tell the device what was read
+            self._nic.wait_fds = ()  # nobody would tell the device what was read
 
     def lay_out(self, span: Span) -> None:
         """Say where messages are received; buffer i has the request id i."""

@@ -17,7 +17,6 @@ import ctypes
 import errno
 import os
 import platform
-import select
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, NoReturn, cast
@@ -756,7 +755,7 @@ def rights(access: Access) -> int:
 
 
 class Events:
-    """The two descriptors of a device's context, joined behind an epoll.
+    """The news of a device: of its completion queue, and of itself.
 
     Args:
         lib: the library.
@@ -764,7 +763,7 @@ class Events:
 
     Attributes:
         channel: for ibv_create_cq; who made this object destroys it, after the completion queue.
-        fd: readable once either has news.
+        fds: of the channel and of the device; readable while there is news.
     """
 
     def __init__(self, lib: Library, context: int) -> None:
@@ -772,12 +771,9 @@ class Events:
         self._context = context
         self.channel = lib.make("ibv_create_comp_channel", context)
         channel_fd = int(C.ibv_comp_channel.from_address(self.channel).fd)
-        self._async_fd = int(C.ibv_context.from_address(context).async_fd)
-        self.epoll = select.epoll()
-        self.fd = self.epoll.fileno()
-        for fd in (channel_fd, self._async_fd):
+        self.fds = channel_fd, int(C.ibv_context.from_address(context).async_fd)
+        for fd in self.fds:
             os.set_blocking(fd, False)
-            self.epoll.register(fd, select.EPOLLIN)
 
     def take_completions(self) -> int:
         """Take completion events off the channel; return how many, to be acknowledged."""
@@ -794,7 +790,3 @@ class Events:
             found.append((int(event.event_type), int(event.element.cq or 0)))
             self._lib.do("ibv_ack_async_event", ctypes.byref(event))
         return found
-
-    def ignore_device(self) -> None:
-        """The device is dead: its own descriptor may stay readable for ever."""
-        self.epoll.unregister(self._async_fd)

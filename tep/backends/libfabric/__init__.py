@@ -480,9 +480,8 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             imm_eats_recv=False,
             memory_kinds=("cpu", "cuda") if how.cuda else ("cpu",),
             peer_timeout_s=how.peer_timeout_s,
-            wakes=nic.wait_fd is not None,
+            wakes=bool(nic.wait_fds),
             control_bytes=CONTROL_BYTES_MAX,
-            deregister_fences=False,
             reads=READS_MAX if rules.software else rules.window_rows,
         )
         return (TcpDomain if rules.software else FabricDomain)(
@@ -492,7 +491,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             epoch=epoch,
             options=() if rules.software else endpoint_options(cuda=how.cuda),
             dmabuf=how.dmabuf,
-            about=_about(lib, how, wakes=nic.wait_fd is not None),
+            about=_about(lib, how, wakes=bool(nic.wait_fds)),
         )
     except BaseException:
         nic.close()

@@ -9,7 +9,6 @@ copies them.
 from __future__ import annotations
 
 import mmap
-import select
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +26,6 @@ from tep.backends.base import (
     put_completion,
 )
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libc import Timer
 from tep.backends.ffi.load import check
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Region, mr_attr
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.rules import Rules
 
-__all__ = ["Mailbox", "Queue", "Sleeper"]
+__all__ = ["Mailbox", "Queue"]
 
 _ENTRIES: Final = 512
 _SCALAR_MAX: Final = 40
@@ -446,46 +444,3 @@ class Mailbox:
         self.region.close()
         self._view.release()
         self._owner.clear()
-
-
-class Sleeper:
-    """A descriptor to sleep on: readable when the queue's is, or when the timer has gone off.
-
-    A dead peer makes no event. The timer is what lets the engine sleep without a time limit.
-
-    Args:
-        queue_fd: the queue's.
-
-    Attributes:
-        fd: what to sleep on.
-    """
-
-    def __init__(self, queue_fd: int) -> None:
-        self._timer = Timer()
-        self._set_s = 0.0
-        self._epoll = select.epoll()
-        self._epoll.register(self._timer.fd, select.EPOLLIN)
-        self._queue_fd = queue_fd
-        self._epoll.register(queue_fd, select.EPOLLIN)
-        self.fd = self._epoll.fileno()
-
-    def set_timer(self, after_s: float) -> None:
-        """Become readable every `after_s` seconds from now on; 0 = never. Cheap when unchanged."""
-        if after_s == self._set_s:
-            return
-        self._set_s = after_s
-        self._timer.set(after_s or None, again=True)
-
-    def quiet(self) -> None:
-        """Take note that the timer went off, so that it is not readable any more."""
-        if self._set_s:
-            self._timer.clear()
-
-    def forget_queue(self) -> None:
-        """Be woken by the timer only: a queue that is lost may stay readable for ever."""
-        self._epoll.unregister(self._queue_fd)
-
-    def close(self) -> None:
-        """Close the timer and the joint descriptor; the queue's belongs to libfabric."""
-        self._epoll.close()
-        self._timer.close()

@@ -26,10 +26,10 @@ from tep.backends.base import (
     WriteBatch,
     hand_out,
 )
-from tep.backends.common import Unread, check_memory, closed, meaning, says
+from tep.backends.common import Sleeper, Unread, check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.completions import Mailbox, Queue, Sleeper
+from tep.backends.libfabric.completions import Mailbox, Queue
 from tep.backends.libfabric.objects import CqError, Nic, Option, Regions
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Inbox, Outgoing, Peers
@@ -133,7 +133,7 @@ class FabricDomain:
         self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
         self._short = 0  # polls for which a MemoryError is remembered
-        self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
+        self._sleeper = Sleeper(*nic.wait_fds) if nic.wait_fds else None
 
     def _parts(
         self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None
@@ -473,7 +473,8 @@ class FabricDomain:
         self.peers.give_up()
         self._end_all(Status.NIC_DOWN, gone=False)
         if self._sleeper is not None:
-            self._sleeper.forget_queue()
+            for fd in self.nic.wait_fds:
+                self._sleeper.ignore(fd)
         self._done.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
 
     # --- looking after peers
@@ -543,8 +544,7 @@ class FabricDomain:
             timer_s = _LOOK_S
         else:
             timer_s = self._chore_s
-        self._sleeper.quiet()
-        self._sleeper.set_timer(timer_s)
+        self._sleeper.wake_in(timer_s or None)
         return self.nic.trywait()
 
     # --- ends

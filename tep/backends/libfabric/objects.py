@@ -165,7 +165,8 @@ class Nic:
             every lock-dropping call of the user's own thread (measured).
         closed: whether it was closed, or belongs to the parent of this process.
         failure: what libfabric said when it lost this NIC; "" = it lives.
-        wait_fd: becomes readable when the queue may have news; None where this provider has none.
+        wait_fds: one that becomes readable when the queue may have news; () where this provider has
+            none.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Nic:
         self._open: list[_Handle] = []  # in order of opening
         self._endpoints: list[_Handle] = []
         self._regions: weakref.WeakSet[_Handle] = weakref.WeakSet()
-        self.wait_fd: int | None = None
+        self.wait_fds: tuple[int, ...] = ()
         self.closed = False
         self.failure = ""
         orphan_at_fork(self)
@@ -222,7 +223,7 @@ class Nic:
         av_ops = self._av.contents().ops.contents
         self._insert, self._remove = fi.op(av_ops, "insert"), fi.op(av_ops, "remove")
         self._regattr = fi.op(self._domain.contents().mr.contents, "regattr")
-        self._trywait = fi.op(fabric_ops, "trywait") if self.wait_fd is not None else None
+        self._trywait = fi.op(fabric_ops, "trywait") if self.wait_fds else None
         self._fids = (c_void_p * 1)(self.cq)
 
     def _open_queue(self, entries: int, wait_fd: bool) -> None:
@@ -244,7 +245,7 @@ class Nic:
         if wait_fd:
             fd = c_int(-1)
             self._check(cq.control(fi.FI_GETWAIT, byref(fd)), "fi_control(FI_GETWAIT)")
-            self.wait_fd = fd.value
+            self.wait_fds = (fd.value,)
 
     def _keep(self, out: c_void_p, kind: Any, what: str) -> _Handle:
         assert out.value
@@ -333,7 +334,7 @@ class Nic:
     # --- completions
 
     def trywait(self) -> bool:
-        """Tell whether it is safe to sleep on wait_fd; False = read the queue first."""
+        """Tell whether it is safe to sleep on wait_fds; False = read the queue first."""
         assert self._trywait is not None
         return self._trywait(self._fabric.address, self._fids, 1) == 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,9 +29,8 @@ from tep.backends.base import (
     WriteBatch,
     hand_out,
 )
-from tep.backends.common import check_memory, closed, orphan_at_fork, says
+from tep.backends.common import Sleeper, check_memory, closed, orphan_at_fork, says
 from tep.backends.ffi.ibverbs import ENUMS, Events, Struct, rights
-from tep.backends.ffi.libc import Timer
 from tep.backends.verbs.conns import Queues
 from tep.backends.verbs.device import Device, peer_bytes, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of
@@ -145,13 +143,15 @@ class VerbsDomain:
         """Make what all peers share, in order; it is freed in reverse."""
         device = self.device
         self.depths = depths = plan_depths(device)
-        self._wakeup = _Wakeup(device)
-        undo.callback(self._wakeup.close)
+        self._events = events = Events(device.lib, device.context)
+        undo.callback(device.free, "ibv_destroy_comp_channel", events.channel)
+        self._sleeper = Sleeper(*events.fds)
+        undo.callback(self._sleeper.close)
         self._cq = device.lib.make(
-            "ibv_create_cq", device.context, depths.cq, None, self._wakeup.channel, 0
+            "ibv_create_cq", device.context, depths.cq, None, events.channel, 0
         )
         undo.callback(device.free, "ibv_destroy_cq", self._cq)
-        undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
+        undo.callback(self._clear_events)  # those that nobody took keep it busy
         imms = ImmReceives(device, depths.imms)
         undo.callback(device.free, "ibv_destroy_srq", imms.srq)
         self._messages = Messages(device, depths.messages_in, self._ready)
@@ -405,7 +405,7 @@ class VerbsDomain:
         self._waker = waker
 
     def wakeup_fd(self) -> int | None:
-        return None if self._state is _State.CLOSED else self._wakeup.fd
+        return None if self._state is _State.CLOSED else self._sleeper.fd
 
     def arm(self) -> bool:
         try:
@@ -421,7 +421,7 @@ class VerbsDomain:
         if not self._reads:
             return not self._ready
         self._look_at_events()
-        self._wakeup.clear(self._cq)
+        self._clear_events()
         self.device.data.req_notify_cq(self._cq, 0)
         # What came before the request makes no event: look once more.
         n = self._poller.take_all()
@@ -432,11 +432,16 @@ class VerbsDomain:
         if n > 0 or short or self._ready or not self._reads or self.peers.has_steps:
             return False
         next_s = self.peers.next_s(now_s)
-        self._wakeup.set_timer(None if next_s is None else next_s - now_s)
+        self._sleeper.wake_in(None if next_s is None else next_s - now_s)
         return True
 
+    def _clear_events(self) -> None:
+        """Take the completion events that are there off the channel."""
+        if taken := self._events.take_completions():
+            self.device.lib.do("ibv_ack_cq_events", self._cq, taken)
+
     def _look_at_events(self) -> None:
-        for kind, element in self._wakeup.take_device():
+        for kind, element in self._events.take_device():
             if kind == _FATAL:
                 self.device.dead = True
                 self.fail_device("the device reported a fatal error (IBV_EVENT_DEVICE_FATAL)")
@@ -477,7 +482,7 @@ class VerbsDomain:
 
     def _go_down(self) -> None:
         self._state, self._reads = _State.DOWN, False
-        self._wakeup.ignore_device()
+        self._sleeper.ignore(self._events.fds[1])
         self.peers.close(Status.NIC_DOWN)
         self._messages.fail_all(int(Status.NIC_DOWN))
         self._ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
@@ -527,33 +532,3 @@ class VerbsDomain:
         """In a forked child: touch nothing that the parent's NIC uses, now or later."""
         self._state, self._reads = _State.CLOSED, False
         self._ready.clear()
-
-
-class _Wakeup(Events):
-    """The descriptor that becomes readable when a NIC has completions or events, or at a set time.
-
-    Args:
-        device: where.
-    """
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(device.lib, device.context)
-        self._device = device
-        self._timer = Timer()
-        self.epoll.register(self._timer.fd, select.EPOLLIN)
-
-    def set_timer(self, pause_s: float | None) -> None:
-        """Become readable after `pause_s` seconds too; None = never."""
-        self._timer.set(pause_s)
-
-    def clear(self, cq: int) -> None:
-        """Take the completion events that are there off the channel."""
-        taken = self.take_completions()
-        if taken:
-            self._lib.do("ibv_ack_cq_events", cq, taken)
-
-    def close(self) -> None:
-        """Let go; the completion queue must be gone."""
-        self.epoll.close()
-        self._timer.close()
-        self._device.free("ibv_destroy_comp_channel", self.channel)
