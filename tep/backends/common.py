@@ -65,6 +65,7 @@ __all__ = [
     "meaning",
     "most",
     "new_fence",
+    "nothing",
     "offsets",
     "order_of",
     "orphan_at_fork",
@@ -73,6 +74,7 @@ __all__ = [
     "row_of",
     "says",
     "spread",
+    "total",
 ]  # fmt: skip
 
 DomainT = TypeVar("DomainT", bound=Domain)
@@ -379,11 +381,11 @@ def new_fence() -> Callable[[], None]:
 
 def order_of(fence: Callable[[], None]) -> Callable[[], None]:
     """Return what keeps stores in order, and loads, on this processor: nothing, or a fence."""
-    return _nothing if STRONG else fence
+    return nothing if STRONG else fence
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing: the waker until one is set, and a fence where the processor needs none."""
 
 
 def part(column: Column, start: int, stop: int) -> Column:
@@ -414,6 +416,11 @@ def row_of(batch: WriteBatch, index: int) -> Row:
 def most(column: Column) -> int:
     """The largest value."""
     return column if isinstance(column, int) else int(np.maximum.reduce(column))
+
+
+def total(column: Column, n: int) -> int:
+    """The sum over n rows."""
+    return column * n if isinstance(column, int) else int(column.sum())
 
 
 def spread(column: Column, n: int) -> list[int]:

@@ -45,12 +45,15 @@ from tep.backends.common import (
     check_memory,
     closed,
     copy_rows,
+    identity,
     meaning,
     most,
+    nothing,
     offsets,
     orphan_at_fork,
     part,
     read_message,
+    total,
 )
 from tep.base.errors import BadDescriptor, UsageError
 from tep.base.units import MiB
@@ -94,6 +97,20 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _ADDRESS: Final = msgspec.msgpack.Decoder(Address)
 
 
+def engine_of(address: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: all but the NIC's number."""
+    try:
+        found = check_address(address)
+    except BadDescriptor:
+        return address
+    return _encode((found.hub, found.epoch, found.name))
+
+
+def check_address(address: bytes) -> Address:
+    """Read an address; raise BadDescriptor for bytes that cannot be one of a loopback."""
+    return read_message(_ADDRESS, address, "a loopback address")
+
+
 class Message(NamedTuple):
     """A message on its way out."""
 
@@ -108,9 +125,8 @@ class Way:
 
     Attributes:
         kind: of their completions, a `Kind`.
-        depth: rows that may be out.
         regions: memory here, by lkey: what writes are from, or what reads are to.
-        open: rows that are out.
+        depth, open: rows that may be out, and that are.
     """
 
     kind: int
@@ -124,16 +140,10 @@ class LoopbackDomain:
 
     Rows are carried out as they are posted; only messages without a receive buffer wait.
 
-    Args:
-        hub: where its peers are.
-        name: of its engine; with `nic` the identity that outlives a restart.
-        nic: index in its engine.
-        epoch: of its engine's incarnation.
-        caps: its limits, enforced.
+    `name` and `nic` are the identity that outlives a restart; `caps` are enforced.
 
     Attributes:
         alive: False once it is shut; written under the lock.
-        waker: what to call when something has arrived.
         arrived: completions for its owner; peers append, the owner takes.
         targets, readable: memory that peers may write, or read, by rkey.
     """
@@ -143,7 +153,7 @@ class LoopbackDomain:
         self.name, self.nic, self.epoch = name, nic, epoch
         self.address = hub.address(name, nic, epoch)
         self.alive = True
-        self.waker: Callable[[], None] = _wake_nobody
+        self.waker: Callable[[], None] = nothing
         self.arrived: deque[Entry] = deque()
         self.targets: dict[int, HostRegion] = {}
         self.readable: dict[int, HostRegion] = {}
@@ -235,10 +245,10 @@ class LoopbackDomain:
     def _carry_out(self, way: Way, batch: Batch, start: int, stop: int) -> None:
         """Carry rows out at once; or one by one, if they are of several peers, or not all good."""
         status = self._carry(way, batch, start, stop)
-        n, nbytes = stop - start, part(batch.nbytes, start, stop)
+        n = stop - start
         if status is Status.OK:
-            total = nbytes * n if isinstance(nbytes, int) else int(nbytes.sum())
-            self._finish(way, status, batch.ctx, count=n, nbytes=total)
+            nbytes = total(part(batch.nbytes, start, stop), n)
+            self._finish(way, status, batch.ctx, count=n, nbytes=nbytes)
         elif n == 1:
             self._finish(way, status, batch.ctx, row=start)
         else:
@@ -286,10 +296,8 @@ class LoopbackDomain:
             if not region.covers(dst, nbytes, region.base):
                 return Status.REMOTE_RANGE
             if theirs is not None:
-                here, there = (
-                    (region, offsets(dst, region.base)),
-                    (theirs, offsets(src, theirs.origin)),
-                )
+                here = region, offsets(dst, region.base)
+                there = theirs, offsets(src, theirs.origin)
                 copy_rows(*(here + there if reads else there + here), nbytes, stop - start)
             if batch.imm is None:
                 return Status.OK
@@ -391,9 +399,7 @@ class LoopbackDomain:
         with self._lock:
             return self._unread.take(slot)
 
-    @staticmethod
-    def engine_of(address: bytes) -> bytes:
-        return engine_of(address)
+    engine_of = staticmethod(engine_of)
 
     def source(self, number: int) -> bytes:
         with self._lock:
@@ -490,7 +496,7 @@ class LoopbackDomain:
         self.targets.clear()
         self.readable.clear()
         self.arrived.clear()
-        self.waker = _wake_nobody
+        self.waker = nothing
 
     def _check_open(self) -> None:
         if not self.alive:
@@ -513,11 +519,8 @@ class Hub:
     def __init__(self, token: int | None = None) -> None:
         self._token = int.from_bytes(os.urandom(8), "little") if token is None else token
         self._epochs = itertools.count(1)
-        self._by_address: weakref.WeakValueDictionary[bytes, LoopbackDomain] = (
-            weakref.WeakValueDictionary()
-        )
-        self._latest: weakref.WeakValueDictionary[tuple[str, int], LoopbackDomain]
-        self._latest = weakref.WeakValueDictionary()
+        self._by_address = weakref.WeakValueDictionary[bytes, LoopbackDomain]()
+        self._latest = weakref.WeakValueDictionary[tuple[str, int], LoopbackDomain]()
         orphan_at_fork(self)
 
     def next_epoch(self) -> int:
@@ -563,34 +566,12 @@ HUB: Final = Hub()
 """The hub that open_domains() uses unless told otherwise."""
 
 
-def _wake_nobody() -> None:
-    """Wake nobody: the waker until one is set."""
-
-
-def engine_of(address: bytes) -> bytes:
-    """Return what the addresses of all NICs of one engine share: all of it but the NIC's number."""
-    try:
-        found = check_address(address)
-    except BadDescriptor:
-        return address
-    return _encode((found.hub, found.epoch, found.name))
-
-
-def check_address(address: bytes) -> Address:
-    """Read an address; raise BadDescriptor for bytes that cannot be one of a loopback."""
-    return read_message(_ADDRESS, address, "a loopback address")
-
-
 def open_domains(
     nics: int = 1,
     *,
     hub: Hub | None = None,
     name: str | None = None,
-    sq_depth: int = _SQ_DEPTH,
     reads: int = _READS,
-    link_bps: int = 0,
-    max_write_bytes: int = 1 << 40,
-    max_msg_bytes: int = MiB,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -599,36 +580,27 @@ def open_domains(
         hub: who can be reached; None = all engines of this process that named no hub.
         name: for reports, and the identity of a restart: the same name again makes the addresses
             of its closed predecessor stale.
-        sq_depth: rows outstanding on one NIC.
         reads: rows of reads outstanding on one NIC; 0 = it has no reads.
-        link_bps: nominal rate to report, bits a second; 0 = unknown.
-        max_write_bytes: longest row.
-        max_msg_bytes: longest message.
 
     Raises:
         UsageError: an impossible number or name.
     """
     hub = HUB if hub is None else hub
     epoch = hub.next_epoch()
-    name = f"loopback-{epoch}" if name is None else name
+    name, _ = identity("loopback", f"loopback-{epoch}" if name is None else name, epoch)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"loopback: nics={nics}; 1 to {_NICS_MAX} are possible")
-    if sq_depth < 1 or min(reads, link_bps) < 0 or max_write_bytes < 1 or max_msg_bytes < 1:
-        raise UsageError(
-            f"loopback: sq_depth={sq_depth} reads={reads} link_bps={link_bps} max_write_bytes="
-            f"{max_write_bytes} max_msg_bytes={max_msg_bytes}; reads, rate: 0 or more, others: 1"
-        )
-    if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
-        raise UsageError(f"loopback: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
+    if reads < 0:
+        raise UsageError(f"loopback: reads={reads}; 0 or more rows are possible")
     domains = []
     for nic in range(nics):
         caps = DomainCaps(
             backend="loopback",
             nic=f"{name}/{nic}",
-            link_bps=link_bps,
-            sq_depth=sq_depth,
-            max_write_bytes=max_write_bytes,
-            max_msg_bytes=max_msg_bytes,
+            link_bps=0,
+            sq_depth=_SQ_DEPTH,
+            max_write_bytes=1 << 40,
+            max_msg_bytes=MiB,
             ordered=True,
             imm_eats_recv=False,
             peer_timeout_s=1.0,

@@ -28,7 +28,7 @@ VERBS: dict[str, Callable[[TransferEngine, Any], object]] = {
     ),
     "submit_scatter": lambda e, w: e.submit_scatter(w.mr, [tep.ScatterDst(1, 0, (w.desc, BAD))]),
     "submit_barrier": lambda e, w: e.submit_barrier([w.desc, w.old], 1),
-    "submit_send": lambda e, w: e.submit_send(w.desc.addr, b"x" * 1_000_000),
+    "submit_send": lambda e, w: e.submit_send(w.desc.addr, b"x" * 2_000_000),
     "expect_imm_count": lambda e, w: (
         e.expect_imm_count(900, 1, sender=w.desc.addr),
         e.expect_imm_count(900, 1, sender=w.old.addr),
@@ -45,7 +45,7 @@ def test_a_verb_that_raises_leaves_nothing_asleep(
     hub = Hub(7)
 
     def engine(name: str, epoch: int) -> TransferEngine:
-        opened = open_domains(1, hub=hub, name=name, max_msg_bytes=256)
+        opened = open_domains(1, hub=hub, name=name)
         return TransferEngine(opened.domains, driver=driver(name), name=name, epoch=epoch)
 
     class World:

@@ -26,7 +26,6 @@ from tests.support.worlds import LoopbackWorld
 AnyRow = Row | ReadRow
 
 _DEPTH: Final = 64
-_CAPS: Final = {"peer_timeout_s": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class SpoiledWorld(LoopbackWorld):
     patience_s = 0.25
 
     def __init__(self, make: type[LoopbackDomain]) -> None:
-        super().__init__(make, sq_depth=_DEPTH, reads=_DEPTH, caps=_CAPS)
+        super().__init__(make, sq_depth=_DEPTH, reads=_DEPTH, peer_timeout_s=0.1)
 
     def twin(self) -> SpoiledWorld:
         return SpoiledWorld(self.make)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from tep.backends.base import Completions, Kind, Opened, ReadBatch, Status, WriteBatch
@@ -25,12 +23,11 @@ def open_made(
     *,
     hub: Hub,
     name: str,
-    caps: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
+    **caps: Any,
 ) -> Opened:
     """Open NICs of a class as `open_domains` opens the loopback's; `caps` replace some of them."""
-    plain = open_domains(nics, hub=hub, name=name, **options)
-    if make is LoopbackDomain:
+    plain = open_domains(nics, hub=hub, name=name)
+    if make is LoopbackDomain and not caps:
         return plain
     made = []
     for nic, domain in enumerate(plain.domains):

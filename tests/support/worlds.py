@@ -42,16 +42,16 @@ class LoopbackWorld(World):
 
     Args:
         make: the class of its NICs.
-        options: further options of `open_domains`.
+        caps: what replaces some of their caps.
     """
 
     abilities = frozenset(Ability) - {Ability.FAIL_NIC}
 
-    def __init__(self, make: type[LoopbackDomain] = LoopbackDomain, **options: Any) -> None:
+    def __init__(self, make: type[LoopbackDomain] = LoopbackDomain, **caps: Any) -> None:
         if issubclass(make, MortalLoopback):
             self.abilities = frozenset(Ability)
         self.make = make
-        self._options = options
+        self._caps = caps
         self.hub = Hub(_TOKEN)
         self.nodes: list[Opened] = []
 
@@ -59,7 +59,7 @@ class LoopbackWorld(World):
         return self._open(f"node{len(self.nodes)}", nics)
 
     def _open(self, name: str, nics: int) -> Opened:
-        opened = open_made(self.make, nics, hub=self.hub, name=name, **self._options)
+        opened = open_made(self.make, nics, hub=self.hub, name=name, **self._caps)
         self.nodes.append(opened)
         return opened
 
@@ -79,7 +79,7 @@ class LoopbackWorld(World):
         domain.fail()
 
     def twin(self) -> LoopbackWorld:
-        return type(self)(self.make, **self._options)
+        return type(self)(self.make, **self._caps)
 
     def close(self) -> None:
         for node in self.nodes:

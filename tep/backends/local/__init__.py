@@ -30,7 +30,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -64,6 +63,7 @@ from tep.backends.common import (
     identity,
     meaning,
     new_fence,
+    nothing,
     orphan_at_fork,
     says,
 )
@@ -115,10 +115,8 @@ class LocalDomain:
         self._open = True
         self._watches = Watches()
         self._fence = new_fence()
-        self._sources: dict[int, HostRegion] = {}
-        self._sinks: dict[int, HostRegion] = {}
         shared = self._watches, self._fence
-        self.sender = Sender(self.address, caps, self._sources, self._sinks, *shared)
+        self.sender = Sender(self.address, caps, *shared)
         try:
             self.port = Port(address, *shared, self.sender.unread.add)
         except BackendUnavailable:
@@ -129,7 +127,7 @@ class LocalDomain:
         self._refused = False
         self._polls = 0
         self._lkey = 0
-        self._waker: Callable[[], None] = _wake_nobody
+        self._waker: Callable[[], None] = nothing
         self._pool = ReceivePool()
         halves = self.sender, self.port, self._watches
         self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
@@ -146,15 +144,15 @@ class LocalDomain:
         rkey = port.grant(region, readable=readable) if shown else port.new_key()
         self._lkey += 2
         lkey = self._lkey + 1
-        self._sources[lkey] = region
+        self.sender.writes.regions[lkey] = region
         if access.sink:
-            self._sinks[lkey] = region
+            self.sender.reads.regions[lkey] = region
         return DomainKey(lkey=lkey, rkey=rkey, base=memory.ptr)
 
     def deregister(self, key: DomainKey) -> None:
         if self._open:
-            self._sources.pop(key.lkey, None)
-            self._sinks.pop(key.lkey, None)
+            self.sender.writes.regions.pop(key.lkey, None)
+            self.sender.reads.regions.pop(key.lkey, None)
             self.port.withdraw(key.rkey, self.caps.peer_timeout_s)
 
     def connect(self, peer: bytes) -> int:
@@ -389,7 +387,7 @@ class LocalDomain:
         self._open = False
         self._finalize.detach()
         try:
-            self.sender.close(Status.FLUSHED)
+            self.sender.close()
             self.port.close(self.caps.peer_timeout_s)
         finally:
             self._let_go()
@@ -409,8 +407,8 @@ class LocalDomain:
     orphan = die  # in a forked child the NIC is the parent's
 
     def _let_go(self) -> None:
-        self._sources.clear()
-        self._sinks.clear()
+        self.sender.writes.regions.clear()
+        self.sender.reads.regions.clear()
         self._watches.close()
 
     def _check_open(self) -> None:
@@ -436,10 +434,6 @@ def _ring(bell: int) -> None:
         os.eventfd_write(bell, 1)
 
 
-def _wake_nobody() -> None:
-    pass
-
-
 def _let_go(nic: str, sender: Sender, port: Port, watches: Watches) -> None:
     """The net under close(); what is given here holds no reference to the NIC."""
     sender.abandon()
@@ -459,12 +453,10 @@ def allow_any_tracer() -> bool:
     has named it; of peers that come and go, only "any" can be named.
     """
     # int prctl(int option, ... /* unsigned long arg2, arg3, arg4, arg5 */);      <sys/prctl.h>
-    with contextlib.suppress(AttributeError, OSError):
-        prctl = libc().prctl
-        prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-        prctl.restype = ctypes.c_int
-        return bool(prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
-    return False
+    prctl = libc().prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    prctl.restype = ctypes.c_int
+    return bool(prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
 
 
 _NICS_MAX: Final = 64
@@ -502,14 +494,13 @@ def open_domains(
 
     Raises:
         UsageError: an impossible number or name.
-        BackendUnavailable: not Linux, or the kernel refuses memory, sockets or descriptors.
+        BackendUnavailable: the kernel refuses memory, sockets or descriptors.
     """
     name, epoch = identity("local", name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
     if sq_depth < 1:
         raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
-    _check_system()
     if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
         _open_to_tracers()
     host = os.getpid(), epoch, host_digest()
@@ -540,18 +531,6 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         control_bytes=CONTROL_BYTES_MAX,
         reads=sq_depth,
     )
-
-
-def _check_system() -> None:
-    tried: list[tuple[str, str]] = []
-    if sys.platform != "linux":
-        tried.append(("the operating system", f"{sys.platform} is not Linux"))
-    elif not hasattr(os, "memfd_create"):
-        tried.append(("memfd_create", "this Python was built without it (glibc before 2.27)"))
-    if sys.byteorder != "little":
-        tried.append(("byte order", f"{sys.byteorder}; the rings are read as little-endian words"))
-    if tried:
-        raise BackendUnavailable("the local backend cannot run here", tuple(tried))
 
 
 def _yama_scope() -> int:
@@ -608,9 +587,8 @@ def probe() -> str:
     """Say what is here: whether the kernel lets processes write into each other.
 
     Raises:
-        BackendUnavailable: not Linux, or no sockets in the abstract namespace.
+        BackendUnavailable: no sockets in the abstract namespace.
     """
-    _check_system()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             sock.bind(b"\0tep/probe/" + os.urandom(8).hex().encode())

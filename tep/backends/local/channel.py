@@ -143,6 +143,8 @@ class Channel:
     Attributes:
         fd: for the epoll set.
         open: False once the other end is gone, or said what cannot be understood.
+        peer_pid: the process at the other end, as this one names it; 0 = it cannot be named here.
+        may_write: the user at the other end may write here by the kernel's rule: ours, or root.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -150,22 +152,9 @@ class Channel:
         self.fd = sock.fileno()
         self.open = True
         self._waiting: deque[tuple[bytes, tuple[int, ...], object]] = deque()
-
-    @property
-    def peer_pid(self) -> int:
-        """The process at the other end, as this process names it; 0 = it cannot be named here."""
-        return self._credentials()[0]
-
-    @property
-    def may_write(self) -> bool:
-        """Whether the user at the other end may write here by the kernel's rule: ours, or root."""
-        return self._credentials()[1] in {0, os.geteuid()}
-
-    def _credentials(self) -> tuple[int, int]:
-        """pid and uid of the process that made the other end."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(raw)
-        return pid, uid
+        made_by = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        self.peer_pid, uid, _ = _UCRED.unpack(made_by)
+        self.may_write = uid in {0, os.geteuid()}
 
     def say(self, what: Said, *fds: int, owner: object = None) -> None:
         """Send now, or when the socket has room: flush() goes on.

@@ -19,69 +19,50 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Column
-from tep.backends.common import HostRegion, Offsets, copy_rows, offsets
+from tep.backends.base import Column, Kind
+from tep.backends.common import HostRegion, copy_rows, offsets, total
 from tep.backends.ffi.libc import libc
 
-__all__ = [
-    "ROWS_MAX", "Failures", "Mover", "ReadMover", "Target", "can_reach",
-    "extent", "open_memory", "rows_within",
-]  # fmt: skip
+__all__ = ["ROWS_MAX", "Failures", "Flow", "Target", "can_reach", "open_memory", "rows_within"]
+
+_memmove: Final = ctypes.memmove
 
 IOV_MAX: Final = 1024
 """Entries that one call takes: UIO_MAXIOV of <linux/uio.h>, quoted."""
 
+ROWS_MAX: Final = IOV_MAX - 1
+"""Rows that one call moves; the first entry is the witness's, see `memory.Witness`."""
 
-def _absent(*_: int) -> int:
-    ctypes.set_errno(errno.ENOSYS)
-    return -1
+_COUNTS: Final = list(map(ctypes.c_ulong.from_param, range(IOV_MAX + 1)))
 
 
-def _load(name: str) -> Callable[..., int]:
-    try:
-        function = getattr(libc(), name)
-    except (AttributeError, OSError):  # another libc or system: news at use, not at import
-        return _absent
+def remote_call(name: str, here: int, there: int) -> Callable[[int, int], int]:
+    """Make the kernel's call of this name, with iovecs at two addresses.
+
+    It takes a process and the number of entries, and returns the bytes moved, or -1 and errno. The
+    interpreter's lock is free meanwhile. argtypes would be applied anew in each call, 0.6 us of 2.2
+    (measured). Here each argument brings its type along; a plain int is a C int, which pid_t is.
+    """
     # ssize_t process_vm_writev(pid_t pid,
     #     const struct iovec *local_iov, unsigned long liovcnt,
     #     const struct iovec *remote_iov, unsigned long riovcnt,
     #     unsigned long flags);                          <sys/uio.h>, glibc 2.15; readv alike
-    number, pointer = ctypes.c_ulong, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    function = libc()[name]
     function.restype = ctypes.c_ssize_t
-    return function  # type: ignore[no-any-return]  # typed by the two lines above
+    local, remote = ctypes.c_void_p.from_param(here), ctypes.c_void_p.from_param(there)
+    counts, flags = _COUNTS, _COUNTS[0]
 
+    def call(pid: int, n: int) -> int:
+        found: int = function(pid, local, counts[n], remote, counts[n], flags)
+        return found
 
-# Each returns the bytes moved, or -1 and errno. The interpreter's lock is free meanwhile.
-write_remote: Final = _load("process_vm_writev")
-read_remote: Final = _load("process_vm_readv")
-errno_of: Final = ctypes.get_errno
-
-
-def row_caller(name: str, here: int, there: int) -> Callable[[int], int]:
-    """Make a call by this name for a witness and one row: of a pid, with iovecs at these addresses.
-
-    The argtypes of a function are applied anew in each call, 0.6 us of 2.2 (measured).
-    Here each argument brings its type along, made once; a plain int is a C int, which pid_t is.
-    """
-    try:
-        function = libc()[name]
-    except (AttributeError, OSError):
-        return _absent
-    function.restype = ctypes.c_ssize_t
-    number, pointer = ctypes.c_ulong.from_param, ctypes.c_void_p.from_param
-    typed = pointer(here), number(2), pointer(there), number(2), number(0)
-    return lambda pid: function(pid, *typed)
+    return call
 
 
 Failures = list[tuple[int, int]]
 """(row, errno) of the rows that did not arrive."""
 
-ROWS_MAX: Final = IOV_MAX - 1
-"""Rows that one call moves; the first entry is the witness's, see `memory.Witness`."""
-
-_memmove: Final = ctypes.memmove
-_Rows = tuple[HostRegion, Offsets]
+_THERE: Final = 2 * IOV_MAX  # words from the entries here to those there
 
 
 @dataclass(slots=True, eq=False)
@@ -104,112 +85,83 @@ class Target:
     mapped: HostRegion | None
     witness: int
 
-    @property
-    def shift(self) -> int:
-        """The number that makes an address of the peer's one of ours, where it is mapped."""
-        assert self.mapped is not None
-        return self.mapped.origin - self.base
 
+class Flow:
+    """The rows of one NIC that go one way, writes or reads, and the kernel's call that moves them.
 
-class Mover:
-    """The call's arguments, filled anew for each; one for each NIC, used by one thread.
-
-    The entry before the first row is a byte for the witness: a call reaches the peer, or nobody.
+    The call's entries are filled anew for each. The one before the first row is a byte for the
+    witness: a call reaches the peer, or nobody.
 
     Attributes:
+        kind: of their completions, a `Kind`.
+        reads: whether they are reads.
+        regions: memory here by lkey, what writes are from, or what reads are to; the owner's.
+        open: rows taken and not handed out; the owner subtracts.
         name: of the kernel's call, for texts.
     """
 
-    name = "process_vm_writev"
-    _many: Callable[..., int] = staticmethod(write_remote)
-
-    def __init__(self) -> None:
-        self._here = np.zeros((IOV_MAX, 2), np.uint64)  # struct iovec { void *; size_t; }[]
-        self._there = np.zeros((IOV_MAX, 2), np.uint64)
-        self._here_at: int = self._here.ctypes.data
-        self._there_at: int = self._there.ctypes.data
+    def __init__(self, kind: Kind) -> None:
+        self.kind = int(kind)
+        self.reads = kind is Kind.READ
+        self.regions: dict[int, HostRegion] = {}
+        self.open = 0
+        self.name = "process_vm_readv" if self.reads else "process_vm_writev"
         self._byte = ctypes.create_string_buffer(1)
+        entries = np.zeros((2, IOV_MAX, 2), np.uint64)  # struct iovec { void *; size_t; }[], twice
+        self._here, self._there = entries
         self._here[0] = ctypes.addressof(self._byte), 1
         self._there[0, 1] = 1
-        self._row = memoryview(bytearray(64)).cast("Q")  # the same for one row: here, then there
-        self._row[0], self._row[1], self._row[5] = ctypes.addressof(self._byte), 1, 1
-        row_at = np.frombuffer(self._row, np.uint8).ctypes.data
-        self._one = row_caller(self.name, row_at, row_at + 32)
+        self._words = memoryview(entries.reshape(-1))  # type: ignore[arg-type]  # a buffer
+        self._call = remote_call(self.name, self._here.ctypes.data, self._there.ctypes.data)
 
-    def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
+    def move_row(self, pid: int, target: Target, here: int, there: int, nbytes: int) -> int:
         """Copy one row; return 0, or errno."""
         if target.mapped is not None:
-            _memmove(dst + target.shift, src, nbytes)
+            there += target.mapped.origin - target.base
+            source, sink = (there, here) if self.reads else (here, there)
+            _memmove(sink, source, nbytes)
             return 0
-        row = self._row
-        row[4], row[2], row[6] = target.witness, src, dst
-        row[3] = row[7] = nbytes
-        moved = self._one(pid)
+        words = self._words
+        words[_THERE], words[2], words[_THERE + 2] = target.witness, here, there
+        words[3] = words[_THERE + 3] = nbytes
+        moved = self._call(pid, 2)
         if moved == nbytes + 1:
             return 0
-        return _errno_of_call() if moved < 0 else errno.EFAULT
+        if moved >= 0:
+            return errno.EFAULT
+        code = ctypes.get_errno()
+        return errno.ESRCH if code == errno.EFAULT else code  # it is not the peer's process
 
     def move_rows(
-        self, pid: int, target: Target, source: HostRegion, src: Column, dst: Column, nbytes: Column
+        self,
+        pid: int,
+        target: Target,
+        region: HostRegion,
+        here: Column,
+        there: Column,
+        nbytes: Column,
+        n: int,
     ) -> Failures:
-        """Copy rows between two regions; at least one column is an array, at most ROWS_MAX long."""
-        n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
-        if target.mapped is None:
-            return self._move(pid, target, src, dst, nbytes, n)
-        here, there = offsets(src, source.origin), offsets(dst, target.base)
-        self._copy_rows((source, here), (target.mapped, there), nbytes, n)
-        return []
-
-    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: Column, n: int) -> None:
-        copy_rows(*here, *there, nbytes, n)
-
-    def _move(
-        self, pid: int, target: Target, src: Column, dst: Column, nbytes: Column, n: int
-    ) -> Failures:
-        here, there = self._here[1 : n + 1], self._there[1 : n + 1]
-        here[:, 0] = src
-        there[:, 0] = dst
-        here[:, 1] = nbytes
-        there[:, 1] = nbytes
-        total = nbytes * n if isinstance(nbytes, int) else int(nbytes.sum())
-        if not total:
+        """Copy n rows, at most ROWS_MAX, between two regions."""
+        if target.mapped is not None:
+            ours = region, offsets(here, region.origin)
+            theirs = target.mapped, offsets(there, target.base)
+            copy_rows(*(theirs + ours if self.reads else ours + theirs), nbytes, n)
+            return []
+        local, remote = self._here[1 : n + 1], self._there[1 : n + 1]
+        local[:, 0], remote[:, 0] = here, there
+        local[:, 1] = remote[:, 1] = nbytes
+        nbytes_all = total(nbytes, n)
+        if not nbytes_all:
             return []
         self._there[0, 0] = target.witness
-        moved = self._many(pid, self._here_at, n + 1, self._there_at, n + 1, 0)
-        if moved == total + 1:
+        if self._call(pid, n + 1) == nbytes_all + 1:
             return []
         # It stopped early: go row by row. A row that was moved already is moved once more.
-        rows = enumerate(zip(here[:, 0].tolist(), there[:, 0].tolist(), here[:, 1].tolist()))
-        return [(k, code) for k, row in rows if (code := self.move_row(pid, target, *row))]
-
-
-class ReadMover(Mover):
-    """The same in the other direction: `src` here is written, and `dst` there is read."""
-
-    name = "process_vm_readv"
-    _many: Callable[..., int] = staticmethod(read_remote)
-
-    def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
-        if target.mapped is None:
-            return super().move_row(pid, target, src, dst, nbytes)
-        _memmove(src, dst + target.shift, nbytes)
-        return 0
-
-    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: Column, n: int) -> None:
-        copy_rows(*there, *here, nbytes, n)
-
-
-def _errno_of_call() -> int:
-    """Why nothing has moved, not even the witness's byte: EFAULT = it is not the peer's process."""
-    code = errno_of()
-    return errno.ESRCH if code == errno.EFAULT else code
-
-
-def extent(nbytes: Column, n: int) -> tuple[int, int]:
-    """The longest row, and all of them together."""
-    if isinstance(nbytes, int):
-        return nbytes, nbytes * n
-    return int(nbytes.max()), int(nbytes.sum())
+        rows = zip(local[:, 0].tolist(), remote[:, 0].tolist(), local[:, 1].tolist(), strict=True)
+        return [
+            (k, code) for k, row in enumerate(rows) if (code := self.move_row(pid, target, *row))
+        ]
 
 
 def rows_within(nbytes: Column, at: int, n: int, budget: int) -> int:
@@ -226,11 +178,10 @@ def can_reach(pid: int, address: int, expected: bytes) -> int:
     Bytes other than expected mean that `pid` names another process than it should.
     """
     found = ctypes.create_string_buffer(len(expected))
-    here = np.array([[ctypes.addressof(found), len(expected)]], np.uint64)
-    there = np.array([[address, len(expected)]], np.uint64)
-    moved = read_remote(pid, here.ctypes.data, 1, there.ctypes.data, 1, 0)
-    if moved < 0:
-        return errno_of()
+    here = np.array([ctypes.addressof(found), len(expected)], np.uint64)
+    there = np.array([address, len(expected)], np.uint64)
+    if remote_call("process_vm_readv", here.ctypes.data, there.ctypes.data)(pid, 1) < 0:
+        return ctypes.get_errno()
     return 0 if found.raw == expected else errno.ESRCH
 
 

@@ -67,8 +67,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _POPULATE_MAX: Final = 1 << 30  # larger ones are faulted in as they are touched
 _PAGE: Final = mmap.PAGESIZE
 _LINE: Final = 64
-_MADV_HUGEPAGE: Final = 14  # <asm-generic/mman-common.h>
-_MADV_POPULATE_WRITE: Final = 23  # likewise, Linux 5.14
+_MADV_POPULATE_WRITE: Final = 23  # <asm-generic/mman-common.h>, Linux 5.14
 
 
 def new_memfd(name: str, nbytes: int) -> int:
@@ -118,38 +117,6 @@ class SharedMap:
             self.map.close()
 
 
-def map_page(hint: int) -> int:
-    """Map a private page of zeros, at `hint` if that is free, which forked children do not get.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    # void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
-    # int madvise(void *addr, size_t length, int advice);                    <sys/mman.h>
-    lib, page = libc(), mmap.PAGESIZE
-    lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    lib.mmap.restype = ctypes.c_void_p
-    lib.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found: int = lib.mmap(hint, page, access, kind, -1, 0)
-    if found == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, why(code))
-    if lib.madvise(found, page, mmap.MADV_DONTFORK):
-        code = ctypes.get_errno()
-        unmap_page(found)
-        raise OSError(code, why(code))
-    return found
-
-
-def unmap_page(address: int) -> None:
-    """Undo map_page()."""
-    # int munmap(void *addr, size_t length);                                 <sys/mman.h>
-    munmap = libc().munmap
-    munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    munmap(address, mmap.PAGESIZE)
-
-
 class Witness:
     """A page of this process at an address that no other process has mapped.
 
@@ -166,14 +133,31 @@ class Witness:
     """
 
     def __init__(self, proof: bytes) -> None:
+        # void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
+        # int madvise(void *addr, size_t length, int advice);
+        # int munmap(void *addr, size_t length);                             <sys/mman.h>
+        lib = libc()
+        lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        lib.mmap.restype = ctypes.c_void_p
+        lib.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        lib.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         # 46 bits: what a process of x86-64 has; where it is more than there is, the kernel chooses.
-        self.address = map_page(int.from_bytes(os.urandom(6), "little") >> 2 & -_PAGE)
+        wanted = int.from_bytes(os.urandom(6), "little") >> 2 & -_PAGE
+        self.address: int = lib.mmap(wanted, _PAGE, access, kind, -1, 0)
+        code = ctypes.get_errno()
+        if self.address == ctypes.c_void_p(-1).value:
+            raise OSError(code, why(code))
+        if lib.madvise(self.address, _PAGE, mmap.MADV_DONTFORK):
+            code = ctypes.get_errno()
+            self.close()
+            raise OSError(code, why(code))
         ctypes.memmove(self.address, proof, len(proof))
 
     def close(self) -> None:
         """Unmap it. Idempotent."""
         if self.address:
-            unmap_page(self.address)
+            libc().munmap(self.address, _PAGE)
             self.address = 0
 
     @staticmethod
@@ -200,7 +184,10 @@ class Arena(mmap.mmap):
 
 def _populate(mapping: mmap.mmap, nbytes: int) -> None:
     """Ask for huge pages, and have the pages mapped now: at its first write each costs 0.5 us."""
-    for advice in (_MADV_HUGEPAGE, *(() if nbytes > _POPULATE_MAX else (_MADV_POPULATE_WRITE,))):
+    advices = [mmap.MADV_HUGEPAGE]
+    if nbytes <= _POPULATE_MAX:
+        advices.append(_MADV_POPULATE_WRITE)
+    for advice in advices:
         with contextlib.suppress(OSError):  # older kernels, or not for this kind of memory
             mapping.madvise(advice)
 
@@ -268,12 +255,11 @@ MESSAGE_BYTES_MAX: Final = 1 << 18
 MESSAGES_BYTES: Final = 1 << 20
 """Bytes of records that a lane holds."""
 
-_MESSAGES: Final = MESSAGES_BYTES
 COPYING: Final = 8
 _HEAD, _MHEAD, _WANT, _ACKED, _ACK0 = 16, 24, 32, 40, 64
 _EVENT0: Final = 512
 _MESSAGE0: Final = 8 * (_EVENT0 + EVENTS)
-LANE_BYTES: Final = _MESSAGE0 + _MESSAGES
+LANE_BYTES: Final = _MESSAGE0 + MESSAGES_BYTES
 NONSENSE: Final = -1
 _WRAP: Final = 2**64 - 1
 _LENGTH: Final = struct.Struct("=Q")
@@ -341,8 +327,8 @@ class LaneWriter:
         if not self.fits(len(payload)):
             return False
         nbytes = _record(len(payload))
-        at = self.mtail % _MESSAGES
-        skip = _MESSAGES - at if at + nbytes > _MESSAGES else 0
+        at = self.mtail % MESSAGES_BYTES
+        skip = MESSAGES_BYTES - at if at + nbytes > MESSAGES_BYTES else 0
         if skip:
             _LENGTH.pack_into(self._map.map, _MESSAGE0 + at, _WRAP)
             at = 0
@@ -359,9 +345,9 @@ class LaneWriter:
             return False
         self._mhead = self.words[_MHEAD]
         self._order()
-        at, need = self.mtail % _MESSAGES, _record(nbytes)
-        skip = _MESSAGES - at if at + need > _MESSAGES else 0
-        return self.mtail + skip + need - self._mhead <= _MESSAGES
+        at, need = self.mtail % MESSAGES_BYTES, _record(nbytes)
+        skip = MESSAGES_BYTES - at if at + need > MESSAGES_BYTES else 0
+        return self.mtail + skip + need - self._mhead <= MESSAGES_BYTES
 
     def take_acks(self) -> list[int]:
         """The statuses of messages acknowledged since the last call, in order of sending."""
@@ -455,23 +441,23 @@ class LaneReader:
         if self.mhead == self.mtail:
             return None
         self._order()
-        at = self.mhead % _MESSAGES
+        at = self.mhead % MESSAGES_BYTES
         nbytes: int = _LENGTH.unpack_from(self._map.map, _MESSAGE0 + at)[0]
         if nbytes == _WRAP:
-            self.mhead += _MESSAGES - at
+            self.mhead += MESSAGES_BYTES - at
             nbytes = _LENGTH.unpack_from(self._map.map, _MESSAGE0)[0]
         need = _record(nbytes)
         if (
             nbytes > MESSAGE_BYTES_MAX
             or self.mhead + need > self.mtail
-            or self.mhead % _MESSAGES + need > _MESSAGES
+            or self.mhead % MESSAGES_BYTES + need > MESSAGES_BYTES
         ):
             return NONSENSE
         return nbytes
 
     def take_message(self, nbytes: int, into: memoryview | None, status: int) -> None:
         """Copy the next message out, or drop it, and acknowledge it with a status."""
-        at = _MESSAGE0 + self.mhead % _MESSAGES + 8
+        at = _MESSAGE0 + self.mhead % MESSAGES_BYTES + 8
         if into is not None:
             into[:nbytes] = self._map.map[at : at + nbytes]
         self.mhead += _record(nbytes)

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import Final
 
 from tep.backends.base import LATER, SHORT, Batch, Status
-from tep.backends.common import STRONG, HostRegion, bounds, part
+from tep.backends.common import STRONG, HostRegion, bounds, most, part
 from tep.backends.local.channel import (
     Address,
     Channel,
@@ -36,7 +36,7 @@ from tep.backends.local.channel import (
     is_bell,
     why,
 )
-from tep.backends.local.copying import Target, can_reach, extent, open_memory
+from tep.backends.local.copying import Target, can_reach, open_memory
 from tep.backends.local.memory import COPYING, LaneWriter, SharedMap, Witness
 from tep.backends.local.port import (
     ASLEEP,
@@ -90,7 +90,7 @@ class Segment:
         nbytes = part(batch.nbytes, at, stop)
         first, end = bounds(part(batch.dst, at, stop), nbytes)
         good = (
-            extent(nbytes, 1)[0] <= longest
+            most(nbytes) <= longest
             and region.covers(part(batch.src, at, stop), nbytes, region.origin)
             and target.base <= first
             and end <= target.base + target.nbytes
@@ -112,7 +112,7 @@ class Outbound:
         why: in words, once it is gone or restricted.
         pid: of the peer's process, or 0 where the kernel does not let us write there.
         memory: a descriptor of its memory, for put(); -1 = none.
-        targets: the peer's regions that were written before, by key; see target().
+        targets: the peer's regions that were used before, by key; see target().
         line: rows that wait, in order.
         reads: those that are read.
         letters: messages that wait for room in the lane: payload, ctx.
@@ -167,7 +167,6 @@ class Outbound:
         self._waits = False  # something could not be said
         self.board = 0
         self.targets: dict[int, Target] = {}
-        self._readable: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
 
     # --- the way there
@@ -306,7 +305,7 @@ class Outbound:
             self._channel = None
         close_all([fd for fd in (self._peer_bell, self._pidfd, self.memory) if fd >= 0])
         self._peer_bell = self._pidfd = self.memory = -1
-        self._forget_regions()
+        self.targets.clear()
         for _, found in self._shares.values():
             found.close()
         self._shares.clear()
@@ -334,24 +333,20 @@ class Outbound:
 
     # --- what lies there
 
-    def target(self, key: int) -> Target | None:
-        """The peer's region of this key that may be written, or None.
+    def target(self, key: int, *, reads: bool) -> Target | None:
+        """The peer's region of this key, which may be written, or read; else None.
 
         What changed since is found at the copy: begin_copy().
         """
-        return None if key & UNWRITABLE else self.targets.get(key) or self._find(key, self.targets)
+        if not key & READABLE if reads else key & UNWRITABLE:
+            return None
+        return self.targets.get(key) or self._find(key)
 
-    def readable(self, key: int) -> Target | None:
-        """The same for what may be read."""
-        known = self._readable
-        return known.get(key) or self._find(key, known) if key & READABLE else None
-
-    def _find(self, key: int, known: dict[int, Target]) -> Target | None:
+    def _find(self, key: int) -> Target | None:
         if self.way is not Way.UP:
             return None
         word = TABLE + 4 * (key & REGIONS - 1)
         if not key or self.words[word] != key:
-            known.pop(key, None)
             return None
         self._fence()
         base, nbytes, share = self.words[word + 1 : word + 4].tolist()
@@ -360,11 +355,11 @@ class Outbound:
         mapped = self._mapped(share, base, nbytes) if share else None
         if self.way is not Way.UP:
             return None
-        if len(known) >= _TARGETS_MAX:
-            known.clear()
+        if len(self.targets) >= _TARGETS_MAX:
+            self.targets.clear()
         found = Target(key, word, base, nbytes, mapped, self._witness)
         if not share or mapped is not None:  # else it may still come
-            known[key] = found
+            self.targets[key] = found
         return found
 
     def begin_copy(self, target: Target) -> bool:
@@ -375,17 +370,12 @@ class Outbound:
             return True
         self.lane.words[COPYING] = 0
         self.targets.pop(target.key, None)
-        self._readable.pop(target.key, None)
         return False
 
     def without_key(self) -> Status:
         """The status of a row whose key does not hold: perhaps the peer has closed."""
         self._watches.look()
         return Status.REMOTE_KEY if self.way is Way.UP else Status.UNREACHABLE
-
-    def _forget_regions(self) -> None:
-        self.targets.clear()
-        self._readable.clear()
 
     def _mapped(self, number: int, base: int, nbytes: int) -> HostRegion | None:
         if number not in self._shares:
@@ -414,7 +404,7 @@ class Outbound:
     def _unshare(self, number: int) -> None:
         found = self._shares.pop(number, None)
         if found is not None:
-            self._forget_regions()
+            self.targets.clear()
             found[1].close()
 
     def put(self, data: memoryview, dst: int) -> bool:

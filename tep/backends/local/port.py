@@ -122,11 +122,9 @@ class Port:
         words: of the port's memory.
         ready: senders with something to take.
         callers: who has not said Hello, and until when it may be silent; the oldest first.
-        pool: receive buffers.
 
     Args:
-        control: called with the bytes of each control message that arrives, and its
-        sender's address.
+        control: called with each control message that arrives, and its sender's address.
 
     Raises:
         BackendUnavailable: no socket, or no shared memory.

@@ -19,24 +19,18 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 
 from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
-from tep.backends.common import STRONG, HostRegion, Unread, at, part
+from tep.backends.common import STRONG, Unread, at, part, total
 from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
-from tep.backends.local.copying import (
-    ROWS_MAX,
-    Mover,
-    ReadMover,
-    extent,
-    rows_within,
-)
+from tep.backends.local.copying import ROWS_MAX, Flow, rows_within
 from tep.backends.local.memory import ACKS, COPYING, EVENTS
 from tep.backends.local.outbound import Line, Outbound, Segment, Way
+from tep.backends.local.port import UNWRITABLE
 
 __all__ = ["HELPING_BYTES", "Sender"]
 
@@ -73,30 +67,8 @@ _PUT_BYTES_MAX: Final = 4096
 
 _SCALAR_MAX: Final = 3  # rows up to which a loop is cheaper than columns
 _UP: Final = Way.UP  # looking it up in its class takes 0.1 us
-_WRITE, _READ, _SENT = int(Kind.WRITE), int(Kind.READ), int(Kind.SENT)
+_WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
 _CONTROLS_MAX: Final = 64  # that wait for one peer
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """The rows of one NIC that go one way: writes, or reads.
-
-    Attributes:
-        kind: of their completions, a `Kind`.
-        regions: memory here by lkey: what writes are from, or what reads are to.
-        mover: copies them.
-        open: rows taken and not handed out; the owner subtracts.
-    """
-
-    kind: int
-    regions: Mapping[int, HostRegion]
-    mover: Mover
-    open: int = 0
-
-    @property
-    def reads(self) -> bool:
-        """Tell whether they are reads."""
-        return self.kind == _READ
 
 
 class Sender:
@@ -115,24 +87,19 @@ class Sender:
 
     Args:
         me: address of this NIC.
-        sources: registered memory by lkey; the owner keeps it.
-        sinks: likewise, of what reads may write.
     """
 
     def __init__(
         self,
         me: bytes,
         caps: DomainCaps,
-        sources: Mapping[int, HostRegion],
-        sinks: Mapping[int, HostRegion],
         watches: Watches,
         fence: Callable[[], None],
     ) -> None:
         self.done: deque[Entry] = deque()
         self.why = ""
         self.unread = Unread(self.done.append)
-        self.writes = Flow(_WRITE, sources, Mover())
-        self.reads = Flow(_READ, sinks, ReadMover())
+        self.writes, self.reads = Flow(Kind.WRITE), Flow(Kind.READ)
         self._me, self._caps = me, caps
         self._depth = caps.sq_depth
         self._watches = watches
@@ -344,20 +311,20 @@ class Sender:
         if isinstance(here, int) and isinstance(there, int) and isinstance(nbytes, int):
             here = np.full(n, here, np.uint64)  # the same row n times
         mine = flow.regions.get(batch.lkey)
-        target = out.readable(rkey) if flow.reads else out.target(rkey)
+        target = out.target(rkey, reads=flow.reads)
         if mine is None or target is None or (target.mapped is None and not out.pid):
             return False
         if not segment.inside(mine, target, self._caps.max_write_bytes):
             return False
         if not out.begin_copy(target):
             return False
-        _, total = extent(nbytes, n)
-        failures = flow.mover.move_rows(out.pid, target, mine, here, there, nbytes)
+        moved = total(nbytes, n)
+        failures = flow.move_rows(out.pid, target, mine, here, there, nbytes, n)
         if not STRONG:  # else the word could tell of the end before the last byte was read
             self._fence()
         out.lane.words[COPYING] = 0
         self._watches.look()
-        self.helping -= max(total, 1)
+        self.helping -= max(moved, 1)
         imm = batch.imm
         if failures or out.way is not _UP:
             segment.at = stop
@@ -368,7 +335,7 @@ class Sender:
         elif imm is not None:
             out.lane.put_events(imm[start:stop])
         segment.at = stop
-        self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=total)
+        self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=moved)
         return True
 
     def _account(
@@ -420,7 +387,7 @@ class Sender:
         if not isinstance(rkey, int) or not 0 < nbytes <= self.helping or out.way is not _UP:
             return False
         source, target, lane = self.writes.regions.get(batch.lkey), out.targets.get(rkey), out.lane
-        if source is None or target is None:
+        if source is None or target is None or rkey >= UNWRITABLE:
             return False
         if lane.tail - lane.head >= EVENTS and lane.room() <= 0 and imm is not None:
             return False
@@ -440,7 +407,7 @@ class Sender:
             or nbytes > _PUT_BYTES_MAX
             or not out.put(source.raw[here : here + nbytes], dst)
         ):
-            code = self.writes.mover.move_row(out.pid, target, src, dst, nbytes)
+            code = self.writes.move_row(out.pid, target, src, dst, nbytes)
         lane.words[COPYING] = 0
         self.helping -= nbytes
         shown = False
@@ -470,9 +437,9 @@ class Sender:
         target = None
         if nbytes or not flow.reads:  # an empty read asks only whether the peer is there
             rkey = at(batch.rkey, row)
-            target = None if flow.reads else out.target(rkey)
-            if target is None and (flow.reads or not nbytes):  # the immediate after a read (C9)
-                target = out.readable(rkey)
+            target = out.target(rkey, reads=flow.reads)
+            if target is None and not nbytes:  # the immediate after a read (C9)
+                target = out.target(rkey, reads=True)
             if target is None:
                 return out.without_key()
             if not 0 <= there - target.base <= target.nbytes - nbytes:
@@ -485,7 +452,7 @@ class Sender:
                 return self._status(out, flow, errno.EPERM)
             if not out.begin_copy(target):
                 return out.without_key()
-            code = flow.mover.move_row(out.pid, target, here + done, there + done, size)
+            code = flow.move_row(out.pid, target, here + done, there + done, size)
             if not STRONG:  # else the word could tell of the end before the last byte was read
                 self._fence()
             out.lane.words[COPYING] = 0
@@ -501,7 +468,7 @@ class Sender:
         """Return the status that an errno of a copy stands for."""
         if code == errno.ESRCH:
             return Status.UNREACHABLE
-        self.why = out.why or f"{flow.mover.name} of {out.address}: {why(code)}"
+        self.why = out.why or f"{flow.name} of {out.address}: {why(code)}"
         return Status.PROVIDER
 
     # --- messages and control messages
@@ -582,12 +549,12 @@ class Sender:
     def _sent(self, status: int, ctx: int) -> None:
         self.done.append((_SENT, int(status), 1, 0, 0, ctx, 0))
 
-    def close(self, status: Status) -> None:
+    def close(self) -> None:
         """End everything that is in line, and all ways."""
         for out in self.outs:
             if out.way is _UP and out.open:
                 self._take_acks(out)
-            self._end(out, status)
+            self._end(out, Status.FLUSHED)
         self.active.clear()
         self.abandon()
 

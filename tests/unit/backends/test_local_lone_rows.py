@@ -23,7 +23,7 @@ def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch, w
     if way == "by number":
         os.close(out.memory)
         out.memory = -1
-        mover, name = type(writer.me.sender.writes.mover), "move_row"
+        mover, name = type(writer.me.sender.writes), "move_row"
     move = getattr(mover, name)
     seen = []
 

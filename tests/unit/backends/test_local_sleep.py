@@ -238,7 +238,7 @@ def test_a_row_that_a_helping_cuts_does_not_slow_down_the_rows_behind_it(small: 
     """Its rest goes alone, and the list as columns: one row at a time takes three times as long."""
     a, b = nics
     row = one_list(meet(a, b), 200)
-    alone, mover = [], a.sender.writes.mover
+    alone, mover = [], a.sender.writes
     move_row = mover.move_row
     mover.move_row = lambda *args: alone.append(args) or move_row(*args)
     batch = WriteBatch(200, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
@@ -261,7 +261,7 @@ def test_no_row_goes_alone_because_little_is_left_of_a_helping(
     assert isinstance(b, LocalDomain)
     try:
         row = one_list(meet(a, b), 1600)
-        monkeypatch.setattr(a.sender.writes.mover, "move_row", None)
+        monkeypatch.setattr(a.sender.writes, "move_row", None)
         batch = WriteBatch(1600, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
         assert 1600 == a.post(batch, 0, 1600)
         while a.sender.writes.open:

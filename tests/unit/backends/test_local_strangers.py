@@ -304,7 +304,13 @@ def test_a_bell_is_an_eventfd_that_does_not_block() -> None:
 def test_another_user_gets_no_mapping_of_shared_memory(victim, monkeypatch) -> None:
     """The kernel keeps other users out of plain memory; alloc_shared() let them in by token."""
     shared = alloc_shared(8)
-    monkeypatch.setattr(Channel, "may_write", False)
+    begin = Channel.__init__
+
+    def begin_with_another_user(channel: Channel, sock: socket.socket) -> None:
+        begin(channel, sock)
+        channel.may_write = False
+
+    monkeypatch.setattr(Channel, "__init__", begin_with_another_user)
     other = Writer(victim, shared)
     monkeypatch.setattr(other.me.sender.outs[other.peer], "pid", 0)
     for _ in range(50):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tep.backends import open_backend
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.common import HostRegion, copy_rows
-from tep.backends.loopback import Hub, open_domains, probe
+from tep.backends.loopback import Hub, LoopbackDomain, open_domains, probe
 from tep.base.errors import ClosedError, FabricError, UsageError
 from tep.memory.source import adapt
 from tep.testing.world import Net
+from tests.support.loopbacks import open_made
 from tests.support.worlds import LoopbackWorld
 
 
@@ -166,8 +167,7 @@ def test_read_only_memory_is_no_target(in_order) -> None:
     [
         ({"nics": 0}, "nics=0; 1 to 64"),
         ({"nics": 65}, "nics=65; 1 to 64"),
-        ({"sq_depth": 0}, "sq_depth=0"),
-        ({"link_bps": -1}, "link_bps=-1"),
+        ({"reads": -1}, "reads=-1"),
         ({"name": ""}, "name=''"),
         ({"name": "x" * 201}, "1 to 200 bytes"),
     ],
@@ -196,10 +196,10 @@ def test_two_engines_opened_by_name_meet() -> None:
 
 def test_caps_repeat_the_options() -> None:
     """The engine must plan by the options that a user sets."""
-    opened = open_domains(2, hub=Hub(), name="x", sq_depth=7, link_bps=100)
+    opened = open_domains(2, hub=Hub(), name="x", reads=7)
     caps = opened.domains[1].caps
 
-    assert ("x/1", 7, 100, True) == (caps.nic, caps.sq_depth, caps.link_bps, caps.ordered)
+    assert ("x/1", 7, True) == (caps.nic, caps.reads, caps.ordered)
 
 
 # ---------------------------------------------------------------------- copying rows of one length
@@ -233,7 +233,7 @@ def test_copying_by_columns_is_copying_row_by_row(nbytes, rows) -> None:
 def test_two_threads_lose_nothing() -> None:
     """Two engines with a worker each write to one another at once; every row counts once."""
     hub = Hub()
-    nodes = [open_domains(hub=hub, sq_depth=64) for _ in range(2)]
+    nodes = [open_made(LoopbackDomain, 1, hub=hub, name=name, sq_depth=64) for name in "ab"]
     arrays = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
     keys = [
         node.domains[0].register(adapt(array), Access.SOURCE_AND_TARGET)
