@@ -17,7 +17,7 @@ from tep.base.errors import BadRequest, UsageError
 
 __all__ = [
     "FOREIGN", "INT64_MAX", "TIME_MAX_S", "U64_MAX", "check_flag", "check_int", "check_kind",
-    "check_seconds", "check_slice", "check_text", "nearest", "shown", "unpicklable",
+    "check_seconds", "check_text", "nearest", "shown", "unpicklable",
 ]  # fmt: skip
 
 INT64_MAX: Final = 2**63 - 1
@@ -155,26 +155,6 @@ def check_kind(
     if not isinstance(value, kind):
         what = f"{name}={shown(value)} is a {type(value).__name__}, not a {kind.__name__}"
         raise error(what + (f"; {cure}" if cure else ""))
-
-
-def check_slice(what: str, part: object, length: int) -> tuple[int, int]:
-    """Return (start, stop) of a part of `length` bytes, by numpy's rules: clipped, -1 is the last.
-
-    Raises:
-        BadRequest: not a slice of integers, or one with a step.
-    """
-    if not isinstance(part, slice):
-        raise BadRequest(f"{what}[{shown(part)}]: a view is a range of bytes, e.g. [0:4096]")
-    if part.step not in {None, 1}:
-        raise BadRequest(
-            f"{what}[{part.start}:{part.stop}:{part.step}]: a view has no step; "
-            "tep.Pages(indices, stride=...) selects pages"
-        )
-    try:
-        start, stop, _ = part.indices(length)
-    except TypeError as error:
-        raise BadRequest(f"{what}[{part.start}:{part.stop}]: {error}") from None
-    return start, max(start, stop)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ from typing import Annotated, ClassVar, Final, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tep.base.checks import check_slice, shown
+from tep.base.checks import shown
 from tep.base.errors import BadDescriptor
 
 __all__ = ["VERSION", "MrDesc", "NetAddr"]
@@ -225,18 +225,6 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
             raise BadDescriptor(
                 f"MrDesc: {nics} NICs, {len(self.rkeys)} keys and {len(self.bases)} bases"
             )
-
-    __iter__ = None
-
-    def __getitem__(self, part: slice) -> MrDesc:
-        """Return a descriptor of a range of bytes, by numpy's rules for slices.
-
-        Offset 0 of the result is the range's first byte. It can be sent like any descriptor. Keep
-        one that is used again: each new one is resolved anew.
-        """
-        start, stop = check_slice("desc", part, self.nbytes)
-        bases = tuple(base + start for base in self.bases)
-        return msgspec.structs.replace(self, nbytes=stop - start, bases=bases)
 
     def __str__(self) -> str:
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.base.api import Routing
-from tep.base.checks import check_slice, unpicklable
+from tep.base.checks import unpicklable
 from tep.base.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.base.wire import MrDesc, NetAddr
 from tep.core.path import Link, PathEvent, Routes
 from tep.memory.source import Memory
 
 __all__ = [
-    "Job", "MrHandle", "MrView", "PeerBook", "PeerGroup", "Places", "Quarantine", "Remote",
+    "Job", "MrHandle", "PeerBook", "PeerGroup", "Places", "Quarantine", "Remote",
     "Targets", "Template", "Way", "check_source", "deregistered", "register", "shifted",
     "summand",
 ]  # fmt: skip
@@ -92,25 +92,6 @@ class MrHandle:
         self.closed = False
 
     __reduce__ = unpicklable("it is memory of this process; send `mr.desc.to_bytes()` to peers")
-    __iter__ = None
-
-    @property
-    def root(self) -> MrHandle:
-        """The region; of a view, the region that it is of."""
-        return self
-
-    @property
-    def start(self) -> int:
-        """The offset in the region at which it begins: 0, unless it is a view."""
-        return 0
-
-    def __getitem__(self, part: slice) -> MrView:
-        """A view of some of the bytes, by numpy's rules for slices.
-
-        It stands wherever a region does as a source, and its `desc` names these bytes.
-        """
-        start, stop = check_slice("mr", part, self.memory.nbytes)
-        return MrView(self.root, self.start + start, self.start + stop)
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -121,51 +102,6 @@ class MrHandle:
         state = "deregistered" if self.closed else f"{self.inflight} transfers in flight"
         what = f"region {self.desc.region}, {self.memory.nbytes} bytes, {self.memory.device}"
         return f"MrHandle({what}, {state})"
-
-
-class MrView(MrHandle):
-    """Some bytes of a region: `mr[a:b]`. It lives as long as the region is registered.
-
-    Attributes:
-        root: the region.
-        start: where in it the view begins.
-    """
-
-    __slots__ = ("root", "start")
-
-    def __init__(self, root: MrHandle, start: int, stop: int) -> None:
-        whole = root.memory
-        self.root = root  # type: ignore[misc]  # a slot here, a property there
-        self.start = start  # type: ignore[misc]  # a slot here, a property there
-        self.owner, self.access, self.keys = root.owner, root.access, root.keys
-        what = whole.device, whole.readonly, whole.owner
-        self.memory = Memory(whole.ptr + start, stop - start, *what)
-        self.ptr = np.array(self.memory.ptr, np.uint64)
-        self.desc = root.desc[start:stop]
-
-    @property
-    def closed(self) -> bool:  # type: ignore[override]  # the region's
-        """Whether the region was given back."""
-        return self.root.closed
-
-    @property
-    def inflight(self) -> int:  # type: ignore[override]  # the region has it
-        """Transfers that read from the region now."""
-        return self.root.inflight
-
-    @property
-    def quarantined(self) -> tuple[Quarantine, ...]:
-        """Same as MrHandle.quarantined, for these bytes; offsets are the view's."""
-        at, nbytes = self.start, self.memory.nbytes
-        spans = (
-            Quarantine(max(found.start - at, 0), min(found.stop - at, nbytes), found.why)
-            for found in self.root.quarantined
-        )
-        return tuple(span for span in spans if span.start < span.stop)
-
-    def __repr__(self) -> str:
-        where = f"bytes {self.start} .. {self.start + self.memory.nbytes}"
-        return f"MrView({where} of {self.root!r})"
 
 
 def check_source(mr: object, owner: RegionOwner, what: str) -> None:
@@ -252,7 +188,7 @@ class Remote:
         self.ways_version = -1
 
     def memory(self) -> object:
-        """Names the memory that `bases` count from: two regions of one peer may be parts of it."""
+        """Names its memory: a descriptor may have been decoded twice."""
         return self.link, self.rkeys[0]
 
 

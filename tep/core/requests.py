@@ -81,7 +81,7 @@ def single_job(
     else:
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
-    job = Job("single", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
+    job = Job("single", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
     if plain:
         remote.steady = asked, job
     return job
@@ -105,7 +105,7 @@ def paged_job(
     columns, npages = _paged(verb, page_bytes, src, dst, routing, nlocal)
     total, longest = npages * columns[2], columns[2]
     imms = imm_column(verb, imm, npages)
-    return Job("paged", src[0].root, dst[0], columns, imms, npages, total, longest, routing)
+    return Job("paged", src[0], dst[0], columns, imms, npages, total, longest, routing)
 
 
 def _paged(
@@ -239,7 +239,7 @@ def scatter_job(
     rows = _count_rows(lengths, targets, routing, nlocal) if split else len(lengths)
     src_column = np.frombuffer(src, np.uint64) + mr.ptr
     columns = (src_column, places.column, np.frombuffer(nbytes, np.uint64))
-    return Job("scatter", mr.root, targets, columns, imm, rows, total, longest, routing, lengths)
+    return Job("scatter", mr, targets, columns, imm, rows, total, longest, routing, lengths)
 
 
 @lru_cache(maxsize=256)
@@ -383,17 +383,15 @@ def _refuse_shared(
         zip(targets.remotes, lengths, offsets.tolist(), strict=True)
     ):
         if nbytes:
-            start = remote.bases[0] + offset
-            spans.setdefault(remote.memory(), []).append((start, start + nbytes, k))
+            spans.setdefault(remote.memory(), []).append((offset, offset + nbytes, k))
     for mine in spans.values():
         mine.sort()
         for (_, stop, k), (start, _, other) in itertools.pairwise(mine):
             if start < stop:
                 one, two = sorted((k, other))
                 raise BadRequest(
-                    f"{verb}: slices {one} and {two} overlap: both write to bytes from "
-                    f"{start - targets.remotes[other].bases[0]} on of "
-                    f"{targets.remotes[other].desc}"
+                    f"{verb}: slices {one} and {two} overlap: both write to bytes from {start} on "
+                    f"of {targets.remotes[other].desc}"
                 )
 
 
@@ -492,7 +490,7 @@ def single_read_job(
     _check_routing(verb, routing, nlocal)
     rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (mr.memory.ptr + here, remote.bases[0] + there, nbytes)
-    return ReadJob("single read", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
+    return ReadJob("single read", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
 
 
 def paged_read_job(
@@ -512,7 +510,7 @@ def paged_read_job(
     verb = "submit_paged_reads"
     columns, npages = _paged(verb, page_bytes, dst, src, routing, nlocal, reads=True)
     total, longest = npages * columns[2], columns[2]
-    return ReadJob("paged read", dst[0].root, src[0], columns, imm, npages, total, longest, routing)
+    return ReadJob("paged read", dst[0], src[0], columns, imm, npages, total, longest, routing)
 
 
 def check_pair(verb: str, src: object, dst: object, second: str, *, reads: bool = False) -> None:

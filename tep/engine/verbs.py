@@ -256,8 +256,6 @@ class TransferEngine:
         machine = self._machine
         machine.check_open("deregister")
         check_source(mr, machine, "deregister")
-        if mr.root is not mr:
-            raise BadRequest(f"deregister: {mr!r} is a view; give the region itself")
 
         def forget() -> None:
             self._worker.take_all_commands()

@@ -112,7 +112,6 @@ def samples(p) -> list[object]:
         p.a.stats(),
         p.a.main_address,
         p.mr,
-        p.mr[8:16],
         p.desc,
         sent,
         sent.stats(),
