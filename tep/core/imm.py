@@ -12,7 +12,7 @@ else the dict. Rule 5: a burnt value has no line and gets none: what arrives cou
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 
@@ -93,9 +93,6 @@ REST_MAX: Final = 1 << 21
 """Values outside pages that nobody expects: about 200 MB."""
 
 _LINES_FEW: Final = 64
-
-_GONE_MAX: Final = 64
-"""Expectations that left, beyond as many as stand, before the lines are cleared of them."""
 
 
 class Want(Protocol):
@@ -244,9 +241,7 @@ class ImmTable(Generic[W]):
         total: immediates ever counted.
     """
 
-    __slots__ = (
-        "_behind", "_claims", "_gone", "_lines", "burnt", "counts", "loose", "reached", "total",
-    )  # fmt: skip
+    __slots__ = ("_claims", "_lines", "burnt", "counts", "loose", "reached", "total")
 
     def __init__(self) -> None:
         self.burnt: Burnt[int, FabricError] = Burnt()
@@ -254,11 +249,7 @@ class ImmTable(Generic[W]):
         self.reached: list[W] = []
         self.loose: list[tuple[Claim, int, int]] = []
         self.total = 0
-        self._lines: dict[int, deque[W]] = {}
-        # Expectations that are not first in their line. One that left stays in its line until the
-        # line gets there: a search would make many cancels quadratic. The first has never left.
-        self._behind: set[W] = set()
-        self._gone = 0
+        self._lines: dict[int, dict[W, None]] = {}
         self._claims: list[tuple[range, Claim]] = []
 
     def expect(self, want: W) -> None:
@@ -284,12 +275,10 @@ class ImmTable(Generic[W]):
             )
         line = self._lines.get(want.imm)
         if line is None:
-            line = self._lines[want.imm] = deque()
-        else:
-            self._behind.add(want)
-        line.append(want)
+            line = self._lines[want.imm] = {}
+        line[want] = None
         have = self.counts.get(want.imm)
-        if have >= line[0].count:
+        if have >= next(iter(line)).count:
             self._fire(want.imm, line, have)
 
     def is_claimed(self, imm: int) -> bool:
@@ -305,33 +294,12 @@ class ImmTable(Generic[W]):
     def cancel(self, want: W) -> bool:
         """Take an expectation out of its line; arrivals stay counted. False: it had left."""
         line = self._lines.get(want.imm)
-        if line is not None and line[0] is want:
-            line.popleft()
-            self._find_first(line)
-            # The next in line may need fewer than the one that left.
-            self._fire(want.imm, line, self.counts.get(want.imm))
-            return True
-        if want not in self._behind:
+        if line is None or want not in line:
             return False
-        self._behind.remove(want)
-        self._gone += 1
-        if self._gone > len(self._lines) + len(self._behind) + _GONE_MAX:
-            for some in self._lines.values():
-                alive = [some[0], *(each for each in some if each in self._behind)]
-                some.clear()
-                some.extend(alive)
-            self._gone = 0
+        del line[want]
+        # The next in line may need fewer than the one that left.
+        self._fire(want.imm, line, self.counts.get(want.imm))
         return True
-
-    def _find_first(self, line: deque[W]) -> None:
-        """After the first of a line has left: find the next one that is still in it."""
-        behind = self._behind
-        while line:
-            if line[0] in behind:
-                behind.remove(line[0])
-                break
-            line.popleft()
-            self._gone -= 1
 
     def burn(self, imm: int, owner: Hashable, error: FabricError) -> tuple[list[W], int]:
         """Count an immediate for nobody from now on, because something failed under it.
@@ -339,29 +307,20 @@ class ImmTable(Generic[W]):
         Returns:
             The expectations that waited for it, and how many had arrived.
         """
-        line = self._lines.pop(imm, deque())
-        wants = self._standing(line)
-        self._gone -= len(line) - len(wants)
-        self._behind.difference_update(wants)
         self.burnt.add(owner, imm, error)
+        wants = list(self._lines.pop(imm, ()))
         return wants, self.counts.pop(imm)
 
     def give_up(self) -> list[W]:
         """Empty all lines, and return the expectations that were in them. Counts stay."""
-        wants = [want for line in self._lines.values() for want in self._standing(line)]
+        wants = [want for line in self._lines.values() for want in line]
         self._lines.clear()
-        self._behind.clear()
-        self._gone = 0
         return wants
-
-    def _standing(self, line: deque[W]) -> list[W]:
-        """The expectations of a line that have not left it."""
-        return [want for k, want in enumerate(line) if k == 0 or want in self._behind]
 
     @property
     def waiting(self) -> int:
         """The number of expectations that are not reached; any thread may ask."""
-        return len(self._lines) + len(self._behind)
+        return sum(map(len, tuple(self._lines.values())))
 
     def add(self, imm: int, count: int) -> None:
         """Count `count` arrivals of one immediate."""
@@ -378,10 +337,10 @@ class ImmTable(Generic[W]):
             counts.put(imm, have)
             if counts.is_full:
                 counts.drop_newest(self._lines)
-        elif have < line[0].count:
+        elif have < (first := next(iter(line))).count:
             counts.put(imm, have)
-        elif have == line[0].count and len(line) == 1:  # as _fire(), in half the time
-            self.reached.append(line[0])
+        elif have == first.count and len(line) == 1:  # as _fire(), in half the time
+            self.reached.append(first)
             del self._lines[imm]
             if have != count:
                 counts.put(imm, 0)
@@ -452,20 +411,18 @@ class ImmTable(Generic[W]):
         if line:
             raise BusyError(
                 f"remove_imm: imm={imm:#x} is expected ({self.counts.get(imm, 0)} of "
-                f"{line[0].count} are here); cancel the expectation first"
+                f"{next(iter(line)).count} are here); cancel the expectation first"
             )
         self._claims = [(imms, callback) for imms, callback in self._claims if imms.start != imm]
         self.burnt.remove(imm)
         return self.counts.pop(imm)
 
-    def _fire(self, imm: int, line: deque[W], have: int) -> None:
+    def _fire(self, imm: int, line: dict[W, None], have: int) -> None:
         """Fire the expectations that `have` suffices for, in line; the rest stays as the count."""
-        while line and have >= line[0].count:
-            want = line.popleft()
+        while line and have >= (want := next(iter(line))).count:
+            del line[want]
             have -= want.count
             self.reached.append(want)
-            if line:
-                self._find_first(line)
         if not line:
             del self._lines[imm]
         self.counts.put(imm, have)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from tep.backends.base import Kind
@@ -56,9 +55,7 @@ def early_imm_lost() -> list[Change]:
 @bug()
 def expect_equal_not_ge() -> list[Change]:
     """A count fires when it is exactly reached, not when it is passed."""
-    return mistake(
-        IMM, "while line and have >= line[0].count:", "while line and have == line[0].count:"
-    )
+    return mistake(IMM, "while line and have >= (want", "while line and have == (want")
 
 
 @bug()
@@ -110,9 +107,7 @@ def newest_expectation_first() -> list[Change]:
     """Expectations of one immediate stand on a stack, not in a line."""
 
     def expect(self, want):
-        line = self._lines.setdefault(want.imm, deque())
-        self._behind.update(line)
-        line.appendleft(want)
+        line = self._lines[want.imm] = {want: None} | self._lines.get(want.imm, {})
         self._fire(want.imm, line, self.counts.get(want.imm))
 
     return [(ImmTable, "expect", expect)]

@@ -276,15 +276,6 @@ def test_a_burnt_immediate_gives_up_its_line_and_its_count(table) -> None:
     assert 0 == table.waiting
 
 
-def test_what_left_a_line_that_is_burnt_is_not_counted_any_more(table) -> None:
-    """The lines would be cleared of what is not there, again and again."""
-    wants = [expect(table, 1) for _ in range(5)]
-    for want in wants[1:4]:
-        table.cancel(want)
-    table.burn(7, "a", FabricError("gone"))
-    assert (0, 0, set()) == (table._gone, table.waiting, table._behind)
-
-
 def test_give_up_empties_the_lines_and_keeps_the_counts(table) -> None:
     """On close every waiter is told, once; what arrived stays in the statistics."""
     wants = [expect(table, 2), expect(table, 2), expect(table, 1, 8)]
