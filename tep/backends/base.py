@@ -289,7 +289,6 @@ class DomainCaps:
         memory_kinds: devices whose memory can be registered: "cpu", "cuda".
         peer_timeout_s: a dead peer ends in an error completion within this time (C17).
         moves_bytes: False on a model that keeps time only, and copies nothing.
-        reads_addresses: False where nobody looks at `src` and `dst`: they may be of other rows.
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
         control_bytes: longest control message of post_control(); 0: it is no `ControlDomain` (C24).
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
@@ -312,7 +311,6 @@ class DomainCaps:
     memory_kinds: tuple[str, ...] = ("cpu",)
     peer_timeout_s: float
     moves_bytes: bool = True
-    reads_addresses: bool = True
     wakes: bool = True
     control_bytes: int = 0
     imm_source: bool = False

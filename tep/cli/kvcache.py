@@ -1,5 +1,5 @@
-"""`tep kvcache`: a disaggregated cluster, checked on the chaos fabric, sized on the flow and timing
-fabrics, or run for real; and the time to the first token.
+"""`tep kvcache`: a disaggregated cluster, checked on the chaos fabric, sized on the timing fabric,
+or run for real; and the time to the first token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Fabric(StrEnum):
     """The fabric that the cluster runs on."""
 
     chaos = "chaos"
-    flow = "flow"
     timing = "timing"
     tcp = "tcp"
     local = "local"
@@ -54,7 +53,6 @@ _LOAD = (*_DRAWN, "trace", "prefix_tokens", "profile", "guessed")
 _SIZES = ("prefillers", "decoders", "tp")
 _UNUSED = {
     Fabric.chaos: ("ray", "prompts", *_LOAD, *_SIZES),
-    Fabric.flow: ("ray", "prompts", "scenarios"),
     Fabric.timing: ("ray", "prompts", "scenarios"),
     Fabric.tcp: ("scenarios", *_LOAD),
     Fabric.local: ("scenarios", *_LOAD),
@@ -72,7 +70,7 @@ def kvcache(
         Fabric,
         typer.Option(
             "--fabric",
-            help="chaos: drawn scenarios, every answer compared. flow, timing: capacity, no bytes. "
+            help="chaos: drawn scenarios, every answer compared. timing: capacity, no bytes. "
             "tcp, local: real processes, and a toy model that looks at every byte of its cache.",
         ),
     ] = Fabric.chaos,
@@ -83,17 +81,17 @@ def kvcache(
         typer.Option("--tp", min=1, help="Ranks of each instance: 4, or 1 where they are real."),
     ] = None,
     rate: Annotated[
-        float, typer.Option("--rate", min=1e-6, help="Requests a second; flow, timing.")
+        float, typer.Option("--rate", min=1e-6, help="Requests a second; timing.")
     ] = 0.8,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=1e-6, help="How long requests come; flow, timing.")
+        float, typer.Option("--seconds", min=1e-6, help="How long requests come; timing.")
     ] = 10.0,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Length of a prompt; flow, timing.")
+        int, typer.Option("--tokens", min=1, help="Length of a prompt; timing.")
     ] = 32768,
     trace: Annotated[
         str,
-        typer.Option("--trace", help="Requests of a .jsonl or .csv, or synthetic; flow, timing."),
+        typer.Option("--trace", help="Requests of a .jsonl or .csv, or synthetic; timing."),
     ] = "",
     prefix_tokens: Annotated[
         int, typer.Option("--prefix-tokens", min=0, help="That a prefiller keeps; with --trace.")
@@ -101,7 +99,7 @@ def kvcache(
     scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="To draw; chaos.")] = 20,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="To answer; tcp, local.")] = 20,
     profile: Annotated[
-        str, typer.Option("--profile", help="A profile's name or path; flow, timing.")
+        str, typer.Option("--profile", help="A profile's name or path; timing.")
     ] = "efa_2x200",
     guessed: Guessed = 1.5,
     seed: Seed = 0,
@@ -120,7 +118,7 @@ def kvcache(
     refuse_unused(context, f"--fabric {fabric.value}", _UNUSED[fabric])
     if fabric is Fabric.chaos:
         _check(seed, scenarios, json=json)
-    elif fabric in {Fabric.flow, Fabric.timing}:
+    elif fabric is Fabric.timing:
         from tep.apps.kvcache.simulate import Load, Plant, simulate
         from tep.apps.kvcache.traces import read_trace
 
@@ -135,7 +133,6 @@ def kvcache(
             prefill_tp=tp or 4,
             decode_tp=tp or 4,
             profile=profile,
-            fabric="flow" if fabric is Fabric.flow else "timing",
             prefix_tokens=prefix_tokens,
         )
         arrivals = read_trace(trace) if trace else []
@@ -154,7 +151,7 @@ def kvcache(
                 report,
                 guessed,
             )
-        _show_report(report, ends, fabric.value, profile, json=json)
+        _show_report(report, ends, profile, json=json)
     else:
         _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)
 
@@ -187,7 +184,7 @@ def ttft(
                 model = model.with_last_layer(length, layer_ms / 1e3)
             chunks = model.chunks(length)
             last_s = model.chunk_layer_s(chunks[-1])
-            plant = Plant(prefillers=1, decoders=1, fabric="timing", model=model, cold=cold)
+            plant = Plant(prefillers=1, decoders=1, model=model, cold=cold)
             found = first_token(length, plant)
             ends = _ends(partial(first_token, length), plant, found, guessed)
             rows.append(
@@ -259,7 +256,7 @@ def _check_length(tokens: int, plant: Plant, option: str) -> None:
 
 
 def _show_report(
-    report: Report, ends: dict[str, tuple[float, float]], fabric: str, profile: str, *, json: bool
+    report: Report, ends: dict[str, tuple[float, float]], profile: str, *, json: bool
 ) -> None:
     from tep.sim import load_profile
     from tep.sim.sweeps import kind_of
@@ -283,7 +280,7 @@ def _show_report(
         "CPU s": round(report.cpu_s, 2),
         "RSS MiB": report.rss_bytes >> 20,
     }
-    show_rows(f"a cluster under load ({fabric}, {profile})", [row], json=json)
+    show_rows(f"a cluster under load ({profile})", [row], json=json)
     _fail_on([f"{done.request}: {done.reason}" for done in report.failed], "FAILED")
 
 

@@ -148,15 +148,13 @@ class Dealt:
             return [(src, dst)]
         return [(src[part], dst[part]) for part in rows]
 
-    def posts(self, transfer: Transfer, job: Ready, *, moves: bool) -> list[Pending]:
+    def posts(self, transfer: Transfer, job: Ready) -> list[Pending]:
         """The batches of a submit, as `by_nic`, and as they are once NICs have taken them whole.
 
         Kept ones are as the submit before left them, but for their columns: what else belongs to
-        one submit is for the caller to set. `moves`: some NIC reads addresses, else they stay as
-        they are.
+        one submit is for the caller to set.
         """
-        kept = self.kept
-        here, there = (job.here, job.there) if moves else (0, 0)
+        kept, here, there = self.kept, job.here, job.there
         if kept and kept[0].transfer.ok:
             if (here, there) != self._at:
                 self._at = here, there
@@ -352,7 +350,7 @@ class DomainGroup(Posting):
     """
 
     __slots__ = (
-        "_can_fence", "_reads_addresses", "_turn", "failover", "far_ends", "losses", "raised",
+        "_can_fence", "_turn", "failover", "far_ends", "losses", "raised",
         "why_not",
     )  # fmt: skip
 
@@ -375,7 +373,6 @@ class DomainGroup(Posting):
         self.far_ends = FarEnds()
         self.raised: set[int] = set()
         self._can_fence = all(domain.caps.imm_source for domain in domains)
-        self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
 
     def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
         """Handle rows that came back with an error; True: they are kept, to be retransmitted."""
@@ -538,7 +535,7 @@ class DomainGroup(Posting):
         base = self._ctx + 1
         self._ctx += len(dealt.parts)
         domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
-        posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
+        posts, imm = dealt.posts(transfer, job), job.imm
         for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
             batch = pending.batch
             # As _enter(), without the call.

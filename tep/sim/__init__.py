@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         Slow,
         Swizzle,
     )
-    from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
     from tep.sim.machines import Network
     from tep.sim.profile import Profile, load_profile
@@ -43,10 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
-    "FlowFabric", "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart",
-    "Revoke", "RowLog", "SimDriver", "SimNode", "Slow", "Swizzle", "Table", "TimingFabric",
-    "compare", "current_env", "doubts", "fault_cost", "interval", "load_profile", "profiles", "run",
-    "sweep", "transfer_time",
+    "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart", "Revoke", "RowLog",
+    "SimDriver", "SimNode", "Slow", "Swizzle", "Table", "TimingFabric", "compare", "current_env",
+    "doubts", "fault_cost", "interval", "load_profile", "profiles", "run", "sweep", "transfer_time",
 ]  # fmt: skip
 
 _ROOMS = {
@@ -58,7 +56,6 @@ _ROOMS = {
         *("Chaos", "Clog", "Cut", "Drift", "Fault", "Faults", "KillNic", "Mute", "Pause"),
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
-    "flow": ("FlowFabric",),
     "loop": ("current_env", "run"),
     "machines": ("Network",),
     "profile": ("Profile", "load_profile", "profiles"),

@@ -100,7 +100,7 @@ def _kvcache() -> dict[Key, float]:
     for row in FITTED_ROWS:
         rest = [other for other in PUBLISHED_ROWS if other is not row]
         model, overhead = ttft.fit(PUBLISHED.layout, PUBLISHED.chunk_tokens, rest, OVERHEAD)
-        plant = Plant(prefillers=1, decoders=1, fabric="timing", model=model, overhead=overhead)
+        plant = Plant(prefillers=1, decoders=1, model=model, overhead=overhead)
         said, last = first_token(row.ntokens, plant), model.chunks(row.ntokens)[-1]
         transfer_s = overhead.start_s + layer_us(model.last_pages(row.ntokens)) / 1e6
         values = {

@@ -43,11 +43,10 @@ def test_a_violation_is_told_and_ends_in_status_1(monkeypatch: pytest.MonkeyPatc
     assert "seed 7: r0: other tokens than in one place" in result.output
 
 
-@pytest.mark.parametrize("fabric", ["flow", "timing"])
-def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
+def test_capacity_runs_say_what_they_cost() -> None:
     """A user who sizes a cluster needs the waiting times, and must know what was simulated."""
     sizes = ("-p", "1", "-d", "1", "--tp", "1", "--seconds", "1", "--rate", "3")
-    (found,) = rows("--fabric", fabric, *sizes, "--tokens", "2048", "--seed", "1")
+    (found,) = rows("--fabric", "timing", *sizes, "--tokens", "2048", "--seed", "1")
 
     assert (2, 0) == (found["engines"], found["failed"])
     assert found["requests"] > 0
@@ -65,7 +64,7 @@ def test_without_requests_nothing_more_is_simulated(monkeypatch: pytest.MonkeyPa
         return right(plant, load)
 
     monkeypatch.setattr(scenario, "simulate", counted)
-    words = "kvcache --fabric flow --seconds 1 --rate 1e-6"
+    words = "kvcache --fabric timing --seconds 1 --rate 1e-6"
     found = CliRunner().invoke(app, words.split())
 
     assert "no request came" in str(found.exception)

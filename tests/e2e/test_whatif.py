@@ -96,17 +96,13 @@ def test_systems_run_on_two_kinds_of_machines(names) -> None:
     workload = moe.Workload(ep=16, tokens=16, turns=1, nic="cx7" if one.ordered else "efa")
     mixed = moe.predict(workload, machine=[one] * 8 + [other] * 8)
     whole = [moe.predict(workload, machine=machine) for machine in (one, other)]
-    plants = [
-        Plant(prefillers=1, decoders=1, profile=one, decode_profile=other, fabric=fabric)
-        for fabric in ("flow", "timing")
-    ]
-    load = Load(rate=4.0, duration_s=0.5, ntokens=(2048,))
-    flow, timing = (simulate(plant, load) for plant in plants)
+    plant = Plant(prefillers=1, decoders=1, profile=one, decode_profile=other)
+    cluster = simulate(plant, Load(rate=4.0, duration_s=0.5, ntokens=(2048,)))
 
     assert min(found.dispatch_us for found in whole) < mixed.dispatch_us
     assert mixed.combine_us < 1.3 * max(found.combine_us for found in whole)
-    assert [] == flow.failed == timing.failed
-    assert flow.ttft_s() == pytest.approx(timing.ttft_s(), rel=0.001)
+    assert cluster.completions
+    assert [] == cluster.failed
 
 
 def test_a_failover_takes_what_the_timeout_takes_where_the_peer_dies() -> None:

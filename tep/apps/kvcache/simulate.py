@@ -1,10 +1,9 @@
 """Whole clusters under load: requests at a rate, layer-wise transfer, and what it costs.
 
-Capacity runs keep time and move no bytes: on the flow fabric (large clusters), or on the timing
-fabric (exact, and some twenty times dearer). On the chaos fabric a toy model computes for
-real, and the tokens of each answer are compared with those of one place. There a seed draws a
-`Scenario`: members come, go, crash and lose NICs under load, and no request may be lost. A `World`
-is the cluster alone.
+Capacity runs keep time on the timing fabric, and move no bytes. On the chaos fabric a toy model
+computes for real, and the tokens of each answer are compared with those of one place. There a seed
+draws a `Scenario`: members come, go, crash and lose NICs under load, and no request may be lost. A
+`World` is the cluster alone.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
@@ -45,7 +44,6 @@ from tep.sim import (
     Chaos,
     ChaosFabric,
     FabricEnv,
-    FlowFabric,
     Network,
     Profile,
     SimDriver,
@@ -75,8 +73,7 @@ class Plant:
         prefill_tp, decode_tp: ranks of each; each rank is an engine.
         profile: the machine: a name of tep.sim.profiles(), or a Profile.
         decode_profile: the decoders' machine; None: the same.
-        fabric: "flow", "timing" or "chaos".
-        chaos: its knobs there; None: drawn from the load's seed.
+        chaos: knobs of the chaos fabric; None: the timing fabric.
         network: what stands between the NICs of the timing fabric.
         slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
         model: gives the layout, the chunk and compute times; but on chaos.
@@ -87,7 +84,6 @@ class Plant:
         layer_s: compute of one layer of one chunk, on chaos.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
         attempts_max: tries at a request.
-        ack_gather_s: see FlowFabric.
         patience: times of both sides.
     """
 
@@ -97,7 +93,6 @@ class Plant:
     decode_tp: int = 4
     profile: Profile | str = "efa_2x200"
     decode_profile: Profile | str | None = None
-    fabric: Literal["flow", "timing", "chaos"] = "flow"
     chaos: Chaos | None = None
     network: Network | None = None
     slow_nic: float = 1.0
@@ -108,7 +103,6 @@ class Plant:
     layer_s: float = 5e-6
     npages: int = 4096
     attempts_max: int = 6
-    ack_gather_s: float = 0.02
     patience: Patience = field(
         default_factory=lambda: Patience(beat_s=0.5, silent_s=5.0, cancel_s=1.0, request_s=600.0)
     )
@@ -276,10 +270,10 @@ def first_token(ntokens: int, plant: Plant | None = None, seed: int = 0) -> Repo
 
     Args:
         ntokens: its length.
-        plant: the cluster; None: one prefiller and one decoder on the timing fabric.
+        plant: the cluster; None: one prefiller and one decoder.
         seed: of the fabric.
     """
-    alone = plant or Plant(prefillers=1, decoders=1, fabric="timing")
+    alone = plant or Plant(prefillers=1, decoders=1)
     return simulate(alone, Load(arrivals=(Arrival(0.0, ntokens, 1),), seed=seed))
 
 
@@ -326,18 +320,14 @@ def _world(
     plant: Plant, load: Load, env: FabricEnv, timed: TimedModel
 ) -> tuple[World, ToyModel | None]:
     """The cluster; and the model that computes for real, on chaos."""
-    machines = [plant.profile, plant.decode_profile or plant.profile]
-    fabric: FlowFabric | TimingFabric | ChaosFabric
-    if plant.fabric == "flow":
-        fabric = FlowFabric(env, machines, ack_gather_s=plant.ack_gather_s)
-    elif plant.fabric == "timing":
-        network = plant.network
+    fabric: TimingFabric | ChaosFabric
+    if plant.chaos is None:
+        machines, network = [plant.profile, plant.decode_profile or plant.profile], plant.network
         fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False, network=network)
-    elif plant.fabric == "chaos":
-        fabric = ChaosFabric(env, plant.chaos or Chaos.draw(load.seed))
+        toy = None
     else:
-        raise UsageError(f"Plant.fabric={plant.fabric!r} is not 'flow', 'timing' or 'chaos'")
-    toy = ToyModel(layer_s=plant.layer_s) if plant.fabric == "chaos" else None
+        fabric = ChaosFabric(env, plant.chaos)
+        toy = ToyModel(layer_s=plant.layer_s)
     side = SideOptions(
         npages=plant.npages,
         tail_slots=plant.npages,
@@ -570,7 +560,7 @@ def draw_scenario(seed: int, **fixed: Any) -> Scenario:
     drawn |= fixed
     event = drawn.pop("event", event)
     at_s = dice.uniform(1e-6, 250e-6)
-    return Scenario(plant=Plant(fabric="chaos", **drawn), load=load, events=((at_s, event),))
+    return Scenario(plant=Plant(**drawn), load=load, events=((at_s, event),))
 
 
 # ---------------------------------------------------------------------- the cluster

@@ -119,7 +119,7 @@ def _p2p(keys: Keys, machine: sim.Profile, seed: int) -> float:
 
 @cache
 def _first(ntokens: int, machine: sim.Profile, overhead: Overhead, seed: int) -> Report:
-    plant = Plant(prefillers=1, decoders=1, fabric="timing", profile=machine, overhead=overhead)
+    plant = Plant(prefillers=1, decoders=1, profile=machine, overhead=overhead)
     return first_token(ntokens, plant, seed)
 
 

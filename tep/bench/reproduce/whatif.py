@@ -173,7 +173,6 @@ def _kvcache(machine: Machine) -> _Figures:
         decoders=_PAIRS,
         profile=machine.profile,
         decode_profile=machine.other,
-        fabric="timing",
         network=machine.network,
         slow_nic=machine.slow_nic,
     )

@@ -27,7 +27,7 @@ from tep.apps.kvcache.ttft import (
 # Steps and pages of the rows. Source: arXiv 2510.27656 v2, Table 3, as all of them.
 SHAPES = {4096: (1, 256), 8192: (1, 512), 32768: (2, 1024), 131072: (8, 1024)}
 PREDICTED = [row for row in PUBLISHED_ROWS if row not in FITTED_ROWS]
-ALONE = Plant(prefillers=1, decoders=1, fabric="timing")
+ALONE = Plant(prefillers=1, decoders=1)
 
 
 def test_at_most_two_rows_are_fitted_to() -> None:
@@ -52,9 +52,9 @@ def test_rows_that_nothing_was_fitted_to_are_predicted(row: Measured) -> None:
 def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:
     """Two answers to one question: nobody would know which of them to trust."""
     load = Load(arrivals=(Arrival(0.1, 4096), Arrival(5.0, 4096)))
-    for plant in (replace(ALONE, prefillers=2), replace(ALONE, fabric="flow")):
-        found = simulate(plant, load)
-        assert found.ttft_s() == pytest.approx(first_token(4096).ttft_s(), rel=1e-3)
+    found = simulate(replace(ALONE, prefillers=2), load)
+
+    assert found.ttft_s() == pytest.approx(first_token(4096).ttft_s(), rel=1e-3)
 
 
 def test_what_is_added_is_the_sum_of_its_parts_and_of_the_network() -> None:

@@ -174,7 +174,6 @@ def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
 
 PATHS = [
     "moe --nic {} --ep 16",
-    "kvcache --fabric flow --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
     "kvcache --fabric timing --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
     "rl plan --profile {} --model {model} --train 8 --infer 4",
     "sim fit {results} --base {}",
@@ -203,7 +202,7 @@ def test_a_path_that_is_no_profile_is_an_error_with_its_name(tmp_path, capsys) -
     """A slip of the pen must not be a traceback after five seconds."""
     for command in (
         "moe --nic {}",
-        "kvcache --fabric flow --profile {}",
+        "kvcache --fabric timing --profile {}",
         "sim whatif --profile {}",
     ):
         assert 0 != main(command.format(tmp_path / "none.toml").split())

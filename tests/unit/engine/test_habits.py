@@ -168,7 +168,6 @@ def simulators() -> list[object]:
         sim.Incarnation("a", cluster.engines[0], chaos.env, list),
         SimDriver(chaos.env, chaos.node("a", 1)),
         chaos.node("b", 1),
-        sim.FlowFabric(sim.FabricEnv(), "cx7_400"),
         sim.TimingFabric(sim.FabricEnv(), "cx7_400"),
         sim.Chaos(seed=3),
         sim.Faults(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tep import Pages, Single, count_imms
 from tep.backends.base import Kind
 from tep.base.errors import UsageError
-from tep.sim import Cluster, FlowFabric, TimingFabric, load_profile, run
+from tep.sim import Cluster, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
 from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS
@@ -199,48 +199,6 @@ def test_nics_of_unlike_machines_die_and_nothing_is_lost(machines) -> None:
             assert cluster.now_us < (1500 if victim else 1000)
             with pytest.raises(UsageError, match="2000000000 ps, wire.peer_timeout"):
                 cluster.cut_link(0, 1, 1500.0)
-
-
-@pytest.mark.parametrize(
-    ("machines", "rel"),
-    [
-        ([CX7, CX8], 0.02),
-        ([P5, P5EN], 0.08),  # flows of one NIC to two NICs follow one another whole, pages in turns
-        ([CX7, replace(CX7, wire_bps=100 * 10**9)], 0.02),
-    ],
-)
-def test_the_flow_fabric_agrees(machines, rel) -> None:
-    """A cheap model that answers something else sizes clusters wrongly, quickly."""
-    times = {}
-    for make in (TimingFabric, FlowFabric):
-        for order in (machines, machines[::-1]):
-            env = FabricEnv()
-            more = {"move_bytes": False} if make is TimingFabric else {}
-            fabric = make(env, order, **more)
-            nodes = [fabric.node(f"n{k}", profile) for k, profile in enumerate(order)]
-            times.setdefault(order[0].name + str(order[0].wire_bps), []).append(_paged(env, nodes))
-
-    for exact, cheap in times.values():
-        assert exact == pytest.approx(cheap, rel=rel)
-
-
-def _paged(env: FabricEnv, nodes) -> int:
-    """When two writes of 256 pages of 32 KiB have come."""
-    from tep import TransferEngine
-    from tep.sim import SimDriver
-
-    a, b = (
-        TransferEngine(n.domains, driver=SimDriver(env, n), name=n.name, epoch=1) for n in nodes
-    )
-    mr, _ = a.reg_mr((1 << 45, 1 << 23, "cpu"))
-    _, desc = b.reg_mr((1 << 44, 1 << 23, "cpu"))
-    pages = Pages(np.arange(256))
-    for _ in range(2):
-        a.submit_paged_writes(32768, (mr, pages), (desc, pages), imm=1)
-    b.expect_imm_count(1, 512).wait()
-    found = env.now
-    a.close(), b.close()
-    return found
 
 
 # ---------------------------------------------------------------- what is refused, and the gateway
