@@ -234,12 +234,12 @@ def test_pieces_of_two_messages_are_never_joined():
     """The end of one message, whose beginning was given up, went on the beginning of another."""
     one = Channel(SimpleNamespace(garbled=0), "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
 
-    def take(seq, gap=(0, 0), index=0, left=0, body=b""):
-        return list(one.take(channel.Frame("A", b"", seq, 0, gap, index, left, body)))
+    def take(seq, *gaps, last=True, body=b""):
+        return list(one.take(channel.Frame("A", b"", seq, 0, gaps, last, body)))
 
-    assert [] == take(0, index=0, left=3, body=b"A0") + take(1, index=1, left=2, body=b"A1")
-    assert [] == take(5, index=1, left=0, body=b"B1")
-    assert [] == take(-1, gap=(2, 6))
+    assert [] == take(0, last=False, body=b"A0") + take(1, last=False, body=b"A1")
+    assert [] == take(5, body=b"B1")
+    assert [] == take(-1, (2, 6))
     assert [b"C"] == take(6, body=b"C")
 
 
@@ -257,30 +257,46 @@ def test_what_cannot_be_said_to_be_lost_has_one_verdict():
     assert not pair.net.waiting
 
 
-def test_a_gap_that_the_peer_knows_in_part_is_told_from_there_on():
-    """A gap without an end would be told for ever."""
-    one = Pair().channel
-    for stop, left in ((2, [(2, 5), (7, 9)]), (6, [(7, 9)]), (9, [])):
-        one._gaps.clear()
-        one._gaps.extend([(0, 5), (7, 9)])
-        one._knows(stop)
-        assert left == list(one._gaps)
+def test_gaps_of_a_frame_are_few():
+    """A frame has to fit into a datagram; beyond, what is between two gaps is given up too."""
+    pair = Pair()
+    for _ in range(3 * channel.GAPS_MAX):
+        pair.send()
+        pair.send()
+        while not pair.verdicts[pair.sent - 1]:
+            pair.net.land(len(pair.net.waiting) - 1, "lost")
+        assert len(pair.channel._gaps) <= channel.GAPS_MAX
+        pair.check()
+    pair.send()
+    while pair.net.waiting:
+        pair.net.end(0, "arrives")
+    pair.check()
+
+    assert all(pair.verdicts.values())
+    assert [0, 2, 4, 6, 8, 10, 12] == pair.numbers()[:7], "each told apart while there is room"
+    assert pair.sent - 1 == pair.numbers()[-1]
+    assert not pair.channel._gaps
 
 
 NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])
 
 
-@given(frames=st.lists(st.tuples(*[NUMBERS] * 5, st.binary(max_size=3)), max_size=60))
+@given(
+    frames=st.lists(st.tuples(*[NUMBERS] * 3, st.booleans(), st.binary(max_size=3)), max_size=60)
+)
 def test_any_frames_of_a_peer_are_bounded(frames):
     """They come from another process: gaps without an end, a message that never ends."""
     owner = SimpleNamespace(garbled=0)
     one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
-    for seq, start, stop, index, left, body in frames:
+    for seq, start, stop, last, body in frames:
         gap = (max(0, start), max(0, stop))
-        list(one.take(channel.Frame("A", b"", seq, 0, gap, index, left, body)))
+        list(one.take(channel.Frame("A", b"", seq, 0, (gap,), last, body)))
 
-        assert one.part is None or len(one.part) <= channel.PIECES_MAX
-        assert all(stop > one.next for _, stop in one.skips)
+        assert all(stop > one.next for _, stop in one.gaps)
+    for _ in range(2 * channel.PIECES_MAX + 1):
+        list(one.take(channel.Frame("A", b"", one.next, 0, (), False, b"x")))
+
+        assert len(one.part) <= channel.PIECES_MAX
 
 
 def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
@@ -289,21 +305,21 @@ def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
     one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
     most = channel.EARLY_MAX
 
-    def take(seq, gap):
-        return list(one.take(channel.Frame("A", b"", seq, 0, gap, 0, 0, b"%d" % seq)))
+    def take(seq, *gaps):
+        return list(one.take(channel.Frame("A", b"", seq, 0, gaps, True, b"%d" % seq)))
 
-    assert not take(2, (0, 0))
-    assert [b"2"] == take(-1, (0, 5)), "it came although it was given up"
+    assert not take(2)
+    assert [] == take(-1, (0, 5)), "it was told to be lost"
     assert (5, {}) == (one.next, one.early), "what is passed over would be kept for ever"
     one.next = 0
     for seq in range(1, 3 * most):
         assert not take(seq, (10 * seq, 10 * seq + 1))
-        assert max(len(one.early), len(one.skips)) <= most
+        assert max(len(one.early), len(one.gaps)) <= most
     assert owner.garbled
-    assert b"0" == take(0, (0, 0))[0]
+    assert b"0" == take(0)[0]
     assert not one.early
     for far in range(3 * most):
         assert take(one.next, (10**9 + 2 * far, 10**9 + 2 * far + 1))
-        assert len(one.skips) <= most
+        assert len(one.gaps) <= most
     assert not take(-1, (one.next, 2 * 10**9))
-    assert not one.skips
+    assert not one.gaps

@@ -24,6 +24,7 @@ CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")
 OWN = {
     "tep/compat/mooncake/__init__.py": "an agent's wait, which sleeps a second at a time",
     "tep/compat/nixl/api.py: one.wait": "a handle, whose driver clamps the time",
+    "tep/compat/nixl/api.py: self._news.wait": "at most a second at a time",
     "tep/core/handles.py": "a handle gives its time to its driver, which clamps it",
     "tep/drivers/threads.py: self.wait": "a driver's own wait, begun again after a signal",
     "tep/drivers/threads.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes more",

@@ -7,16 +7,14 @@ delivered when the immediates of its transfer are counted, in the order in which
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import logging
 import math
 import os
-import queue
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from threading import Condition
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +26,7 @@ from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
-from tep.compat.nixl.transfers import Bell, Numbers, Request, Side, cut_rows
+from tep.compat.nixl.transfers import Numbers, Request, Side, cut_rows
 from tep.compat.nixl.wire import (
     Grant,
     Notif,
@@ -207,7 +205,7 @@ class nixl_agent(Registry):
         self._uncompared: dict[int, tuple[Request, list[int]]] = {}  # with the checksums here
         self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, what is done then]
         self._new: dict[str, list[bytes]] = {}
-        self._heard = Bell()
+        self._news = Condition(self.lock)
         port = agent.config.listenPort if agent.config.useListenThread else None
         try:
             self._listener = Listener(port, self._called)
@@ -319,7 +317,8 @@ class nixl_agent(Registry):
         with self.lock:
             self._check_messages(there.remote)
         raw = _checked(raw_of(notif))
-        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw, self._now_s)
+        rows, over = cut_rows(local, there), self._news.notify_all
+        request = Request(op, there.remote, rows, local.rows, raw, self._now_s, over)
         with self.lock:
             number = next(self._numbers)
             self._requests[number] = request
@@ -357,50 +356,23 @@ class nixl_agent(Registry):
 
     def wait(self, handle: nixl_xfer_handle, timeout: float = math.inf) -> str:
         """Sleep until a transfer is over; return what check_xfer_state says. Not NIXL's."""
-        request = self._found(handle)
-        return self._sleep(request.bell, lambda: self._result(handle), timeout) or "PROC"
-
-    async def wait_async(self, handle: nixl_xfer_handle) -> str:
-        """Do the same in a coroutine; `asyncio.timeout` limits it. Not NIXL's."""
-        bell, over = self._found(handle).bell, asyncio.Event()
-        call = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
-        try:
-            while True:
-                over.clear()
-                with self.lock:
-                    bell.calls.add(call)
-                if state := self._result(handle):
-                    return state
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(over.wait(), self._nap_s)
-        finally:
-            with self.lock:
-                bell.calls.discard(call)
+        return self._sleep(lambda: self._result(handle), timeout) or "PROC"
 
     def wait_notifs(self, timeout: float = math.inf) -> dict[str, list[bytes]]:
         """Sleep until there are notifications; return get_new_notifs(). Not NIXL's."""
-        return self._sleep(self._heard, self.get_new_notifs, timeout) or {}
+        return self._sleep(self.get_new_notifs, timeout) or {}
 
     def _result(self, handle: nixl_xfer_handle) -> str:
         state = self.check_xfer_state(handle)
         return state if state != "PROC" else ""
 
-    def _sleep(self, bell: Bell, look: Callable[[], _T], timeout: float) -> _T:
+    def _sleep(self, look: Callable[[], _T], timeout: float) -> _T:
         """Sleep until there is something to see, or the time is over."""
-        told: queue.SimpleQueue[None] = queue.SimpleQueue()
-        call, end_s = partial(told.put, None), self._now_s() + timeout
-        try:
-            while True:
-                with self.lock:
-                    bell.calls.add(call)
-                found, left_s = look(), end_s - self._now_s()
-                if found or left_s <= 0:
-                    return found
-                with contextlib.suppress(queue.Empty):
-                    told.get(timeout=min(left_s, self._nap_s))
-        finally:
-            with self.lock:
-                bell.calls.discard(call)
+        end_s = self._now_s() + timeout
+        with self._news:
+            while not (found := look()) and (left_s := end_s - self._now_s()) > 0:
+                self._news.wait(min(left_s, self._nap_s))
+        return found
 
     @staticmethod
     def _state(request: Request) -> str:
@@ -550,7 +522,7 @@ class nixl_agent(Registry):
     def _hear(self, channel: Channel, notif: bytes | None) -> None:
         if notif is not None:
             self._new.setdefault(channel.name, []).append(notif)
-            self._heard.ring()
+            self._news.notify_all()
 
     def _forget(self, remote: Remote) -> None:
         why = f"agent {remote.name!r} was removed"

@@ -1,12 +1,13 @@
 """Messages between agents, in order and once each, over an engine's messages, which are neither.
 
 A message is sent in pieces with consecutive numbers. A piece that the engine reports as lost is
-sent again; after some tries its whole message is given up, and its sender is notified. Later pieces
-name the numbers that were given up, so that no message waits for them. The receiver waits for every
-other piece, since its callback may come after those of later pieces. Rule 1: for each message the
-sender learns that the receiver's engine has it and all before it, or that it is lost. Rule 2: a
-message counts only if the engine saw it come from the engine that it names as its sender. Rule 3:
-every store that a peer can fill has a limit. This module knows no meaning of messages.
+sent again; after some tries its message and all later unsettled ones are given up, and each
+frame names their numbers until the peer has one such frame, so that no later message waits for
+them. The receiver waits for every other piece, since its callback may come after those of later
+pieces. Rule 1: for each message the sender learns that the receiver's engine has it and all before
+it, or that it is lost. Rule 2: a message counts only if the engine saw it come from the engine that
+it names as its sender. Rule 3: every store that a peer can fill has a limit. This module knows no
+meaning of messages.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ BODY_MAX: Final = PIECES_MAX * PIECE
 WINDOW: Final = 1024
 """Pieces in flight at a time."""
 
+GAPS_MAX: Final = 8
+"""Gaps of a frame; at one more, all messages since the last one are given up too."""
+
 EARLY_MAX: Final = 2 * WINDOW
 """Pieces that a receiver keeps out of order: those in flight, and as many that one overtook."""
 
@@ -60,7 +64,8 @@ _BUFFERS: Final = 64
 _TRIES: Final = 4
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Piece = tuple[int, int, bytes]
+Gap = tuple[Number, Number]
+Piece = tuple[bool, bytes]
 Told = Callable[[], object]
 Lost = Callable[[str], object]
 
@@ -70,10 +75,10 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     Attributes:
         name, addr: name of the sending agent, and NetAddr of its engine.
-        seq: number of the piece; -1: a frame without a piece, for its `gap`.
+        seq: number of the piece; -1: a frame without a piece.
         first: pieces below it are not sent any more; the receiver's engine may have them.
-        gap: (start, stop) of numbers that were given up; (0, 0): none.
-        index, left: number of pieces of the same message before it, and after it.
+        gaps: (start, stop) of numbers that were given up.
+        last: the piece ends its message.
         body: bytes of the piece.
     """
 
@@ -81,9 +86,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     addr: bytes
     seq: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
     first: Number
-    gap: tuple[Number, Number]
-    index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
-    left: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    gaps: Annotated[tuple[Gap, ...], Meta(max_length=GAPS_MAX)]
+    last: bool
     body: Annotated[bytes, Meta(max_length=PIECE)]
 
 
@@ -91,15 +95,10 @@ class _Sending:
     """A message that is not settled: the numbers of its pieces, and those not acknowledged."""
 
     def __init__(self, start: int, pieces: list[bytes], on_sent: Told, on_lost: Lost) -> None:
-        self.start, self.stop, self.pieces = start, start + len(pieces), pieces
+        self.start, self.pieces = start, pieces
         self.left = set(range(len(pieces)))
         self.on_sent, self.on_lost = on_sent, on_lost
         self.lost = False
-
-    @property
-    def open(self) -> bool:
-        """True if a piece of it may still have to be sent."""
-        return bool(self.left) and not self.lost
 
 
 class Channel:
@@ -110,8 +109,8 @@ class Channel:
         held: received messages that wait until the agent owns its name.
         next: number of the piece that is taken next.
         early: pieces that came before it, by number.
-        skips: (start, stop) of numbers that the peer has given up.
-        part: pieces of the message that is not whole yet; None: its first ones were given up.
+        gaps: (start, stop) of numbers that the peer has given up.
+        part: pieces of the message that is not whole yet.
     """
 
     def __init__(self, owner: Channels, name: str, addr: NetAddr) -> None:
@@ -120,12 +119,12 @@ class Channel:
         self._seq = 0
         self._sending: deque[_Sending] = deque()
         self._todo: deque[tuple[_Sending, int]] = deque()
-        self._gaps: deque[tuple[int, int]] = deque()  # given up, and the peer may not know
-        self._posting = self._skipping = False
+        self._gaps: tuple[Gap, ...] = ()  # given up, and the peer may not know
+        self._posting = False
         self.next = 0
         self.early: dict[int, Piece] = {}
-        self.skips: set[tuple[int, int]] = set()
-        self.part: list[bytes] | None = None
+        self.gaps: set[Gap] = set()
+        self.part: list[bytes] = []
 
     # ------------------------------------------------------------------ sending
 
@@ -139,17 +138,17 @@ class Channel:
             raise UsageError(f"a message of {len(body)} bytes; {BODY_MAX} are possible")
         pieces = [body[at : at + PIECE] for at in range(0, max(1, len(body)), PIECE)]
         sending = _Sending(self._seq, pieces, on_sent, on_lost)
-        self._seq = sending.stop
+        self._seq += len(pieces)
         self._sending.append(sending)
         self._todo.extend((sending, index) for index in range(len(pieces)))
         self._post()
 
     def probe(self) -> None:
         """Send an empty frame: if the peer is gone, the engine notices."""
-        self._put(-1, 0, 0, b"", lambda *_: None)
+        self._put(-1, True, b"", lambda _: None)
 
     def _first(self) -> int:
-        return next((one.start for one in self._sending if one.open), self._seq)
+        return self._sending[0].start if self._sending else self._seq
 
     def _post(self) -> None:
         """Send the pieces that the window has room for."""
@@ -158,127 +157,92 @@ class Channel:
         self._posting = True
         while self._todo:
             sending, index = self._todo[0]
-            if not sending.lost and sending.start + index >= self._first() + WINDOW:
+            if sending.start + index >= self._first() + WINDOW:
                 break
             self._todo.popleft()
-            if not sending.lost:
-                self._try(sending, index, _TRIES)
+            self._try(sending, index, _TRIES)
         self._posting = False
 
     def _try(self, sending: _Sending, index: int, tries: int) -> None:
         def ended(why: str) -> None:
-            if not why:
-                sending.left.discard(index)
-                self._settle()
-                self._post()
-            elif sending.lost:
+            if sending.lost:
                 return
-            elif tries > 1:
+            if why and tries > 1:
                 self._try(sending, index, tries - 1)
-            else:
+            elif why:
                 self._give_up(sending, why)
+            else:
+                sending.left.discard(index)
+                while self._sending and not self._sending[0].left:
+                    self._sending.popleft().on_sent()
+                self._post()
 
-        left = len(sending.pieces) - 1 - index
-        self._put(sending.start + index, index, left, sending.pieces[index], ended)
+        last = index + 1 == len(sending.pieces)
+        self._put(sending.start + index, last, sending.pieces[index], ended)
 
-    def _put(
-        self, seq: int, index: int, left: int, body: bytes, ended: Callable[[str], object]
-    ) -> None:
+    def _put(self, seq: int, last: bool, body: bytes, ended: Callable[[str], object]) -> None:
         """Send one frame; ended(why) is called with "" once the peer's engine has it."""
-        owner, gap = self._owner, self._gaps[0] if self._gaps else (0, 0)
-        frame = Frame(owner.name, owner.raw, seq, self._first(), gap, index, left, body)
-        raw = msgspec.msgpack.encode(frame)
+        owner, gaps = self._owner, self._gaps
+        frame = Frame(owner.name, owner.raw, seq, self._first(), gaps, last, body)
 
         def done(sent: Message) -> None:
             with owner.lock:
                 if sent.error is None:
-                    self._knows(gap[1])
+                    self._gaps = tuple(gap for gap in self._gaps if gap not in gaps)
                 ended("" if sent.error is None else str(sent.error) or "unknown")
 
         try:
-            owner.engine.submit_send(self.addr, raw, on_done=done)
+            owner.engine.submit_send(self.addr, msgspec.msgpack.encode(frame), on_done=done)
         except TepError as error:
             ended(str(error))
 
-    def _knows(self, stop: int) -> None:
-        """Drop the gaps below a number, which the peer has received."""
-        while self._gaps and self._gaps[0][0] < stop:
-            _, end = self._gaps.popleft()
-            if end > stop:
-                self._gaps.appendleft((stop, end))
-
     def _give_up(self, sending: _Sending, why: str) -> None:
-        sending.lost = True
-        sending.on_lost(why)
-        self._settle()
-        self._post()
-
-    def _settle(self) -> None:
-        """Call on_sent() of messages that the peer has, together with all before them."""
-        queue = self._sending
-        while queue and not queue[0].open:
-            if queue[0].lost:
-                one = queue.popleft()
-                joins = self._gaps and self._gaps[-1][1] == one.start
-                self._gaps.append((self._gaps.pop()[0] if joins else one.start, one.stop))
-            elif not self._gaps:
-                queue.popleft().on_sent()
-            else:  # first the peer must know which pieces will not come
-                if not self._skipping:
-                    self._skipping = True
-                    self._skip(_TRIES)
-                return
-
-    def _skip(self, tries: int) -> None:
-        """Send the numbers that were given up."""
-
-        def ended(why: str) -> None:
-            if why and tries > 1:
-                self._skip(tries - 1)
-                return
-            self._skipping = False
-            for one in tuple(self._sending) if why and self._gaps else ():
-                if not one.left and not one.lost:
-                    one.lost = True
-                    one.on_lost(why)
-            self._settle()
-
-        self._put(-1, 0, 0, b"", ended)
+        """Give up a message, and all after it."""
+        start = sending.start
+        if len(self._gaps) == GAPS_MAX:
+            start = min(start, self._gaps[-1][0])
+        self._gaps = (*(gap for gap in self._gaps if gap[0] < start), (start, self._seq))
+        self._todo.clear()  # the piece that failed was before these
+        lost = [one for one in self._sending if one.start >= start]
+        for one in lost:
+            one.lost = True
+            self._sending.pop()
+        for one in lost:
+            one.on_lost(why)
 
     # ------------------------------------------------------------------ receiving
 
     def take(self, frame: Frame) -> Iterator[bytes]:
         """Yield the messages that are now in order."""
-        if frame.gap[0] <= self.next or len(self.skips) < EARLY_MAX:
-            self.skips.add(frame.gap)
-        else:
-            self._owner.garbled += 1
-        if frame.seq == self.next or (frame.seq > self.next and len(self.early) < EARLY_MAX):
-            self.early[frame.seq] = frame.index, frame.left, frame.body
-        elif frame.seq > self.next:
+        seq = frame.seq
+        for gap in frame.gaps:
+            if gap[0] <= self.next or len(self.gaps) < EARLY_MAX:
+                self.gaps.add(gap)
+            else:
+                self._owner.garbled += 1
+        if seq == self.next or (seq > self.next and len(self.early) < EARLY_MAX):
+            self.early[seq] = frame.last, frame.body
+        elif seq > self.next:
             self._owner.garbled += 1
         while True:
-            while (piece := self.early.pop(self.next, None)) is not None:
+            stop = max((stop for start, stop in self.gaps if start <= self.next), default=0)
+            if stop > self.next:
+                self.next, self.part = stop, []
+                self.early = {at: piece for at, piece in self.early.items() if at >= stop}
+            elif (piece := self.early.pop(self.next, None)) is not None:
                 self.next += 1
-                yield from self._join(piece)
-            stop = max((end for at, end in self.skips if at <= self.next), default=0)
-            if stop <= self.next:
+                yield from self._join(*piece)
+            else:
                 break
-            self.next = min((stop, *self.early))
-        self.skips = {gap for gap in self.skips if gap[1] > self.next}
+        self.gaps = {gap for gap in self.gaps if gap[1] > self.next}
 
-    def _join(self, piece: Piece) -> Iterator[bytes]:
+    def _join(self, last: bool, body: bytes) -> Iterator[bytes]:
         """Yield the message that a piece completes, if it does."""
-        index, left, body = piece
-        if index == 0:
-            self.part = []
-        if self.part is None or len(self.part) != index:
-            self.part = None  # its first pieces were given up
-            return
         self.part.append(body)
-        if left == 0:
-            whole, self.part = b"".join(self.part), None
-            yield whole
+        if last or len(self.part) > PIECES_MAX:
+            pieces, self.part = self.part, []
+            if len(pieces) <= PIECES_MAX:
+                yield b"".join(pieces)
 
 
 class Channels:

@@ -14,7 +14,7 @@ from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
 from tep.compat.nixl.wire import Grant, Region, Remote
 
-__all__ = ["Bell", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
+__all__ = ["Numbers", "Request", "Rows2", "Side", "cut_rows"]
 
 Failure = tuple[type[nixlBind.Error], str]
 
@@ -105,24 +105,12 @@ class Numbers:
         raise nixlBind.nixlBackendError(f"no immediate is left of {self._count}")
 
 
-class Bell:
-    """Calls those who wait for a change, once each; all under the agent's lock."""
-
-    def __init__(self) -> None:
-        self.calls: set[Callable[[], object]] = set()
-
-    def ring(self) -> None:
-        """Say that there was a change."""
-        calls, self.calls = self.calls, set()
-        for call in calls:
-            call()
-
-
 class Request:
     """One transfer of this agent.
 
     Attributes:
-        op, remote, parts, notif: the arguments; all times are of the clock `now_s`.
+        op, remote, parts, notif: the arguments; all times are of the clock `now_s`. `on_over` is
+            called, under the agent's lock, when a posting is over.
         state: "NEW", "PROC", "DONE" or "ERR".
         error: class and reason of a failure; a raised one would keep its caller's frames.
         number: number of this posting.
@@ -130,7 +118,6 @@ class Request:
         under_way: True while its memory may be touched.
         asked_s: time of the last message to its agent.
         transfers: the handles of this posting.
-        bell: rings when a posting is over.
     """
 
     def __init__(
@@ -141,6 +128,7 @@ class Request:
         rows: Rows,
         notif: bytes,
         now_s: Callable[[], float],
+        on_over: Callable[[], object],
     ) -> None:
         self.op, self.remote, self.parts, self.notif = op, remote, parts, notif
         self.nrows = sum(len(part.here) for part in parts)
@@ -150,8 +138,7 @@ class Request:
         self.number = self.imm = 0
         self.under_way = False
         self.transfers: list[Transfer] = []
-        self.bell = Bell()
-        self._now_s = now_s
+        self._now_s, self._on_over = now_s, on_over
         self._left = 0
         self._begun_s = self._ended_s = self.posted_s = self.asked_s = 0.0
 
@@ -209,13 +196,13 @@ class Request:
         self.under_way = False
         if self.error is None and self.state == "PROC" and number in {None, self.number}:
             self.state, self._ended_s = "DONE", self._now_s()
-            self.bell.ring()
+            self._on_over()
 
     def fail(self, kind: type[nixlBind.Error], why: str) -> None:
         """Fail the request, unless it has ended already."""
         if self.state == "PROC":
             self.state, self.error = "ERR", (kind, why)
-            self.bell.ring()
+            self._on_over()
 
     def checksums(self) -> list[int]:
         """Compute the checksum of each part at this end."""

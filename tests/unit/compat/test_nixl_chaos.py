@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -111,12 +109,12 @@ def test_a_dead_peer_is_an_error(tep_nixl):
     for nic in range(len(tep_nixl.engines[1].main_address.domains)):
         tep_nixl.kill_nic(1, nic)
 
-    async def again():
+    def again():
         agent.transfer(handle)
-        return await agent.wait_async(handle)
+        agent.wait(handle)
 
     with pytest.raises((bindings.nixlRemoteDisconnectError, bindings.nixlBackendError)):
-        asyncio.run(again())
+        again()
 
 
 def test_by_environment_alone(monkeypatch):

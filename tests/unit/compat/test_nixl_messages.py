@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.compat.nixl import api, bindings, channel, nixl_agent, transfers, wire
+from tep.compat.nixl import api, bindings, channel, nixl_agent, wire
 from tep.control.membership import PeerChange, PeerEvent
 
 WAIT_S = 60.0
@@ -66,8 +66,8 @@ def lose(agent, monkeypatch, kinds, count=10**9):
 
     def submit_send(addr, raw, *, on_done):
         frame = msgspec.msgpack.decode(raw, type=channel.Frame)
-        parts = frame.index == frame.left == 0 and frame.seq >= 0
-        if parts and isinstance(wire.decode(frame.body), kinds) and len(lost) < count:
+        whole = frame.last and 0 < len(frame.body) < channel.PIECE
+        if whole and isinstance(wire.decode(frame.body), kinds) and len(lost) < count:
             lost.append(frame.body)
             raise tep.BusyError("lost by the test")
         return send(addr, raw, on_done=on_done)
@@ -233,16 +233,6 @@ def test_rows_that_the_engine_refuses_fail_their_transfer_and_end_it(agents, mon
     assert "DONE" == finish(a, handle), "it can be posted again"
 
 
-def test_calls_of_a_bell_are_made_once():
-    """Whoever waits for an agent slept until its timeout."""
-    bell, calls = transfers.Bell(), []
-    bell.calls |= {lambda: calls.append(1), lambda: calls.append(2)}
-    bell.ring()
-    bell.ring()
-
-    assert [1, 2] == sorted(calls)
-
-
 def test_an_answer_that_is_lost_is_asked_for_again(agents, monkeypatch):
     """Its sender can tell nobody; who waits for it asks."""
     monkeypatch.setattr(api, "_ASK_AGAIN_S", 0.01)
@@ -299,7 +289,7 @@ def test_a_notification_counts_only_from_the_agents_own_engine(agents):
         for seq in (0, 1, 10**9):
             for claim in claims:
                 body = wire.encode(wire.Notif(b"forged"))
-                frame = channel.Frame("A", claim.to_bytes(), seq, seq, (0, seq), 0, 0, body)
+                frame = channel.Frame("A", claim.to_bytes(), seq, seq, ((0, seq),), True, body)
                 raw = msgspec.msgpack.encode(frame)
                 evil.submit_send(victim.engine.main_address, raw).wait(WAIT_S)
         friend.send_notif("B", b"2")
@@ -356,12 +346,12 @@ def test_agents_that_have_spoken_are_bounded(agents, monkeypatch):
     with tep.TransferEngine.open("local", name="evil") as evil:
         for k in range(20):
             name = f"evil{k}"
-            frame = channel.Frame(name, evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
+            frame = channel.Frame(name, evil.main_address.to_bytes(), 0, 0, (), True, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
         until(lambda: b.channels.foreign == 19)
     for k in range(8):
         with tep.TransferEngine.open("local", name="evil") as evil:
-            frame = channel.Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
+            frame = channel.Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, (), True, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
     a.send_notif("B", b"last")
 
@@ -375,13 +365,13 @@ def test_pieces_out_of_order_are_few(monkeypatch):
     monkeypatch.setattr(channel, "EARLY_MAX", 4)
     owner = SimpleNamespace(garbled=0)
     line = channel.Channel(owner, "A", None)
-    pieces = [channel.Frame("A", b"", k, 0, (0, 0), 0, 0, b"%d" % k) for k in range(10)]
+    pieces = [channel.Frame("A", b"", k, 0, (), True, b"%d" % k) for k in range(10)]
 
     assert [] == [message for piece in pieces[1:] for message in line.take(piece)]
     assert 5 == owner.garbled
     assert [b"0", b"1", b"2", b"3", b"4"] == list(line.take(pieces[0]))
     for k in range(20, 40, 2):  # gaps are no way around it
-        assert not list(line.take(channel.Frame("A", b"", -1, 0, (k, k + 1), 0, 0, b"")))
+        assert not list(line.take(channel.Frame("A", b"", -1, 0, ((k, k + 1),), True, b"")))
     assert 5 + 6 == owner.garbled
 
 

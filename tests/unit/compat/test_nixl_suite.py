@@ -300,7 +300,6 @@ def test_whoever_waits_sleeps(pair):
     assert {} == b.wait_notifs(0.5)
     assert time.monotonic() - started_s >= 0.5
     assert time.thread_time() - used_s < 0.1
-    assert not b._heard.calls, "each wait in vain left something behind"
 
     handle = a.initialize_xfer("WRITE", *rows, "B", b"told")
     with pytest.raises(bindings.nixlNotPostedError):
@@ -318,9 +317,7 @@ def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
         patch.setattr(a, "_want_grant", lambda channel: None)  # its first question is lost
         assert "PROC" == a.transfer(handle)
         assert "PROC" == a.wait(handle, 0.01)
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(a.wait_async(handle), 0.01))
-    assert "DONE" == asyncio.run(a.wait_async(handle))
+    assert "DONE" == a.wait(handle, WAIT_S)
     b.close()
 
     def again():
@@ -331,14 +328,14 @@ def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
         again()
 
 
-def test_many_coroutines_wait_at_once(pair):
-    """A server has a transfer for each of its requests."""
+def test_many_wait_at_once(pair):
+    """A server has a transfer for each of its requests; coroutines wait in threads."""
     a, _, rows = pair
 
     async def move():
         handle = a.initialize_xfer("READ", *rows, "B")
         a.transfer(handle)
-        return await a.wait_async(handle)
+        return await asyncio.to_thread(a.wait, handle, WAIT_S)
 
     async def main():
         return await asyncio.gather(*(move() for _ in range(50)))
