@@ -33,7 +33,7 @@ Row = dict[str, object]
 
 
 def _figures(data: Any) -> list[Row]:
-    """Return the figures of `tep bench`, or of a program of tests/bench that prints its own."""
+    """Return the figures that a program of tests/bench prints."""
     return [
         {
             "what": one["what"],
@@ -47,7 +47,7 @@ def _figures(data: Any) -> list[Row]:
 
 
 def _engine(data: Any) -> list[Row]:
-    """Return the figures of `tep bench engine`, each beside a loop of the same run."""
+    """Return the figures of bench_engine, each beside a loop of the same run."""
     rows = zip(_figures(data), data["figures"], strict=True)
     return [
         {"what": row["what"], "median": row["median"], "in method calls": _number(one["calls"])}
@@ -57,7 +57,7 @@ def _engine(data: Any) -> list[Row]:
 
 
 def _busy(data: Any) -> list[Row]:
-    """Return the figures of `tep bench busy`, with their worst rounds."""
+    """Return the figures of bench_busy, with their worst rounds."""
     worst = {one["what"]: _number(one["worst"]) for one in data["figures"]}
     return [
         {"what": row["what"], "median": row["median"], "best": row["best"]}
@@ -263,7 +263,7 @@ def _bench(words: str) -> tuple[str, ...]:
 BENCHES: Final[dict[str, Bench]] = {
     "engine": Bench(
         "The engine's own cost",
-        _bench("tep bench engine"),
+        _bench("python -m tests.bench.bench_engine"),
         _engine,
         "CPU time over NICs that take everything at once, both ends of a transfer, page lists "
         "given as plain arrays. What these NICs take themselves is in every figure; the rows of "
@@ -273,7 +273,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "busy": Bench(
         "Beside a busy program",
-        _bench("tep bench busy"),
+        _bench("python -m tests.bench.bench_busy"),
         _busy,
         "Two processes of this host; the load computes in the sender, in the receiver or in both. "
         "Ratios are to the figure alone in the same round. A load in another process takes cores "

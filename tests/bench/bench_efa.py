@@ -47,16 +47,12 @@ import numpy as np
 import tep
 from tep.backends.base import WriteBatch
 from tep.base.errors import BackendUnavailable
-from tep.bench import Figure
-from tep.cli.bench import show_figures
 from tep.core.handles import Handle
 from tep.drivers.threads import Machine
-from tests.bench.bench_libfabric import EFA_FIGURES, efa_figures
+from tests.bench.bench_libfabric import efa_figures
+from tests.bench.figures import Figure, show_figures
 
-__all__ = ["COLUMN_FIGURES", "column_figures"]
-
-COLUMN_FIGURES: Final = 13
-"""The number of figures that column_figures() yields, at most."""
+__all__ = ["column_figures"]
 
 _ROW_BYTES: Final = 64
 _ROWS: Final = 4000  # fit into the queue with the messages
@@ -423,8 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         figures = itertools.chain(column_figures(args.rounds), efa_figures(args.rounds))
-        n, title = COLUMN_FIGURES + EFA_FIGURES, "tests.bench.bench_efa"
-        show_figures(title, figures, n, json=args.json, decimals=2)
+        show_figures("tests.bench.bench_efa", figures, json=args.json, decimals=2)
     except LookupError as error:
         sys.stderr.write(f"the C yardstick cannot be built: {error}\n")
         return 2

@@ -34,18 +34,12 @@ import numpy.typing as npt
 import tep
 from tep.backends.ffi.libfabric import load
 from tep.base.units import KiB, MiB
-from tep.bench import Figure
-from tep.cli.bench import show_figures
 from tep.drivers.threads import Machine
+from tests.bench.figures import Figure, show_figures
 
-__all__ = ["EFA_FIGURES", "FIGURES", "efa_figures", "libfabric_figures", "serve"]
+__all__ = ["efa_figures", "libfabric_figures", "serve"]
 
 SOURCE: Final = Path(__file__).parent / "libfabric" / "yardstick.c"
-FIGURES: Final = 7
-"""The number of figures that libfabric_figures() yields."""
-
-EFA_FIGURES: Final = 4
-
 _RUNS: Final = 3  # runs of each pair of processes
 _PINGS: Final = 500  # pings of a run; on a crowded machine each may take two time slices
 _WAIT_S: Final = 30.0
@@ -463,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         figures = libfabric_figures(args.rounds)
-        show_figures("tests.bench.bench_libfabric", figures, FIGURES, json=args.json, decimals=2)
+        show_figures("tests.bench.bench_libfabric", figures, json=args.json, decimals=2)
     except LookupError as error:
         sys.stderr.write(f"the C yardstick cannot be built: {error}\n")
         return 2

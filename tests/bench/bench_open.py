@@ -17,10 +17,10 @@ import numpy as np
 
 from tep.backends.base import Completions, Kind, WriteBatch
 from tep.base.api import Pages
-from tep.bench.null import NullDomain
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tests.support.inside import worker_of
+from tests.support.null import NullDomain
 
 __all__ = ["KINDS", "Cost", "measure"]
 

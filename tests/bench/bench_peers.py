@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from tep.base.errors import UsageError
-from tep.cli.bench import machine_of_figures
 from tep.cli.show import emit_json, print_table
+from tests.bench.figures import machine_of_figures
 
 __all__ = ["PEERS", "PLANS", "Row", "find_peers", "peer_rows"]
 

@@ -25,9 +25,9 @@ from tep.apps.rl.models import load_model
 from tep.base.api import ScatterDst
 from tep.base.errors import UsageError
 from tep.base.units import KiB
-from tep.cli.bench import machine_of_figures
 from tep.cli.show import emit_json, print_table
 from tep.sim import Cluster, FabricEnv, TimingFabric
+from tests.bench.figures import machine_of_figures
 
 __all__ = [
     "RUNS",

@@ -10,10 +10,9 @@ from typing import Final
 import numpy as np
 
 from tep.base.api import Pages, ScatterDst
-from tep.bench import Figure, cpu_ns
-from tep.cli.bench import show_figures
 from tep.core.handles import Handle
 from tep.sim import Cluster
+from tests.bench.figures import Figure, cpu_ns, show_figures
 
 _RANKS: Final = 64
 _NODE: Final = 8
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     figures = simulator_figures(args.rounds)
-    show_figures("python -m tests.bench.bench_sim", figures, 3, json=args.json)
+    show_figures("python -m tests.bench.bench_sim", figures, json=args.json)
     return 0
 
 

@@ -23,15 +23,11 @@ from tep.backends.base import WriteBatch
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.domain import VerbsDomain
 from tep.base.api import Pages, ScatterDst
-from tep.bench import Figure, median_ns
-from tep.bench.engine import kind_of
-from tep.cli.bench import show_figures
 from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
+from tests.bench.bench_engine import kind_of
+from tests.bench.figures import Figure, median_ns, show_figures
 from tests.support.verbs_stub import Knob, Stub, build
-
-FIGURES: Final = 17
-"""The number of figures that verbs_stub_figures() yields."""
 
 _PAGE_BYTES: Final = 4096
 _PEERS: Final = 63
@@ -354,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         figures = verbs_stub_figures(args.rounds)
-        show_figures("tests.bench.bench_verbs_stub", figures, FIGURES, json=args.json)
+        show_figures("tests.bench.bench_verbs_stub", figures, json=args.json)
     except LookupError as error:
         sys.stderr.write(f"the stub provider cannot be built: {error}\n")
         return 2

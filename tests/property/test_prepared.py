@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import tep
 from tep.backends.base import Completions, WriteBatch
 from tep.base.units import PS_PER_US
-from tep.bench.null import NullDomain, null_memory
 from tep.drivers.threads import InlineDriver
 from tep.sim import Cluster
 from tests.support.effort import effort
 from tests.support.inside import machine_of
+from tests.support.null import NullDomain, null_memory
 from tests.support.pairs import pair
 
 NBYTES = 4096

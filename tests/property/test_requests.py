@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tep.base.api import Pages, Routing, ScatterDst, Single
 from tep.base.units import GiB, KiB
 from tep.base.wire import MrDesc
-from tep.bench.null import null_memory, null_pair
 from tep.core.plan import ROW_BYTES_MAX, count_imms
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
+from tests.support.null import null_memory, null_pair
 from tests.support.script import Posted, Scripted, memory, scripted
 
 NICS = st.integers(1, 4)

@@ -84,13 +84,11 @@ def test_only_the_drivers_have_threads() -> None:
     The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
     A launch waits for its ranks in an event loop, also in a notebook, whose cells run inside one.
-    bench/busy.py measures beside threads that compute.
     A sweep feeds its processes, and runs no engine beside that.
 
     The shipped tests may: they play the users.
     """
     threads = {
-        "tep/bench/busy.py",
         "tep/drivers/threads.py",
         "tep/host/sight.py",
         "tep/backends/verbs/messages.py",

@@ -175,10 +175,14 @@ def test_silenced_checks_say_why() -> None:
 
 
 def test_tests_do_not_sleep() -> None:
-    """A sleep is too short on a loaded machine and too long on an idle one; wait for an event."""
+    """A sleep is too short on a loaded machine and too long on an idle one; wait for an event.
+
+    `bench_busy` waits for nothing: a sleep is the time over which it measures.
+    """
     found = [
         f"{path}:{node.lineno}"
         for path in python_files("tests")
+        if path.name != "bench_busy.py"
         for node in nodes(path)
         if isinstance(node, ast.Call) and dotted(node.func) in {"time.sleep", "sleep"}
     ]

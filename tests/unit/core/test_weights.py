@@ -7,11 +7,11 @@ import pytest
 import tep
 from tep.base.units import KiB, MiB
 from tep.base.wire import NetAddr
-from tep.bench.null import null_pair
 from tep.core.path import Link, PathEvent, Routes
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tests.support.inside import link_of, worker_of
+from tests.support.null import null_pair
 
 PAGE, NPAGES = 64 * KiB, 2048
 

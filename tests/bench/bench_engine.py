@@ -1,5 +1,6 @@
-"""The engine's own cost, over NICs that take everything at once (tep.bench.null): nothing but our
-Python.
+"""The engine's own cost: over NICs that take everything at once, nothing but our Python.
+
+    python -m tests.bench.bench_engine --rounds 40
 
 The time of the null NICs themselves is in every figure, and is measured alone in the same run: no
 engine can take less, since it posts on each NIC that has rows, and polls each one.
@@ -10,9 +11,11 @@ completions, counts.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,10 +23,10 @@ import numpy as np
 
 from tep.backends.base import WriteBatch, new_completions
 from tep.base.api import EngineOptions, Pages, ScatterDst
-from tep.bench import Figure, call_ns, median_ns, summary
-from tep.bench.null import NullDomain, null_memory, null_pair
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
+from tests.bench.figures import Figure, call_ns, median_ns, show_figures, summary
+from tests.support.null import NullDomain, null_memory, null_pair
 
 __all__ = ["engine_figures", "kind_of"]
 
@@ -278,3 +281,16 @@ def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figu
         reference=8.502,
         reference_source=_SCATTER,
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40, help="of each figure, 3 or more")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    show_figures("tests.bench.bench_engine", engine_figures(args.rounds), json=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,8 @@
 """A NIC that takes everything and completes it at once, without moving a byte: what is left is the
 engine's own cost.
 
-For benchmarks only. Every immediate reaches the target as an entry of its own, as from a real NIC.
+For benchmarks and counts of work. Every immediate reaches the target as an entry of its own, as
+from a real NIC.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tep.backends.base import (
 )
 from tep.memory.source import Memory
 
-__all__ = ["NullDomain", "null_pair"]
+__all__ = ["NullDomain", "null_memory", "null_pair"]
 
 _WRITE, _READ, _IMM, _OK = int(Kind.WRITE), int(Kind.READ), int(Kind.IMM), int(Status.OK)
 
@@ -64,9 +65,7 @@ class NullDomain:
         self._wire = wire
         self._news: deque[tuple[int, Column, int]] = deque()  # kind, ctx or immediate, rows
         self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
-        self._out: Completions = new_completions(
-            0
-        )  # the last that poll() filled, and columns of it
+        self._out: Completions = new_completions(0)  # the last that poll() filled, and its columns
         self._values = self._out["imm"]
         self._bytes = memoryview(b"")
         self._burst: object = None  # the last immediate and how many there were

@@ -1,15 +1,19 @@
 """The engine beside a busy program: the same work alone, and beside threads that compute.
 
-Two processes of this host run `python -m tep.bench.busy FABRIC ROUNDS`. In each round they do the
-same work alone and beside each load in turns, so that other work on the machine affects all alike.
+    python -m tests.bench.bench_busy --fabric local --rounds 5
+
+Two processes of this host run it with `--rank`. In each round they do the same work alone and
+beside each load in turns, so that other work on the machine affects all alike.
 Each ratio is to the round's own figure alone. A load in another process takes cores and not the
 interpreter: what is lost beside it is not the interpreter's fault.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
+import itertools
 import json
 import mmap
 import os
@@ -18,20 +22,19 @@ import subprocess  # the other process is this Python
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
 from tep.base.api import Pages
-from tep.base.errors import UsageError
 from tep.base.wire import MrDesc
-from tep.bench import Figure
 from tep.engine import TransferEngine
 from tep.rendezvous import join
 from tep.rendezvous.launch import launch
+from tests.bench.figures import Figure, show_figures
 
-__all__ = ["FABRICS", "NFIGURES", "busy_figures"]
+__all__ = ["FABRICS", "busy_figures"]
 
 FABRICS: Final = ("local", "tcp")
 _SIDES: Final = ("sender", "receiver", "both")
@@ -104,7 +107,7 @@ class _Process:
         os.ftruncate(shared, mmap.PAGESIZE)
         self._words = memoryview(mmap.mmap(shared, mmap.PAGESIZE)).cast("Q")
         command = [sys.executable, "-S", "-c", _COUNTS.format(shared)]
-        self._process = subprocess.Popen(command, pass_fds=[shared])  # noqa: S603  # this Python
+        self._process = subprocess.Popen(command, pass_fds=[shared])  # this Python
         os.close(shared)
 
     @property
@@ -131,9 +134,6 @@ _CONDITIONS: Final = (
     ("an asyncio loop", "both"),
 )
 """Load and side, "" = alone."""
-
-NFIGURES: Final = 3 + 4 * (len(_CONDITIONS) - 1)
-"""Figures of one fabric."""
 
 
 class _Rank:
@@ -213,7 +213,7 @@ def _paces(times: int) -> list[float]:
     return found
 
 
-def main(fabric: str, rounds: int) -> None:
+def run_rank(fabric: str, rounds: int) -> None:
     """Be one of the two processes; rank 0 prints what both have found."""
     without = statistics.median(_paces(rounds))
     engine = (
@@ -234,15 +234,10 @@ def main(fabric: str, rounds: int) -> None:
 
 
 def busy_figures(fabric: str, rounds: int = 5) -> Iterator[Figure]:
-    """Measure over one fabric, `rounds` times alone and beside each load.
-
-    Raises:
-        UsageError: no such fabric.
-    """
-    if fabric not in FABRICS:
-        raise UsageError(f"fabric={fabric!r}; {', '.join(FABRICS)}")
+    """Measure over one fabric, `rounds` times alone and beside each load."""
     out = io.StringIO()
-    command = [sys.executable, "-m", "tep.bench.busy", fabric, str(rounds)]
+    command = [sys.executable, "-m", "tests.bench.bench_busy", "--rank"]
+    command += ["--fabric", fabric, "--rounds", str(rounds)]
     launch("local", ["127.0.0.1"] * 2, command, out=out)
     (kept, sender), (_, receiver) = json.loads(out.getvalue())
     yield _figure(f"{fabric}: a thread in Python beside an idle engine keeps", kept, _KEEPS, 0.99)
@@ -266,5 +261,21 @@ def _figure(what: str, found: list[float], unit: str, aim: float | None = None) 
     return Figure.of(what, found, unit, more_is_better=not less, aim=aim)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fabric", choices=FABRICS, help="both if not given")
+    parser.add_argument("--rounds", type=int, default=5, help="of each figure, 3 or more")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rank", action="store_true", help="be one of the two processes")
+    args = parser.parse_args(argv)
+    if args.rank:
+        run_rank(args.fabric, args.rounds)
+        return 0
+    fabrics = [args.fabric] if args.fabric else FABRICS
+    figures = itertools.chain.from_iterable(busy_figures(one, args.rounds) for one in fabrics)
+    show_figures("tests.bench.bench_busy", figures, json=args.json, decimals=2)
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main())
