@@ -63,9 +63,6 @@ def moe(
     by_bytes: Annotated[
         bool, typer.Option("--by-bytes", help="Share the first burst over all NICs, too.")
     ] = False,
-    node_sums: Annotated[
-        bool, typer.Option("--node-sums", help="Add results up at the sending node.")
-    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Other ways on the same machine, side by side.")
     ] = False,
@@ -101,7 +98,6 @@ def moe(
         seed=seed,
         private_scatter="bytes" if by_bytes else "peers",
         turns=1 if prefill and turns is None else turns,
-        sums="node" if node_sums else "token",
     )
     if compare:
         _compare(workload, guessed, json=json)

@@ -18,7 +18,6 @@ import tep
 from tep.apps.moe.config import RANKS_MAX, MoeConfig, sort_copies
 from tep.apps.moe.group import Group, Move
 from tep.apps.moe.kernels import HOST, Gpu, spend
-from tep.apps.moe.nodesum import NodeSums
 from tep.apps.moe.payload import Bytes, Payload, Received
 from tep.apps.moe.proxy import (
     CALL_TRIES_MAX,
@@ -106,7 +105,6 @@ class AllToAll:
             group.board,
             self._mark,
         )
-        self._sums: NodeSums | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -131,8 +129,6 @@ class AllToAll:
         linked = self._link is not None
         self._peers = Peers(self.config, self.rank, self._descs, linked=linked)
         self._proxy.meet(self._peers)
-        if self.config.sums == "node" and self._link:
-            self._sums = NodeSums(self._proxy, self._link)
 
     async def close(self) -> None:
         """End what still runs, and give the memory back; the engine stays open. Idempotent.
@@ -267,7 +263,7 @@ class AllToAll:
         await turn.landed
         self._mark("payload")
         await spend(kernels.copy_s(far + here, stride))
-        received = turn.received = self._payload.gather(turn.number, routes, arrivals, turn.sample)
+        received = self._payload.gather(turn.number, routes, arrivals, turn.sample)
         self._mark("dispatch")
         self._free["dispatch"] = self._spawn(self._proxy.dispatched(turn))
         self._proxy.read.store(turn.number)
@@ -290,20 +286,15 @@ class AllToAll:
         kernels, layout = self._kernels, self._payload.layout
         assert turn.arrivals is not None
         self._begin()
-        sums = self._sums
-        self._spawn(sums.drive(turn) if sums else self._proxy.combine(turn), turn)
+        self._spawn(self._proxy.combine(turn), turn)
         await spend(kernels.launch_s())
         routes = turn.routes.result()
         moves = results_to(self._peers, layout, routes, near=True)
         if results is not None:
             self._payload.stage_results(routes, turn.arrivals, results)
-        if sums:
-            await sums.send(turn, results)
-        else:
-            copies = routes.copies[:, self.rank]
-            far = [p for p in self._peers.others if not self._peers.near(p)]
-            away = sum(int(copies[p]) for p in far)
-            await spend(kernels.copy_s(away, layout.result_stride))
+        copies = routes.copies[:, self.rank]
+        away = sum(int(copies[p]) for p in self._peers.others if not self._peers.near(p))
+        await spend(kernels.copy_s(away, layout.result_stride))
         self._mark("staged")
         self._proxy.computed.store(turn.number)
         near = [move.peer for move in moves]
@@ -331,12 +322,9 @@ class AllToAll:
         self._mark("node link")
         await turn.returned
         self._mark("payload")
-        rows = self._sums.rows_in(turn) if self._sums else len(turn.batch.tokens)
-        await spend(kernels.sum_s(rows, len(turn.weights), layout.result_stride))
-        if self._sums:
-            summed = self._sums.sum(turn)
-        else:
-            summed = self._payload.sum(turn.batch.place, turn.weights, turn.sample)
+        copies, tokens = len(turn.batch.tokens), len(turn.weights)
+        await spend(kernels.sum_s(copies, tokens, layout.result_stride))
+        summed = self._payload.sum(turn.batch.place, turn.weights, turn.sample)
         self._mark("combine")
         self._free["combine"] = self._spawn(self._proxy.combined(turn))
         self._proxy.summed.store(turn.number)
@@ -405,8 +393,6 @@ class AllToAll:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._proxy.close()
-        if self._sums:
-            self._sums.close()
         await self._guard.drain()
 
     @contextlib.asynccontextmanager

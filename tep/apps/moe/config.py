@@ -4,8 +4,7 @@ Values and arithmetic only; no memory, no engine. The bounds stated here are wha
 by, and tests/property/test_moe_bounds.py proves that they hold and are reached. All ranks have the
 same layout, so that an offset computed here is valid at every peer. In order: own copies to send,
 private areas by source, the shared area (these three in slots of one size, so that one gather reads
-all), results to send, results received, routes received, own routes, and, where a node adds up what
-it sends back, partial sums and sums.
+all), results to send, results received, routes received, own routes.
 
 A *copy* is one (token, expert) pair; its *source* is the rank of its token. A source's copies are
 ordered by expert, then token, so that those for one rank, and for one expert, stand together: a
@@ -26,7 +25,7 @@ import numpy.typing as npt
 from tep import BadRequest, UsageError
 
 __all__ = [
-    "HEADER_BYTES", "NOWHERE", "PARTIAL_HEAD_BYTES", "RANKS_MAX", "ROUTE_HEAD_BYTES", "Arrivals",
+    "HEADER_BYTES", "NOWHERE", "RANKS_MAX", "ROUTE_HEAD_BYTES", "Arrivals",
     "Batch", "Format", "Ints", "Layout", "MoeConfig", "Routes", "sort_copies",
 ]  # fmt: skip
 
@@ -81,8 +80,6 @@ class MoeConfig:
         expert_padding: rows of each expert are padded to a multiple of this.
         private_scatter: "peers" as the reference: a peer's burst goes whole over one NIC; "bytes":
             every NIC carries a part of each.
-        sums: "token": each result travels, and its token's rank adds up, in one fixed order, with
-            one rounding. "node": a node adds up what it sends back; fewer bytes, more roundings.
         timeout_s: how long one wait may last before dead ranks are looked for, seconds.
         imm_base: the highest four bits of all immediates of this all-to-all; another one on the
             same engine needs another.
@@ -100,7 +97,6 @@ class MoeConfig:
     num_scales: int | None = None
     expert_padding: int = 1
     private_scatter: Literal["peers", "bytes"] = "peers"
-    sums: Literal["token", "node"] = "token"
     timeout_s: float = 30.0
     imm_base: int = 0x8000_0000
 
@@ -135,8 +131,6 @@ class MoeConfig:
             )
         if self.combine_format is Format.FP8:
             raise UsageError("MoeConfig: combine_format fp8: results come back as bf16 or fp32")
-        if self.sums == "node" and self.node_size == 1:
-            raise UsageError("MoeConfig: sums='node' needs node_size > 1")
         if self.imm_base & 0x0FFF_FFFF or not 0 <= self.imm_base < 2**32:
             raise UsageError(
                 f"MoeConfig: imm_base={self.imm_base:#x}; only its highest four bits may be set"
@@ -226,7 +220,6 @@ def _up(value: int, step: int) -> int:
 
 
 ROUTE_HEAD_BYTES: Final = 16
-PARTIAL_HEAD_BYTES: Final = 16  # of a block: how many rows follow; of a row: its token
 _AREA_ALIGN: Final = 256
 _PACKED: Final = {"private", "shared", "routes_out"}  # follow the area before without a gap
 
@@ -240,8 +233,6 @@ class Layout:
         send, private, shared: copies.
         results_out, results_in: results.
         routes_in, routes_out: a row of `route_bytes` for each rank, and the own one.
-        partials_out, partials_in: blocks of partial sums, by rank of the node; in: and by node.
-        nodes_out, nodes_in: sums by node, max_tokens rows each.
         nbytes: of the arena.
     """
 
@@ -255,10 +246,6 @@ class Layout:
     results_in: int
     routes_in: int
     routes_out: int
-    partials_out: int
-    partials_in: int
-    nodes_out: int
-    nodes_in: int
     nbytes: int
 
     @classmethod
@@ -266,9 +253,6 @@ class Layout:
         """Lay a configuration out."""
         stride, result = config.dispatch_stride, config.combine_stride
         route = ROUTE_HEAD_BYTES + 4 * config.num_experts
-        block = PARTIAL_HEAD_BYTES + config.max_tokens * (result + PARTIAL_HEAD_BYTES)
-        summed = config.sums == "node"
-        nodes = summed * config.world // config.node_size * config.max_tokens * result
         sizes = {
             "send": config.sent_copies_max * stride,
             "private": config.world * config.private_tokens * stride,
@@ -277,10 +261,6 @@ class Layout:
             "results_in": config.sent_copies_max * result,
             "routes_in": config.world * route,
             "routes_out": route,
-            "partials_out": summed * config.node_size * block,
-            "partials_in": summed * config.world * block,
-            "nodes_out": nodes,
-            "nodes_in": nodes,
         }
         at, areas = 0, {}
         for name, nbytes in sizes.items():

@@ -66,7 +66,7 @@ class Workload:
         turns: how many; the first is left out of the medians if there are more. None: one, and as
             many more as give _SAMPLES latencies: 5 at EP16, 2 at EP64.
         seed: of routing and jitter.
-        private_scatter, sums: as of MoeConfig.
+        private_scatter: as of MoeConfig.
     """
 
     ep: int = 64
@@ -84,7 +84,6 @@ class Workload:
     turns: int | None = None
     seed: int = 0
     private_scatter: Literal["peers", "bytes"] = "peers"
-    sums: Literal["token", "node"] = "token"
 
     @property
     def all_turns(self) -> int:
@@ -220,7 +219,6 @@ def _shape(workload: Workload) -> dict[str, Any]:
         "max_tokens": workload.tokens,
         "private_tokens": workload.private_tokens,
         "private_scatter": workload.private_scatter,
-        "sums": workload.sums,
     }
 
 
@@ -349,18 +347,12 @@ def compare(workload: Workload) -> dict[str, Prediction]:
 
 def ways(workload: Workload) -> list[tuple[str, Callable[..., Prediction], Workload]]:
     """The runs of `compare`: name, function, workload."""
-    by_bytes = replace(workload, private_scatter="bytes")
-    found: list[tuple[str, Callable[..., Prediction], Workload]] = [
+    return [
         ("host proxy, as the reference", predict, workload),
-        ("first burst by bytes", predict, by_bytes),
-        ("sums at the sending node", predict, replace(workload, sums="node")),
-        ("both", predict, replace(by_bytes, sums="node")),
+        ("first burst by bytes", predict, replace(workload, private_scatter="bytes")),
         ("per-token writes", per_token, workload),
         ("padded, dense", padded, workload),
     ]
-    # Nodes of one GPU have nothing to add up, one node has nobody to send to.
-    adds = 1 < workload.gpus < workload.ep
-    return [one for one in found if one[2].sums != "node" or adds]
 
 
 class _Rank:
@@ -443,8 +435,7 @@ class _Rank:
 def _run(workload: Workload, gpu: Gpu | None, machine: Profile, *, padded: bool) -> Prediction:
     gpu, ep = gpu or load_gpu(family_of(workload)), workload.ep
     link = Nvlink(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
-    shape = _shape(replace(workload, sums="token"))
-    config = MoeConfig(world=ep, node_size=min(workload.gpus, ep), **shape)
+    config = MoeConfig(world=ep, node_size=min(workload.gpus, ep), **_shape(workload))
     block = config.max_tokens * config.copies_per_token if padded else 0
     cluster = sim.Cluster(ep, profile=machine, seed=workload.seed, move_bytes=False)
     ranks = [_Rank(cluster, link.port(r), gpu, config, r, block) for r in range(ep)]

@@ -43,7 +43,6 @@ from tep.apps.moe.payload import F32, Payload
 
 if TYPE_CHECKING:
     from tep import Transfer, TransferEngine, Watcher
-    from tep.apps.moe.payload import Received
 
 __all__ = [
     "CALL_TRIES_MAX", "COMBINE", "COMBINED", "DISPATCH", "DISPATCHED", "ROUTE", "TROUBLE", "TURNS",
@@ -91,7 +90,6 @@ class Turn:
         returned: settled once all results that come by NIC are here.
         sent_tokens, sent_results: transfers whose source must not be touched yet.
         arrivals: what this rank got, in output order.
-        received: the same with tokens and weights.
     """
 
     def __init__(self, number: int, batch: Batch, weights: F32, sample: Any) -> None:
@@ -106,7 +104,6 @@ class Turn:
         self.sent_tokens: list[Transfer] = []
         self.sent_results: list[Transfer] = []
         self.arrivals: Arrivals | None = None
-        self.received: Received | None = None
 
     def fail(self, error: BaseException) -> None:
         """Tell all who wait."""
@@ -610,14 +607,6 @@ class Proxy:
             else:
                 counts[p] = self.payload.read_route(turn.number, p)
         return counts
-
-    def tokens_of(self, turn: Turn, source: int, rank: int) -> Ints:
-        """Tokens of a source that chose an expert of a rank; for runs that move no bytes."""
-        assert self._board is not None
-        batch = self._board.batches[turn.number, source]
-        first = rank * self.config.local_experts
-        ends = np.searchsorted(batch.experts, (first, first + self.config.local_experts))
-        return np.unique(batch.tokens[ends[0] : ends[1]])
 
     def dispatch_imms(self, routes: Routes) -> int:
         """Immediates that vouch for all copies that come here by NIC."""

@@ -8,9 +8,8 @@ reference is the same layer on one rank, in loops; bytes are compared, not numbe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -161,7 +160,7 @@ def apply_experts(trial: Trial, rank: int, got: Received) -> Bytes:
     return results
 
 
-def dense(trial: Trial, tokens: Tokens, rank: int = 0) -> Bytes:
+def dense(trial: Trial, tokens: Tokens) -> Bytes:
     """The output that a rank's tokens must have."""
 
     def of(number: int, x: Bytes, scales: F32 | None) -> Any:
@@ -175,8 +174,6 @@ def dense(trial: Trial, tokens: Tokens, rank: int = 0) -> Bytes:
         of,
         hidden=trial.hidden,
         combine_format=trial.combine_format,
-        node=rank // trial.node_size if trial.sums == "node" else None,
-        ranks=(trial.local_experts, trial.node_size),
     )
 
 
@@ -192,7 +189,7 @@ async def run_turn(trial: Trial, alltoall: AllToAll, turn: int) -> Wrong | None:
     await alltoall.combine_send(results.view(trial.combine_format.dtype))
     results[:] = 0xDD
     out = np.ascontiguousarray(await alltoall.combine_recv()).view(np.uint8)
-    expected = dense(trial, mine, alltoall.rank)
+    expected = dense(trial, mine)
     bad = np.flatnonzero((out.reshape(expected.shape) != expected).any(axis=1))
     if len(bad):
         return Wrong(rank=alltoall.rank, turn=turn, tokens=tuple(bad.tolist()))
@@ -228,7 +225,6 @@ def draw_trial(seed: int) -> Trial:
     def one_of(*choices: Any) -> Any:
         return choices[int(rng.integers(len(choices)))]
 
-    by_node = node > 1 and rng.random() < 0.3
     return Trial(
         world=world,
         node_size=node,
@@ -242,7 +238,6 @@ def draw_trial(seed: int) -> Trial:
         dispatch_format=one_of(*Format),
         combine_format=one_of(Format.BF16, Format.FP32),
         private_scatter=one_of("peers", "bytes"),
-        sums="node" if by_node else "token",
         routing=one_of(*get_args(Routing)),
         nics=one_of(1, 2, 4),
         turns=int(rng.integers(1, 4)),
@@ -289,8 +284,6 @@ def dense_layer(
     *,
     hidden: int,
     combine_format: Format,
-    node: int | None = None,
-    ranks: tuple[int, int] = (1, 1),
 ) -> Bytes:
     """Send each token through its experts, one by one, and sum in the order of its choices.
 
@@ -302,9 +295,6 @@ def dense_layer(
         expert: what an expert does; row by row, so that grouping cannot change a result.
         hidden: elements of a result.
         combine_format: of a result.
-        node: of the rank whose tokens these are, where other nodes add up what they send back:
-            AllToAll(sums="node"). None: they do not.
-        ranks: experts of a rank, and ranks of a node.
 
     Returns:
         u8[n, hidden * bytes of the format].
@@ -316,23 +306,9 @@ def dense_layer(
         rows = as_rows(found, hidden, combine_format.nbytes, "results")
         return to_f32(rows, combine_format).reshape(hidden)
 
-    def rounded(values: Iterable[F32]) -> F32:
-        total = sum(values, np.zeros(hidden, np.float32))
-        return to_f32(from_f32(total[None], combine_format), combine_format).reshape(hidden)
-
-    of_rank, of_node = ranks[0], ranks[0] * ranks[1]
     total = np.zeros((len(x), hidden), np.float32)
     for token in range(len(x)):
-        away: dict[int, F32] = {}
         for choice, number in enumerate(indices[token].tolist()):
-            if number < 0:
-                continue
-            value = np.float32(weights[token, choice]) * result(token, number)
-            if node is None or number // of_node == node:
-                total[token] += value
-            else:
-                away[number] = value
-        for _, there in groupby(sorted(away), lambda number: number // of_node):
-            by_rank = groupby(there, lambda number: number // of_rank)
-            total[token] += rounded(rounded(away[k] for k in mine) for _, mine in by_rank)
+            if number != NOWHERE:
+                total[token] += np.float32(weights[token, choice]) * result(token, number)
     return from_f32(total, combine_format)

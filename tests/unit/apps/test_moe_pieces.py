@@ -34,7 +34,6 @@ SMALL = {"num_experts": 8, "topk": 2, "hidden": 16, "max_tokens": 4, "world": 4}
         ({"world": 2048, "num_experts": 2048}, "world=2048; 1024 ranks at the most"),
         ({"combine_format": moe.Format.FP8}, "combine_format fp8"),
         ({"imm_base": 0x8000_0001}, "imm_base=0x80000001; only its highest four bits"),
-        ({"sums": "node"}, "sums='node' needs node_size > 1"),
     ],
 )
 def test_a_configuration_that_contradicts_itself_is_refused(changes, text) -> None:
