@@ -11,7 +11,7 @@ import runpy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -30,7 +30,6 @@ from tep.cli.show import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tep.rendezvous import Place as RankPlace
     from tep.sim.profile import Profile
     from tep.sim.row_log import RowLog
     from tep.testing.spreading import Finding, ProtocolJudge
@@ -41,6 +40,9 @@ app = typer.Typer(
     help="Simulate: a protocol of yours, a machine of yours.",
     invoke_without_command=True,
 )
+
+_SILENCE_S: Final = 600.0
+"""A search ends if no worker of Ray answers for so long."""
 
 Seed = Annotated[int, typer.Option("--seed", help="The run: all in it is drawn from this number.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")]
@@ -83,9 +85,8 @@ def sim(
     json: Json = False,
 ) -> None:
     """Run an async function of yours on the chaos fabric, in a drawn case; exit 1 on the first
-    violation, or after --findings of them.
-
-    Started by torchrun or srun the ranks share the seeds, and rank 0 prints.
+    violation, or after --findings of them. Several jobs share a search if each has its own --seed
+    and --runs.
     """
     if context.invoked_subcommand is not None:
         return
@@ -94,7 +95,6 @@ def sim(
             "sim: --protocol FILE.py:NAME is asked for, an async function of a Cluster; the drawn "
             "runs of the engine itself are played in a clone: python -m tests.world SEED"
         )
-    from tep.rendezvous.launch import place_here
     from tep.testing.spreading import ProtocolJudge  # numpy is loaded when something runs
 
     seeds = range(seed, seed + runs)
@@ -104,10 +104,7 @@ def sim(
     shape = (nodes, _range(nics), faults, heal_us, case)
     judge = ProtocolJudge(protocol, *shape, may_fail=not must_survive)
     judge.case(seed)  # options that no case can have are refused before anything runs
-    place = None if ray else place_here()
-    found, record = _search(judge, seeds, findings, ray, place, quiet=json)
-    if place is not None and place.rank:
-        return  # rank 0 prints
+    found, record = _search(judge, seeds, findings, ray, quiet=json)
     if found and shrink:
         first = found[0]._replace(violation=_shrunk(judge, found[0].seed))
         found = [first, *found[1:]]
@@ -353,37 +350,22 @@ def _loaded(place: str) -> Callable[..., Any]:
 
 
 def _search(
-    judge: ProtocolJudge,
-    seeds: range,
-    most: int,
-    ray: str,
-    place: RankPlace | None,
-    *,
-    quiet: bool,
+    judge: ProtocolJudge, seeds: range, most: int, ray: str, *, quiet: bool
 ) -> tuple[Sequence[Finding], RowLog]:
-    """Look for findings, here, with other ranks or on Ray.
-
-    Also returns the rows of the first one's run, or of the last; a rank that is not the first has
-    nothing to return.
-    """
-    from tep import rendezvous
+    """Search here or on Ray, and show how far it is."""
     from tep.testing.spreading import search
 
-    with progress(
-        "seeds", len(seeds), quiet=quiet or len(seeds) == 1 or bool(place and place.rank)
-    ) as bar:
+    calls = None
+    if ray:
+        from tep.integrations.ray.cluster import calls as calls_on_ray
+
+        calls = calls_on_ray(ray, folder=judge.folder, timeout_s=_SILENCE_S)
+    with progress("seeds", len(seeds), quiet=quiet or len(seeds) == 1) as bar:
 
         def judged(count: int) -> None:
             bar.advance(bar.task_ids[0], count)
 
-        if ray:
-            from tep.integrations.ray import cluster
-
-            return cluster.search(judge, seeds, ray, most=most, judged=judged)
-        if place is None:
-            return search(judge, seeds, most=most, judged=judged)
-        with rendezvous.join(place) as group:
-            return search(judge, seeds, group=group, most=most, judged=judged)
+        return search(judge, seeds, most=most, calls=calls, judged=judged)
 
 
 def _shrunk(judge: ProtocolJudge, seed: int) -> str:

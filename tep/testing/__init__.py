@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from tep.testing.case import Case, Violation, scenarios
     from tep.testing.hunting import Ran, Tried, hunt, run, shrink, story
     from tep.testing.machine import ClusterMachine
-    from tep.testing.spreading import Finding, Judge, ProtocolJudge, confirm, judge_all, search
+    from tep.testing.spreading import Finding, Judge, ProtocolJudge, search
 
 __all__ = [
     "Case", "ClusterMachine", "Finding", "Judge", "ProtocolJudge", "Ran", "Tried", "Violation",
-    "confirm", "hunt", "judge_all", "run", "scenarios", "search", "shrink", "story",
+    "hunt", "run", "scenarios", "search", "shrink", "story",
 ]  # fmt: skip
 
 _ROOMS = {
     "case": ("Case", "Violation", "scenarios"),
     "hunting": ("Ran", "Tried", "hunt", "run", "shrink", "story"),
     "machine": ("ClusterMachine",),
-    "spreading": ("Finding", "Judge", "ProtocolJudge", "confirm", "judge_all", "search"),
+    "spreading": ("Finding", "Judge", "ProtocolJudge", "search"),
 }
 _ROOM_OF = {name: f"tep.testing.{room}" for room, names in _ROOMS.items() for name in names}
 

@@ -1,29 +1,23 @@
-"""Searches for bugs through seeds: in one process, or spread over the ranks of torchrun or srun.
-
-One loop over the seeds and many ranks find the same, in the order of the seeds; so do the workers
-of Ray (`tep.integrations.ray.cluster.search`).
-"""
+"""Searches for bugs through seeds, in this process or on workers: the findings are the same."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from typing import Protocol as Interface
 
 from tep.base.errors import UsageError
-from tep.rendezvous import Group
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics, Violation
 from tep.testing.hunting import Protocol, load_protocol, run
 
-__all__ = ["Finding", "Judge", "ProtocolJudge", "confirm", "judge_all", "search"]
+__all__ = ["Finding", "Judge", "ProtocolJudge", "search"]
 
-TURN_MAX: Final = 256
-"""Seeds that a rank of torchrun or srun judges before it tells the others."""
+_SHARE_MAX: Final = 16
+"""Most seeds of a share: a worker answers in time even if a seed takes half a minute."""
 
 
 class Finding(NamedTuple):
@@ -36,7 +30,7 @@ class Finding(NamedTuple):
 class Judge(Interface):
     """Runs one seed; None if nothing was found, else the violation in words.
 
-    It must be a function of the seed, and be pickled where it is spread.
+    It must be a function of the seed; for workers it is pickled.
     """
 
     def __call__(self, seed: int, row_log: RowLog | None = None) -> str | None: ...
@@ -46,7 +40,8 @@ class Judge(Interface):
 class ProtocolJudge:
     """A user's protocol in the case drawn from a seed.
 
-    Pickled it is the place; each process loads the protocol for itself.
+    Pickled it is the name of the protocol's file without its folder: each worker stands in a copy
+    of that folder and loads the protocol for itself.
 
     Attributes:
         place: FILE.py:NAME of an async function of a Cluster.
@@ -69,8 +64,14 @@ class ProtocolJudge:
         object.__setattr__(self, "protocol", load_protocol(self.place))
 
     def __reduce__(self) -> tuple[object, ...]:
-        shape = (self.place, self.nodes, self.nics, self.faults, self.heal_us)
+        place = Path(self.place).name
+        shape = (place, self.nodes, self.nics, self.faults, self.heal_us)
         return type(self), (*shape, self.literal, self.may_fail)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the protocol's file."""
+        return Path(self.place).resolve().parent
 
     def case(self, seed: int) -> Case:
         """The case of a seed."""
@@ -79,13 +80,6 @@ class ProtocolJudge:
         return Case.draw(
             seed, nodes=self.nodes, nics=self.nics, faults=self.faults, heal_us=self.heal_us
         )
-
-    def moved(self) -> tuple[ProtocolJudge, Path]:
-        """The same for a worker that runs in a copy of the protocol's folder; and this folder."""
-        path, _, name = self.place.rpartition(":")
-        moved = copy(self)
-        object.__setattr__(moved, "place", f"{Path(path).name}:{name}")
-        return moved, Path(path).resolve().parent
 
     def play(self, seed: int, row_log: RowLog | None = None) -> None:
         """Run a seed. Raises Violation."""
@@ -99,10 +93,70 @@ class ProtocolJudge:
         return None
 
 
-def judge_all(judge: Judge, seeds: range, most: int) -> list[Finding]:
+Share = range
+Work = Callable[[Share], list[Finding]]
+Answered = Callable[[Share, list[Finding]], bool]
+Calls = Callable[[Work, Sequence[Share], Answered], None]
+"""Calls a function for each item, in any order, and passes on each item with its result as it
+comes; ends early when that returns True."""
+
+
+def search(
+    judge: Judge,
+    seeds: range,
+    *,
+    most: int = 1,
+    calls: Calls | None = None,
+    judged: Callable[[int], object] = lambda _count: None,
+) -> tuple[Sequence[Finding], RowLog]:
+    """Search seeds for those that break a promise.
+
+    Each finding is judged again in this process before it is returned.
+
+    Args:
+        judge: judges one seed.
+        seeds: consecutive seeds.
+        most: number of findings at which the search ends.
+        calls: makes the calls on workers, such as `tep.integrations.ray.cluster.calls()`; None:
+            they are made here, one after the other.
+        judged: called with the number of seeds of each share that has ended.
+
+    Returns:
+        The findings with the lowest seeds, at most `most`; and the rows of the first one's run, or
+        of the last seed's.
+
+    Raises:
+        UsageError: a finding is none in this process.
+    """
+    size = min(max(len(seeds) // 64, 1), _SHARE_MAX)
+    shares = [seeds[k : k + size] for k in range(0, len(seeds), size)]
+    findings: list[Finding] = []
+    early: dict[int, list[Finding]] = {}  # of shares behind one that has not ended
+    behind = seeds.start
+
+    def answered(share: Share, found: list[Finding]) -> bool:
+        nonlocal behind
+        judged(len(share))
+        early[share.start] = found
+        while behind in early:
+            findings.extend(early.pop(behind))
+            behind += size
+        return len(findings) >= most
+
+    (calls or _call)(partial(_judge_all, judge, most=most), shares, answered)
+    return _confirm(judge, findings[:most], seeds)
+
+
+def _call(work: Work, shares: Sequence[Share], answered: Answered) -> None:
+    for share in shares:
+        if answered(share, work(share)):
+            return
+
+
+def _judge_all(judge: Judge, share: Share, *, most: int) -> list[Finding]:
     """Judge seeds one after another: all, or until `most` have findings."""
     findings: list[Finding] = []
-    for seed in seeds:
+    for seed in share:
         violation = judge(seed)
         if violation is not None:
             findings.append(Finding(seed, violation))
@@ -111,61 +165,10 @@ def judge_all(judge: Judge, seeds: range, most: int) -> list[Finding]:
     return findings
 
 
-def search(
-    judge: Judge,
-    seeds: range,
-    *,
-    group: Group | None = None,
-    most: int = 1,
-    timeout_s: float = 600.0,
-    judged: Callable[[int], object] = lambda _count: None,
-) -> tuple[Sequence[Finding], RowLog]:
-    """Search seeds here, or in processes that torchrun or srun has started; each calls this alike.
-
-    In each turn every rank judges some seeds, and all tell each other what they found.
-
-    Args:
-        judge: judges one seed, the same in all ranks.
-        seeds: consecutive seeds, the same in all ranks.
-        group: all ranks, from `tep.rendezvous.join`; None: this process alone.
-        most: number of findings at which the search ends.
-        timeout_s: time limit for a turn of the slowest rank.
-        judged: called with the number of seeds that all ranks together have judged in a turn.
-
-    Returns:
-        The findings, at most so many; and, at rank 0, the rows of the first one's run, or of the
-        last run.
-
-    Raises:
-        WaitTimeout, RendezvousError: a rank was late, or is lost.
-    """
-    rank, size = (group.rank, group.size) if group is not None else (0, 1)
-    count = min(max(len(seeds) // (8 * size), 1), TURN_MAX if size > 1 else 1)
-    findings: list[Finding] = []
-    for turn in range(seeds.start, seeds.stop, count * size):
-        first = turn + rank * count
-        found = judge_all(judge, range(first, min(first + count, seeds.stop)), most)
-        if group is None:
-            findings += found
-        else:
-            told = json.dumps([(one.seed, one.violation[:300]) for one in found]).encode()
-            for raw in group.all_gather(told, timeout_s=timeout_s):
-                findings += [Finding(seed, text) for seed, text in json.loads(raw)]
-        judged(min(count * size, seeds.stop - turn))
-        if len(findings) >= most:
-            break
-    findings = sorted(findings)[:most]
-    return confirm(judge, findings, seeds) if rank == 0 else (findings, RowLog())
-
-
-def confirm(
+def _confirm(
     judge: Judge, findings: Sequence[Finding], seeds: range
 ) -> tuple[Sequence[Finding], RowLog]:
-    """Play findings again; without any, the last seed. As `search` returns them.
-
-    Raises:
-        UsageError: one of them is none here.
-    """
+    """Play findings again; without any, the last seed."""
     first = RowLog()
     again: list[Finding] = []
     for found in findings:

@@ -43,9 +43,8 @@ def main() -> int:
             if sum(moved) > (last // 5) * (NODES - len(live) + 1) and len(live) > 1:
                 ray_nodes.kill(live.pop())
 
-        found, _ = on_ray.search(
-            judge, seeds, cluster.address, most=MOST, judged=judged, timeout_s=120
-        )
+        calls = on_ray.calls(cluster.address, folder=judge.folder, timeout_s=120)
+        found, _ = search(judge, seeds, most=MOST, calls=calls, judged=judged)
         assert [one.seed for one in alone] == [one.seed for one in found]
         killed = NODES - len(live)
         assert killed, "the search ended before a node was killed"

@@ -1,8 +1,8 @@
-"""A Ray cluster's workers: a search through seeds, the calls of a sweep, and jobs of ranks.
+"""A Ray cluster's workers: the calls of a search or a sweep, and jobs of ranks.
 
-Each share of seeds is one task, and so is each call. Each rank of a job is an actor with the
-environment that torchrun would set, so that a program which starts under torchrun or srun starts
-under Ray too, and meets by `tep.rendezvous`.
+Each call is one task. Each rank of a job is an actor with the environment that torchrun would set,
+so that a program which starts under torchrun or srun starts under Ray too, and meets by
+`tep.rendezvous`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -25,23 +27,18 @@ from typing import Any, Final
 import tep
 from tep.base.distribution import need
 from tep.rendezvous import Place
-from tep.sim import RowLog
-from tep.testing import Finding, Judge, ProtocolJudge, confirm, judge_all
 
-__all__ = ["calls", "connect", "run_ranks", "search"]
-
-_SHARE_MAX: Final = 16
-"""Most seeds of a share: it answers in time even if a seed takes half a minute."""
+__all__ = ["calls", "connect", "run_ranks"]
 
 _RETRIES: Final = 4
-"""So many times Ray does a share again whose worker was lost."""
+"""So many times Ray makes a call again whose worker was lost."""
 
 _LOOK_S: Final = 5.0
 _ROOM_S: Final = 120.0
 """Time to wait until the cluster has room for all ranks, seconds."""
 
 _JUNK: Final = [".git", ".venv", "**/__pycache__", "node_modules"]
-"""Names that are not sent with a protocol's folder."""
+"""Names that are not sent with a folder."""
 
 
 def connect(address: str, **options: Any) -> tuple[Any, bool]:  # Ray's module
@@ -84,155 +81,108 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _work(work: Callable[..., Any], *arguments: object) -> tuple[Any, str, str]:
-    """Do a task, on a worker; return its result, the digest of the worker's code and its place."""
-    return work(*arguments), _code(), tep.__file__
+def _work(work: Callable[[Any], Any], item: object) -> tuple[Any, str, str]:
+    """Make a call on a worker; return its result, the digest of the code there, and its place."""
+    return work(item), _code(), tep.__file__
 
 
-def calls(address: str = "auto") -> Callable[..., None]:
-    """Make the calls of a sweep on all CPUs of a Ray cluster: `tep.sim.sweep(..., calls=calls())`.
+def calls(
+    address: str = "auto", *, folder: Path | None = None, timeout_s: float = math.inf
+) -> Callable[..., None]:
+    """Make calls on all CPUs of a Ray cluster.
 
-    Ray makes a call again whose worker was lost. All nodes need the same tep, Ray and the module of
-    the function, installed; a function that stands in no module is sent to them.
+    `tep.sim.sweep(..., calls=calls())` and `tep.testing.search(..., calls=calls())` find what they
+    find in one process. Ray makes a call again whose worker was lost, and nodes that join get work.
+    All nodes need the same tep, Ray and the module of the function, installed; a function that
+    stands in no module is sent to them.
 
     Args:
         address: same as for `connect`.
+        folder: sent to the nodes, whose workers then stand in a copy of it.
+        timeout_s: longest time without a result.
+
+    Returns:
+        A function of a function, of the items that it is called with, and of a function that takes
+        each item with its result as it comes, and returns True if that is enough. It raises
+        BackendUnavailable: Ray is not installed; UsageError: there is no such cluster, or this
+        process is in one already and has a folder to send, or a call fails; RendezvousError:
+        workers were lost again and again at one item; WaitTimeout: no result came in time.
     """
 
     def make(
-        work: Callable[[Any], Any], runs: Sequence[Any], ended: Callable[[Any, Any], object]
+        work: Callable[[Any], Any], items: Sequence[Any], ended: Callable[[Any, Any], object]
     ) -> None:
-        with _workers(work, address) as (ray, sent):
-            task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES)
-            running = {task.remote(sent, run): run for run in runs}
-            try:
-                while running:
-                    done, _ = ray.wait(list(running), timeout=_LOOK_S)
-                    for ref in done:
-                        run = running.pop(ref)
-                        ended(run, _answer(ray, ref, f"the call {run.key[:200]}"))
-            finally:
-                for ref in tuple(running):
-                    _drop(ray, ref, running)
+        options: dict[str, Any] = {}
+        if folder is not None:
+            options["runtime_env"] = {"working_dir": str(folder), "excludes": _JUNK}
+        ray, joined = connect(address, **options)
+        if options and not joined:
+            raise tep.UsageError(
+                "this process is in a Ray cluster already, and Ray sends a folder to workers only "
+                "when one is joined: call ray.shutdown() before"
+            )
+        try:
+            _make_calls(ray, work, items, ended, timeout_s)
+        finally:
+            if joined:
+                ray.shutdown()
 
     return make
 
 
-def search(
-    judge: Judge,
-    seeds: range,
-    address: str = "auto",
-    *,
-    most: int = 1,
-    timeout_s: float = 600.0,
-    judged: Callable[[int], object] = lambda _count: None,
-) -> tuple[Sequence[Finding], RowLog]:
-    """Search seeds on all CPUs of a Ray cluster; as `tep.testing.search`, with the same result.
-
-    A share of the seeds is one task. Ray does the share of a lost worker again, and nodes that join
-    get work. All need the same tep, and Ray, installed; a protocol's folder is sent to them.
-
-    Args:
-        judge: judges one seed; it is pickled.
-        seeds: consecutive seeds.
-        address: same as for `connect`.
-        most: number of findings at which the search ends.
-        timeout_s: longest time without an answer of any worker.
-        judged: called with the number of seeds of each share that has ended.
-
-    Raises:
-        BackendUnavailable: Ray is not installed.
-        UsageError: there is no cluster at this address; or the process is in one already, and the
-            judge has a protocol; or workers cannot judge.
-        RendezvousError: workers were lost again and again while they judged one share.
-        WaitTimeout: no worker answered in time.
-    """
-    findings: list[Finding] = []
-    running: dict[Any, range] = {}
-    end, answered_s = seeds.stop, time.monotonic()  # seeds from `end` on are not needed
-    with _workers(judge, address) as (ray, sent):
-        task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES)
-        size = min(max(len(seeds) // (4 * _cpus(ray)), 1), _SHARE_MAX)
-        shares = (seeds[k : k + size] for k in range(0, len(seeds), size))
-        try:
-            while True:
-                while len(running) < _cpus(ray) and (share := next(shares, None)):
-                    if share.start < end:
-                        running[task.remote(judge_all, sent, share, most)] = share
-                if not running:
-                    return confirm(judge, findings, seeds)
-                done, _ = ray.wait(list(running), timeout=_LOOK_S)
-                if done:
-                    answered_s = time.monotonic()
-                elif time.monotonic() - answered_s >= timeout_s:
-                    raise tep.WaitTimeout(_silence(running, timeout_s))
-                for ref in done:
-                    share = running.pop(ref)
-                    said = f"seeds {share.start} to {share[-1]}"
-                    findings = sorted([*findings, *_answer(ray, ref, said)])[:most]
-                    judged(len(share))
-                if len(findings) == most:
-                    end = findings[-1].seed + 1
-                for ref in [ref for ref, share in running.items() if share.start >= end]:
-                    _drop(ray, ref, running)
-        finally:
-            for ref in tuple(running):
-                _drop(ray, ref, running)
-
-
-@contextlib.contextmanager
-def _workers(judge: object, address: str) -> Iterator[tuple[Any, Any]]:
-    """Join a cluster, and send it the judge, with the folder of a protocol."""
-    options: dict[str, Any] = {}
-    if isinstance(judge, ProtocolJudge):
-        judge, folder = judge.moved()
-        options["runtime_env"] = {"working_dir": str(folder), "excludes": _JUNK}
-    ray, joined = connect(address, **options)
-    if options and not joined:
-        raise tep.UsageError(
-            "this process is in a Ray cluster already, and Ray sends a protocol's folder to "
-            "workers only when one is joined: call ray.shutdown() before"
-        )
+def _make_calls(
+    ray: Any,
+    work: Callable[[Any], Any],
+    items: Sequence[Any],
+    ended: Callable[[Any, Any], object],
+    timeout_s: float,
+) -> None:
+    task = ray.remote(_work).options(num_cpus=1, max_retries=_RETRIES)
+    sent, left, answered_s = ray.put(work), deque(items), time.monotonic()
+    running: dict[Any, Any] = {}
     try:
-        yield ray, ray.put(judge)
+        while left or running:
+            # The cluster may have grown. Even without a worker one call is made, which waits.
+            cpus = max(1, int(ray.cluster_resources().get("CPU", 0)))
+            while left and len(running) < cpus:
+                item = left.popleft()
+                running[task.remote(sent, item)] = item
+            done, _ = ray.wait(list(running), timeout=_LOOK_S)
+            if done:
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s >= timeout_s:
+                raise tep.WaitTimeout(
+                    f"no worker has answered for {timeout_s:g} s; {len(running)} calls are open, "
+                    f"the first is {_shown(next(iter(running.values())))}"
+                )
+            for ref in done:
+                item = running.pop(ref)
+                if ended(item, _answer(ray, ref, item)):
+                    return
     finally:
-        if joined:
-            ray.shutdown()
+        for ref in running:
+            ray.cancel(ref, force=True)
 
 
-def _silence(running: dict[Any, range], timeout_s: float) -> str:
-    first = min(share.start for share in running.values())
-    return (
-        f"no worker has answered for {timeout_s:g} s; {len(running)} shares are open, the first "
-        f"from seed {first} on"
-    )
+def _shown(item: object) -> str:
+    return str(item)[:200]
 
 
-def _cpus(ray: Any) -> int:
-    """CPUs that the cluster has now; at least 1, even without a worker."""
-    return max(1, int(ray.cluster_resources().get("CPU", 0)))
-
-
-def _drop(ray: Any, ref: Any, running: dict[Any, Any]) -> None:
-    """Cancel a task that nobody needs."""
-    del running[ref]
-    ray.cancel(ref, force=True)
-
-
-def _answer(ray: Any, ref: Any, said: str) -> Any:
-    """Return the result of a task, which an error calls what is `said`."""
+def _answer(ray: Any, ref: Any, item: object) -> Any:
+    """Return the result of a call."""
     errors = ray.exceptions
     try:
         found, code, where = ray.get(ref)
     except errors.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, tep.TepError) else None
-        raise tep.UsageError(f"a worker fails at {said}: {cause or error}") from error
+        raise tep.UsageError(f"a worker fails at {_shown(item)}: {cause or error}") from error
     except (errors.RuntimeEnvSetupError, errors.TaskUnschedulableError) as error:
         raise tep.UsageError(f"Ray cannot start workers: {error}") from error
     except errors.RayError as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise tep.RendezvousError(
-            f"{1 + _RETRIES} workers were lost at {said}, the last because: {why}. Run them alone"
+            f"{1 + _RETRIES} workers were lost at {_shown(item)}, the last because: {why}. Run it "
+            "alone"
         ) from error
     if code != _code():
         raise tep.UsageError(

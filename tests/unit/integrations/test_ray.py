@@ -11,7 +11,7 @@ import pytest
 from tep.base.errors import BackendUnavailable, RendezvousError, UsageError, WaitTimeout
 from tep.cli import main
 from tep.integrations.ray import cluster as on_ray
-from tep.integrations.ray.cluster import run_ranks
+from tep.integrations.ray.cluster import calls, run_ranks
 from tep.rendezvous.launch import place_here
 from tep.sim import sweep
 from tep.testing.spreading import ProtocolJudge, search
@@ -43,7 +43,7 @@ def test_a_cluster_finds_what_one_loop_finds(ray, n, most) -> None:
 
     ray.wait = mixed
     seeds = range(5, 5 + n)
-    found, _ = on_ray.search(Odd(), seeds, "here:1", most=most, judged=moved.append)
+    found, _ = search(Odd(), seeds, calls=calls("here:1"), most=most, judged=moved.append)
     alone, _ = search(Odd(), seeds, most=most)
 
     assert list(alone) == list(found)
@@ -66,7 +66,7 @@ def test_a_seed_without_a_finding_is_judged_once(ray) -> None:
             return lambda: self, ()
 
     ray.put = lambda one: one
-    on_ray.search(Counted(), range(3000), most=999, judged=shares.append)
+    search(Counted(), range(3000), calls=calls(), most=999, judged=shares.append)
 
     found = range(3, 3000, 7)
     assert sorted([*range(3000), *found]) == sorted(judged)
@@ -76,16 +76,16 @@ def test_a_seed_without_a_finding_is_judged_once(ray) -> None:
 def test_workers_that_are_lost_again_and_again_end_a_search(ray) -> None:
     """A seed that kills its workers is among those that are named: they can be run alone."""
     ray.script.extend([None, ray.exceptions.WorkerCrashedError("killed")])
-    with pytest.raises(RendezvousError, match=r"5 workers .* seeds 1 to 1, the last .*: killed"):
-        on_ray.search(Odd(), range(9))
+    with pytest.raises(RendezvousError, match=r"5 workers .* range\(1, 2\), the last .*: killed"):
+        search(Odd(), range(9), calls=calls())
     assert not ray.refs
 
 
 def test_nobody_answers(ray) -> None:
     """A cluster without workers must end a search, not hang it."""
     ray.wait = lambda refs, **_: ([], refs)
-    with pytest.raises(WaitTimeout, match="2 shares are open, the first from seed 0 on"):
-        on_ray.search(Odd(), range(18), timeout_s=0.5)
+    with pytest.raises(WaitTimeout, match=r"2 calls are open, the first is range\(0, 1\)"):
+        search(Odd(), range(18), calls=calls(timeout_s=0.5))
     assert not ray.refs
 
 
@@ -102,30 +102,28 @@ def test_a_cluster_of_this_process_has_no_dashboard(ray, address) -> None:
 def test_other_errors_end_a_search(ray, monkeypatch) -> None:
     """Workers that lack tep, or have another, must not pass for workers that found nothing."""
     ray.script.append(ray.exceptions.RayTaskError("no module named tep"))
-    with pytest.raises(UsageError, match="fails at seeds 0 to 0: no module named tep"):
-        on_ray.search(Odd(), range(9))
+    with pytest.raises(UsageError, match=r"fails at range\(0, 1\): no module named tep"):
+        search(Odd(), range(9), calls=calls())
     ray.script.append(ray.exceptions.RuntimeEnvSetupError("no folder"))
     with pytest.raises(UsageError, match="cannot start workers: no folder"):
-        on_ray.search(Odd(), range(9))
+        search(Odd(), range(9), calls=calls())
     codes = iter(["theirs", "ours"])
     monkeypatch.setattr(on_ray, "_code", lambda: next(codes))
     with pytest.raises(UsageError, match=r"a worker has another tep, at .*tep/__init__.py"):
-        on_ray.search(Odd(), range(9))
+        search(Odd(), range(9), calls=calls())
 
 
 def test_a_sweep_on_a_cluster_has_the_rows_of_one_here(ray, tmp_path) -> None:
     """Where a call is made changes nothing but the time; what was made is kept by its file."""
     grid, path = {"x": [1, 2, 3]}, tmp_path / "runs.jsonl"
-    found = sweep(cube, grid, seeds=2, calls=on_ray.calls("here:1"), path=path, done=nothing)
+    found = sweep(cube, grid, seeds=2, calls=calls("here:1"), path=path, done=nothing)
 
     assert found == sweep(cube, grid, seeds=2, processes=1, done=nothing)
     assert ("here:1", False, {}) == (ray.asked["address"], ray.joined, ray.refs)
     ray.script.append(ray.exceptions.WorkerCrashedError("killed"))
-    assert found == sweep(cube, grid, seeds=2, calls=on_ray.calls(), path=path, done=nothing)
-    with pytest.raises(
-        RendezvousError, match=r"5 workers were lost at the call .*\"x\": 4.*killed"
-    ):
-        sweep(cube, {"x": [4]}, calls=on_ray.calls(), path=path, done=nothing)
+    assert found == sweep(cube, grid, seeds=2, calls=calls(), path=path, done=nothing)
+    with pytest.raises(RendezvousError, match=r"5 workers were lost at .*'x': 4.*killed"):
+        sweep(cube, {"x": [4]}, calls=calls(), path=path, done=nothing)
 
 
 def cube(x, seed):
@@ -139,10 +137,10 @@ def nothing(*_):
 def test_a_cluster_that_is_not_there(ray, monkeypatch) -> None:
     """The message says what to start, and which extra to install."""
     with pytest.raises(UsageError, match=r"'nowhere:1': nobody is there. Start one with `ray sta"):
-        on_ray.search(Odd(), range(9), "nowhere:1")
+        search(Odd(), range(9), calls=calls("nowhere:1"))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BackendUnavailable, match=r"pip install 'tep-engine\[ray\]'"):
-        on_ray.search(Odd(), range(9))
+        search(Odd(), range(9), calls=calls())
 
 
 def test_a_protocols_folder_travels(ray, tmp_path, monkeypatch) -> None:
@@ -150,11 +148,11 @@ def test_a_protocols_folder_travels(ray, tmp_path, monkeypatch) -> None:
     tmp_path.joinpath("p.py").write_text("async def p(cluster):\n    pass\n", encoding="utf-8")
     judge = ProtocolJudge(f"{tmp_path}/p.py:p")
     monkeypatch.chdir(tmp_path)  # as Ray's workers are in a copy of it
-    on_ray.search(judge, range(2))
+    search(judge, range(2), calls=calls(folder=judge.folder))
     assert str(tmp_path) == ray.asked["runtime_env"]["working_dir"]
     ray.init("here:1")
     with pytest.raises(UsageError, match="in a Ray cluster already"):
-        on_ray.search(judge, range(2))
+        search(judge, range(2), calls=calls(folder=judge.folder))
 
 
 @pytest.mark.slow
