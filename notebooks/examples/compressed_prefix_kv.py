@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 
 import tep
 from tep.sim import load_profile
-from tep.sim.profile import with_number
 
 KV_TOKEN_BYTES = 128 * 1024  # Llama-3.1-8B: 32 layers, K and V of 8 heads of 128, bf16
 TOKENS, CHUNK_TOKENS = 8192, 256
@@ -90,9 +90,8 @@ class Server:
 
 def run(gbps: int, where: str, requests: int) -> tuple[float, float]:
     """Mean seconds of a token while prefixes come, and mean seconds to a first token."""
-    profile = load_profile("cx7_400")
-    for number in ("nic.link", "nic.wire"):
-        profile = with_number(profile, f"{number}={gbps} Gb/s")
+    bps = gbps * 10**9
+    profile = replace(load_profile("cx7_400"), link_bps=bps, wire_bps=bps)
     with tep.sim.Cluster(2, profile=profile, move_bytes=False) as cluster:
         server = Server(cluster, where)
 

@@ -1,5 +1,5 @@
 """`tep sim`: run a protocol of yours in one drawn case, or in several; a failing seed is replayed
-here. And simulate a machine of yours: its profile, and changes to it.
+here. And simulate a machine of yours: fit a profile, and sweep over machines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tep.cli.show import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tep.sim.profile import Profile
     from tep.sim.row_log import RowLog
     from tep.testing.spreading import Finding, ProtocolJudge
 
@@ -178,81 +177,6 @@ def fit(
         typer.echo(f"{field}: the points do not determine it; a guess stands there")
     if out is not None:
         typer.echo(str(out))
-
-
-@app.command("whatif")
-def whatif(
-    numbers: Annotated[
-        list[str] | None, typer.Argument(help='Changes, e.g. "nic.wire=800 Gb/s" "node.nics=2".')
-    ] = None,
-    profile: Annotated[str, typer.Option(help="The machine: a name or a path.")] = "cx7_400",
-    to: Annotated[str, typer.Option(help="Another machine in its place.")] = "",
-    beside: Annotated[
-        str,
-        typer.Option(
-            help="Another machine beside it: of half of MoE's ranks, of the decoders, of the "
-            "rollout workers."
-        ),
-    ] = "",
-    system: Annotated[
-        list[str] | None, typer.Option(help="moe, kvcache, rl: all; or failover.")
-    ] = None,
-    slow_nic: Annotated[float, typer.Option(help="One NIC takes so many times as long.")] = 1.0,
-    leaf_gpus: Annotated[int, typer.Option(min=0, help="GPUs below one leaf switch.")] = 0,
-    rails: Annotated[bool, typer.Option("--rails", help="A rail for each NIC of a host.")] = False,
-    host_gpus: Annotated[int, typer.Option(min=1, help="GPUs of one host, for rails.")] = 8,
-    oversubscription: Annotated[float, typer.Option(help="NICs of a leaf : its uplink.")] = 0.0,
-    spine_us: Annotated[float, typer.Option(help="What the spine adds to the latency.")] = 0.0,
-    guessed: Guessed = 1.5,
-    json: Json = False,
-) -> None:
-    """Change the machine (NICs, links, topology, a NIC that is slow) and say what it does to MoE,
-    KvCache and RL.
-    """
-    from tep.bench.reproduce.whatif import Effect, Machine, change, effects
-    from tep.sim import interval, load_profile
-
-    def found(
-        machine: Profile, instead: Profile, other: Profile | None, seed: int = 0
-    ) -> list[Effect]:
-        del seed  # the systems draw from their own
-        changed = change(
-            Machine(profile=instead, other=other),
-            numbers=numbers or (),
-            slow_nic=slow_nic,
-            leaf_gpus=leaf_gpus,
-            rails=rails,
-            host_gpus=host_gpus,
-            oversubscription=oversubscription,
-            spine_us=spine_us,
-        )
-        return effects(Machine(profile=machine), changed, system or ())
-
-    def factors(effects: list[Effect]) -> dict[str, float]:
-        return {f"{one.system}: {one.figure}": one.factor for one in effects}
-
-    point: dict[str, Any] = {
-        "machine": load_profile(profile),
-        "instead": load_profile(to or profile),
-        "other": load_profile(beside) if beside else None,
-    }
-    with progress("the machine before and after", None, quiet=json):
-        first = found(**point)
-        ends = interval(lambda **ends: factors(found(**ends)), factors(first), guessed, **point)
-    rows = [
-        {
-            "figure": figure,
-            "before": f"{one.before:.1f} {one.unit}",
-            "after": f"{one.after:.1f} {one.unit}",
-            "times": f"{one.factor:.3f}",
-            "interval": " to ".join(f"{end:.3f}" for end in each),
-        }
-        for one, (figure, each) in zip(first, ends.items(), strict=True)
-    ]
-    if json:
-        emit_json(rows)
-    else:
-        print_table(f"{profile}, changed", list(rows[0]), rows)
 
 
 @app.command("sweep")

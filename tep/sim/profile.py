@@ -12,14 +12,14 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ from tep.base.units import PS_PER_S
 
 __all__ = [
     "FIELDS", "Confidence", "Field", "Number", "Profile", "load_profile", "profile_names",
-    "read_profile", "with_number", "write_profile",
+    "read_profile", "write_profile",
 ]  # fmt: skip
 
 Confidence = Literal["measured", "quoted", "fitted", "guessed"]
@@ -280,28 +280,6 @@ def read_profile(path: str | PathLike[str]) -> Profile:
     except OSError as error:
         raise UsageError(f"profile {str(path)!r} cannot be read: {error.strerror}") from error
     return _parse(text, str(path))
-
-
-def with_number(profile: Profile, assignment: str) -> Profile:
-    """Change one number of a profile: "nic.wire=800 Gb/s".
-
-    Raises:
-        UsageError: no such number, or a value or unit that does not fit it.
-    """
-    path, _, text = assignment.partition("=")
-    known = {spec.path: field for field, spec in FIELDS.items()}
-    value, _, unit = text.strip().partition(" ")
-    if path.strip() not in known:
-        raise UsageError(f"{assignment!r}: there is no {path!r}; there are: {', '.join(known)}")
-    field = known[path.strip()]
-    try:
-        written = float(value)
-    except ValueError:
-        raise UsageError(f"{assignment!r}: {value!r} is no number") from None
-    table = {"value": written, "unit": unit or "1", "source": "changed", "confidence": "guessed"}
-    number = _number(assignment, table, FIELDS[field].unit)
-    found: dict[str, Any] = {field: _scaled(assignment, number, FIELDS[field])}
-    return replace(profile, **found, numbers={**profile.numbers, field: number})
 
 
 def write_profile(profile: Profile, path: str | PathLike[str]) -> None:

@@ -17,7 +17,6 @@ LONGER: dict[str, str] = {
     "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",
     "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
     "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",
-    "tep/cli/sim.py::whatif": "a command: most of its lines are its options and their checks",
 }
 
 

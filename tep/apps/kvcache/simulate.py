@@ -44,7 +44,6 @@ from tep.sim import (
     Chaos,
     ChaosFabric,
     FabricEnv,
-    Network,
     Profile,
     SimDriver,
     SimNode,
@@ -74,8 +73,6 @@ class Plant:
         profile: the machine: a name of tep.sim.profiles(), or a Profile.
         decode_profile: the decoders' machine; None: the same.
         chaos: knobs of the chaos fabric; None: the timing fabric.
-        network: what stands between the NICs of the timing fabric.
-        slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
         model: gives the layout, the chunk and compute times; but on chaos.
         overhead: what disaggregation takes beside compute and transfer; but on chaos.
         cold: prefillers and decoders never met before the first request.
@@ -94,8 +91,6 @@ class Plant:
     profile: Profile | str = "efa_2x200"
     decode_profile: Profile | str | None = None
     chaos: Chaos | None = None
-    network: Network | None = None
-    slow_nic: float = 1.0
     model: TtftModel = PUBLISHED
     overhead: Overhead = OVERHEAD
     cold: bool = False
@@ -322,8 +317,8 @@ def _world(
     """The cluster; and the model that computes for real, on chaos."""
     fabric: TimingFabric | ChaosFabric
     if plant.chaos is None:
-        machines, network = [plant.profile, plant.decode_profile or plant.profile], plant.network
-        fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False, network=network)
+        machines = [plant.profile, plant.decode_profile or plant.profile]
+        fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False)
         toy = None
     else:
         fabric = ChaosFabric(env, plant.chaos)
@@ -402,8 +397,6 @@ async def _play(
         world.add_prefiller(f"p{index}", plant.prefill_tp)
     for index in range(plant.decoders):
         world.add_decoder(f"d{index}", plant.decode_tp)
-    if plant.slow_nic != 1 and isinstance(world.fabric, TimingFabric):
-        world.fabric.slow_down("p0.0", 0, plant.slow_nic)
     tasks = [asyncio.create_task(_at(at_s, event, world)) for at_s, event in events]
     now_s = 0.0
     for at_s, request in arrivals:

@@ -177,7 +177,6 @@ PATHS = [
     "kvcache --fabric timing --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
     "rl plan --profile {} --model {model} --train 8 --infer 4",
     "sim fit {results} --base {}",
-    "sim whatif 'nic.op=300 ns' --profile {} --to {} --system moe",
 ]
 
 
@@ -200,10 +199,6 @@ def test_a_path_stands_wherever_a_profile_s_name_does(tmp_path, capsys, command)
 
 def test_a_path_that_is_no_profile_is_an_error_with_its_name(tmp_path, capsys) -> None:
     """A slip of the pen must not be a traceback after five seconds."""
-    for command in (
-        "moe --nic {}",
-        "kvcache --fabric timing --profile {}",
-        "sim whatif --profile {}",
-    ):
+    for command in ("moe --nic {}", "kvcache --fabric timing --profile {}"):
         assert 0 != main(command.format(tmp_path / "none.toml").split())
         assert "none.toml" in capsys.readouterr().err
