@@ -83,7 +83,7 @@ class Drop(Enum):
 
 
 def sooner(one_s: float | None, other_s: float | None) -> float | None:
-    """The earlier of two times; None stands for never."""
+    """Return the earlier of two times; None stands for never."""
     if one_s is None:
         return other_s
     return one_s if other_s is None or one_s < other_s else other_s
@@ -91,13 +91,9 @@ def sooner(one_s: float | None, other_s: float | None) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class _Delivery:
-    """One control message on its way: to a link, or back to the sender of a question.
+    """One control message on its way: to NIC `remote` of a link, or back to who asked.
 
-    Attributes:
-        message: what is said.
-        way: (our NIC, address) over which it goes.
-        link, remote: the peer, and its NIC at that address; None for an answer.
-        question, round: the question that it asks, and the round in which it asks.
+    `way` is (our NIC, address). It may ask a question, in one of the question's rounds.
     """
 
     message: ControlMessage
@@ -117,12 +113,10 @@ class _Question:
     asking one path after the other would add these times up.
 
     Attributes:
-        message, link: what is asked, and the peer.
         told: is called with the answer.
         lost: is called with the reason why there is no answer.
         due_s: when to ask again; None while the message is on its way.
         why: the result of the last try.
-        round: the number of this round.
         others: paths over which this round has not asked yet.
         out: deliveries of this round that have not failed.
         deaf: whether all that failed so far found nobody at the other end.
@@ -143,15 +137,10 @@ class _Question:
 class Channel:
     """The control messages of one engine.
 
-    Args:
-        group: its NICs.
-        now_s: the clock.
-
     Attributes:
         able: whether its NICs can send control messages, and the engine is not being closed.
         busy: whether a message is on its way or a question is open; else step() has nothing to do.
         dropped: control messages of peers that were dropped, by reason.
-        notices: what peers are to be told of failed requests; None: nothing yet.
     """
 
     def __init__(self, group: DomainGroup, now_s: Callable[[], float]) -> None:
@@ -266,7 +255,7 @@ class Channel:
             self._lose(question, "no NIC of ours is alive")
 
     def _paths(self, link: Link) -> list[tuple[int, int]]:
-        """The paths to try, in order: NICs that are up first, and equal NIC numbers first."""
+        """List the paths to try: NICs that are up first, and equal NIC numbers first."""
         here = [i for i, alive in enumerate(self._alive) if alive]
         paths = itertools.product(here, range(len(link.alive)))
         return sorted(paths, key=lambda path: (not link.alive[path[1]], path[0] != path[1], path))
@@ -390,7 +379,7 @@ class Channel:
                 self.sent(ctx, Status.NIC_DOWN)
 
     def engine_of(self, nic: int, address: bytes) -> bytes:
-        """An id of the engine that has the NIC at an address, as our NIC `nic` knows it."""
+        """Return an id of the engine that has the NIC at an address, as our NIC `nic` knows it."""
         return self._nics[nic].engine_of(address)
 
     def take(self, nic: int, slot: int) -> None:
@@ -454,12 +443,12 @@ class _Peer:
     """The notices of one peer.
 
     Attributes:
+        wait_s: the time from a try to the next one.
         waiting: immediates that are in no notice yet, each with the reason.
         unsent: notices that are to be sent, as functions of the number of the question.
         out: how many were sent and are not answered.
-        due_s: when to send; None: when an answer comes.
-        wait_s: the time from a try to the next one.
         tries: how many there were without an answer.
+        due_s: when to send; None: when an answer comes.
     """
 
     wait_s: float
@@ -473,13 +462,8 @@ class _Peer:
 class Notices:
     """Tells the targets of failed and cancelled requests which immediates are burnt.
 
-    Args:
-        name: the name of this engine and its incarnation.
-        group: its NICs.
-        channel: control messages to the peers.
-        options: a peer that does not answer is told again after `probe_first_s`, then after twice
-            as long, and so on.
-        now_s: the clock.
+    A peer that does not answer is told again after `probe_first_s`, then after twice as long, and
+    so on. `name` is this engine's, with its incarnation.
 
     Attributes:
         burnt: immediates that this engine does not send to a peer any more.
@@ -581,7 +565,7 @@ class Notices:
                 self._channel.say_once(link, make)
 
     def describe(self) -> list[str]:
-        """Lines for reports."""
+        """Return lines for reports."""
         lines = [
             f"{link.addr.name} has not been told of {len(peer.waiting)} burnt immediates, and has "
             f"not answered {peer.out + len(peer.unsent)} notices of others"
@@ -639,6 +623,6 @@ class Notices:
 
 
 def _cut(text: str, nbytes: int) -> str:
-    """The beginning of a text, on one line."""
+    """Return the beginning of a text's first line."""
     line = text.split("\n", 1)[0].encode()
     return line[:nbytes].decode(errors="ignore")

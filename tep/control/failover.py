@@ -62,7 +62,7 @@ _RETRY_MAX_S: Final = 60.0
 
 
 def why_unable(domains: Sequence[Domain]) -> str | None:
-    """Why rows that these NICs lose cannot be retransmitted; None: they can."""
+    """Say why rows that these NICs lose cannot be retransmitted; None: they can."""
     for domain in domains:
         if not domain.caps.imm_source:
             return (
@@ -73,15 +73,7 @@ def why_unable(domains: Sequence[Domain]) -> str | None:
 
 
 class Failover:
-    """The failovers of one engine.
-
-    Args:
-        group: its NICs, with the lost rows that it keeps.
-        channel: control messages to the peers' engines.
-
-    Attributes:
-        rows: lost rows settled without an error so far: they had landed, or were retransmitted.
-    """
+    """The sender's half: `rows` lost rows have landed so far, or were retransmitted."""
 
     def __init__(self, group: DomainGroup, channel: Channel) -> None:
         self.rows = 0
@@ -315,15 +307,9 @@ class Failover:
 
 
 class Pruning:
-    """The sender's half, for one engine; the receiver's is `fencing`.
+    """The sender's half of pruning; the receiver's is `Fencing`.
 
-    Args:
-        group: its NICs.
-        channel: control messages to the peers' engines.
-        now_s: the clock.
-
-    Attributes:
-        large: paths that hold many values; step() must be called while there are some.
+    step() must be called while paths are `large`: they hold many values.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
@@ -379,15 +365,7 @@ class Pruning:
 
 
 class Reopening:
-    """Both ends of reopening paths, for one engine.
-
-    Args:
-        group: its NICs.
-        channel: control messages to the peers' engines.
-        failover, fencing: both halves of a failover.
-        find: returns the peer that a NIC's address belongs to; None if the address is unknown.
-        opened: is called with each path that is in use again.
-    """
+    """Both ends of reopening paths; `opened` is called with each path that is in use again."""
 
     def __init__(
         self,
@@ -406,7 +384,7 @@ class Reopening:
     # ------------------------------------------------------------------ the sender's half
 
     def wanted(self, link: Link, nic: int) -> list[tuple[int, int]]:
-        """The paths from working NICs of ours to a NIC of a peer that are not UP."""
+        """List the paths from working NICs of ours to a NIC of a peer that are not UP."""
         alive = enumerate(self._group.alive)
         return [(domain, nic) for domain, up in alive if up and not link.is_up(domain, nic)]
 
@@ -475,16 +453,9 @@ class Reopening:
 
 
 class Fencing:
-    """All fences of one engine.
+    """The receiver's half: all fences of one engine.
 
-    Args:
-        group: its NICs, and the far ends of its paths.
-        arrivals: the immediates that arrived on each NIC; empty if they are not counted.
-        channel: control messages from and to the peers' engines.
-        find: returns the peer that a NIC's address belongs to; None if the address is unknown.
-
-    Attributes:
-        arrivals: as above.
+    `arrivals` are the immediates that arrived on each NIC; empty if they are not counted.
     """
 
     def __init__(
@@ -632,7 +603,7 @@ class Fencing:
             then(status)
 
     def why_not(self, nic: int, status: int) -> str | None:
-        """Why a path could not be fenced off; None: it was fenced."""
+        """Say why a path could not be fenced off; None: it was fenced."""
         if status == Status.OK:
             return None
         there = self._nics[nic]

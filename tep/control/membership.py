@@ -87,8 +87,7 @@ class Nic:
     """One NIC of a peer.
 
     Attributes:
-        down: whether rows to it failed, and it has not answered since.
-        since_ns: when `down` changed.
+        down: whether rows to it failed, and it has not answered since; changed at `since_ns`.
         wait_ns: time from its failure to the first question, then from one question to the next.
         valid_ns: an answer counts only if its question was sent at this time or later.
         due_ns: when to ask next; None: do not ask.
@@ -103,14 +102,11 @@ class Nic:
 
 
 class Peer:
-    """The state of one incarnation of a peer.
+    """The state of one incarnation of a peer, since `since_ns`.
 
     Attributes:
-        since_ns: when its state began.
         heard_ns: when the last question that it answered was sent, plus the time since then in
             which this engine was held up.
-        round_trip_s: round-trip time of the last answer.
-        watch: the user's watch; None: nobody watches the peer.
         beats: rounds of questions sent to it.
     """
 
@@ -182,22 +178,12 @@ class PeerWatch:
 class Membership:
     """The states of all peers of one engine.
 
-    Args:
-        group: the engine's NICs.
-        channel: control messages to the peers.
-        failover, fencing: both halves of a failover.
-        imms: the table of immediates.
-        find: returns the peer that a NIC's address belongs to; None if the address is unknown.
-        drop: forgets a link for good; the flag says whether its paths are fenced off.
-        opened: every handle that has not settled.
-        settle: ends a handle.
-        options: how often NICs that failed are asked.
-        now_s: the driver's clock.
+    `drop` forgets a link for good; its flag says whether the paths from the peer are fenced off.
+    `opened` has every handle that has not settled, and `settle` ends one.
 
     Attributes:
         busy: whether step() has something to do, now or later.
         events: events that no callback has received yet.
-        callbacks: the users' callbacks for events.
     """
 
     def __init__(
@@ -360,7 +346,7 @@ class Membership:
             self._channel.say(peer.link, Ping(now_ns), path)
 
     def _paths(self, link: Link, number: int) -> list[tuple[int, int]]:
-        """The paths to a NIC of a peer over which rows may be posted."""
+        """List the paths to a NIC of a peer over which rows may be posted."""
         paths = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         return [path for path in paths if link.is_up(*path)]
 
@@ -439,7 +425,6 @@ class Membership:
         self._restarted(link, "a later incarnation answers at its address")
 
     def _restarted(self, link: Link, reason: str) -> None:
-        """This incarnation is gone for good."""
         if link.left:
             return
         peer = self._peer(link)

@@ -166,12 +166,12 @@ _DECODER: Final[msgspec.msgpack.Decoder[ControlMessage]] = msgspec.msgpack.Decod
 
 
 def encode(message: ControlMessage) -> bytes:
-    """The bytes of a control message."""
+    """Encode a control message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> ControlMessage:
-    """The control message in these bytes. Raises BadDescriptor if they are not a valid one."""
+    """Decode a control message. Raises BadDescriptor if the bytes are not a valid one."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -56,12 +56,9 @@ _CURSORS_MAX: Final = 16
 
 
 class Part(NamedTuple):
-    """The rows of one batch, without what a submit adds: addresses, immediate, ctx.
+    """The rows of one batch, `total` bytes, without what a submit adds: addresses, immediate, ctx.
 
-    Attributes:
-        place: its number among the parts, in the order in which they are queued.
-        total: bytes of all rows.
-        remotes, nics: as of Pending.
+    `place` is its number among the parts, in the order in which they are queued.
     """
 
     place: int
@@ -78,7 +75,7 @@ class Part(NamedTuple):
     def pending(
         self, transfer: Transfer, columns: tuple[Column, Column], imm: Column | None
     ) -> Pending:
-        """The batch of a submit, without a number."""
+        """Make the batch of a submit, without a ctx."""
         _, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = self
         src, dst = columns
         batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
@@ -94,15 +91,13 @@ class Dealt:
     again once it has ended well: then only the offsets are added, in place.
 
     Attributes:
-        parts: in the order in which they are queued.
-        by_nic: the same in the order in which they are posted.
+        parts: in the order in which they are queued; `by_nic`: in that in which they are posted,
+            as are `took` (NIC, rows and bytes of each), `places` and the batches that are `kept`.
         columns: source and target addresses of each part, at no offset.
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
         in_turn: some NIC has several parts that it takes in turn, so that they are queued.
-        is_watched: the pace of its parts is worth to be seen; all go to one peer.
-        took, places: NIC, rows and bytes of each part, and its place, as `by_nic`.
-        kept: the batches, as `by_nic`.
+        is_watched: the pace of its parts is to be seen; all go to one peer.
     """
 
     __slots__ = (
@@ -134,7 +129,7 @@ class Dealt:
         self._moved: tuple[U64, U64] | None = None
 
     def at(self, here: int, there: int) -> list[tuple[Column, Column]]:
-        """Source and target addresses of each part, at these offsets."""
+        """Compute source and target addresses of each part, at these offsets."""
         if not (here or there):
             return self.columns
         if self.whole is None:
@@ -149,7 +144,7 @@ class Dealt:
         return [(src[part], dst[part]) for part in rows]
 
     def posts(self, transfer: Transfer, job: Ready) -> list[Pending]:
-        """The batches of a submit, as `by_nic`, and as they are once NICs have taken them whole.
+        """Return the batches of a submit, as `by_nic`, in the state of batches posted whole.
 
         Kept ones are as the submit before left them, but for their columns: what else belongs to
         one submit is for the caller to set.
@@ -194,10 +189,7 @@ class Dealt:
 class Laid:
     """The batches of one prepared write by cursor: good as long as no route changes.
 
-    Attributes:
-        cycle: the lanes are the same again after so many cursors.
-        version: of the group's routes.
-        dealt: by cursor.
+    The lanes are the same again after `cycle` cursors.
     """
 
     __slots__ = ("__weakref__", "cycle", "dealt", "version")
@@ -230,15 +222,9 @@ class Laid:
 
 
 class Ready(Job):
-    """A prepared write at its offsets, with its immediate.
+    """A prepared write with its immediate, `here` and `there` bytes from where its `base` is.
 
-    Every submit shares the rest with `base`.
-
-    Attributes:
-        base: the request at no offset.
-        laid: names how it was dealt out so far, which its Prepared holds: batches that are kept
-            there know their transfer, and by that this request.
-        here, there: what is added to the addresses at both ends.
+    `laid` is weak: the batches that are kept there know their transfer, and by that this request.
     """
 
     __slots__ = ("base", "here", "laid", "there")
@@ -258,7 +244,7 @@ class Ready(Job):
         return getattr(self.base, name)
 
     def placed(self) -> Job:
-        """The same with columns of its own, to be dealt out as any other."""
+        """Make the same with columns of its own, to be dealt out as any other."""
         return self.base.moved(self.here, self.there, self.imm)
 
 
@@ -270,7 +256,7 @@ def _part(place: int, pending: Pending) -> Part:
 
 
 def _whole(base: Job, columns: list[tuple[Column, Column]]) -> tuple[U64, U64, list[slice]] | None:
-    """The columns of all parts joined, so that a submit adds an offset once, and not once a part.
+    """Join the columns of all parts, so that a submit adds an offset once, and not once a part.
 
     Where they are the request's own, which is usual, no copy is kept.
     """
@@ -313,7 +299,6 @@ class LostRow(NamedTuple):
 
     @property
     def imm(self) -> int | None:
-        """Its immediate."""
         return self.pending.imm(self.row)
 
 
@@ -322,8 +307,6 @@ class Loss:
     """Rows that one path lost, until it is known which of them landed.
 
     Attributes:
-        path: the path.
-        rows: the lost rows.
         asked: whether the receiver was asked about them; no row is added after that.
         counts: the receiver's sums, by immediate.
         pruned: the generation of these sums; None: no answer has come yet.
@@ -344,8 +327,7 @@ class DomainGroup(Posting):
     Attributes:
         failover: whether lost rows are kept, to be retransmitted on other paths.
         why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
-        losses: lost rows that are kept, by path, in the order of their loss.
-        far_ends: the records of paths by address.
+        losses: lost rows that are kept, in the order of their loss.
         raised: NICs that are down since a call raised, and may have taken something before that.
     """
 
@@ -462,8 +444,7 @@ class DomainGroup(Posting):
     def mark_down(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: move its queued rows to the peer's other NICs.
 
-        Returns:
-            Whether the peer has other NICs that are up.
+        Returns whether the peer has others that are up.
         """
         if not link.alive[nic]:
             return True
@@ -608,7 +589,7 @@ class DomainGroup(Posting):
         return True
 
     def count_out(self, ctx: int) -> int:
-        """Count the rows of a batch that its NIC has not returned; 0: there is no such batch."""
+        """Count the rows of a batch that its NIC has not returned; 0 without such a batch."""
         pending = self.batches.get(ctx)
         return 0 if pending is None else pending.at - pending.back
 
@@ -682,7 +663,7 @@ class DomainGroup(Posting):
                 self.repost(pending, row, None, error)
 
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> list[Pending]:
-        """The same rows with the keys of their new NICs; `turn` moves the choice on both sides.
+        """Make the same rows with the keys of new NICs; `turn` moves the choice on both sides.
 
         Many rows to one peer are spread over all NICs that have a way there. Rows of one batch to
         several peers may need several NICs of ours: each peer has its paths.
@@ -708,12 +689,12 @@ class DomainGroup(Posting):
 
 
 def not_made_good(error: FabricError, why: str) -> FabricError:
-    """The error of a row that could not be retransmitted, with the reason."""
+    """Make the error of a row that could not be retransmitted, with the reason."""
     return error.saying(f". It could not be retransmitted on another path: {why}")
 
 
 def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:
-    """The error of a row that did not complete with OK."""
+    """Make the error of a row that did not complete with OK."""
     remote, nic = pending.target(row)
     code, hint = Status(status).name, domain.status_text(status)
     peer = f"{remote.link.addr.name} NIC {nic}"

@@ -46,31 +46,20 @@ _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
 
 
-_FOR_USERS: Final = frozenset((
-    "add_done_callback", "arrived", "cancel", "cancelled", "count", "describe", "error", "failed",
-    "finished", "imm", "ok", "remove_done_callback", "result", "rows", "sender", "state", "stats",
-    "submitted_s", "unfenced", "wait", "wait_async",
-))  # fmt: skip
-"""The names that completion in a shell shows; the rest is for the engine."""
-
-
 class Waits(Protocol):
     """The driver's part that handles need; see `tep.drivers.threads.Driver`."""
 
     lock: AbstractContextManager[object]
 
-    def wait(self, handle: Handle, timeout_s: float, /) -> bool:
-        """Block, or turn, until the handle is finished; False after `timeout_s`."""
+    def wait(self, handle: Handle, timeout_s: float, /) -> bool: ...
 
-    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None:
-        """Raise UsageError if awaiting under this event loop could never end."""
+    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None: ...
 
-    def now_s(self) -> float:
-        """The clock, seconds from an arbitrary start."""
+    def now_s(self) -> float: ...
 
 
 class Owner(Protocol):
-    """The engine's part that handles need."""
+    """The engine's part that handles need; see `tep.engine.machine.Machine`."""
 
     @property
     def driver(self) -> Waits: ...
@@ -81,14 +70,13 @@ class Owner(Protocol):
     @property
     def domains(self) -> tuple[object, ...]: ...
 
-    def cancel_handle(self, handle: Handle) -> None:
-        """Queue a cancel."""
+    def cancel_handle(self, handle: Handle) -> None: ...
 
-    def stall_report(self) -> str:
-        """Say what each open handle waits for."""
+    def stall_report(self) -> str: ...
 
-    def report_callback_error(self, handle: Handle, callback: object, error: BaseException) -> None:
-        """Record a user's callback that raised."""
+    def report_callback_error(
+        self, handle: Handle, callback: object, error: BaseException
+    ) -> None: ...
 
 
 class Handle:
@@ -98,7 +86,7 @@ class Handle:
         submitted_s: when it was submitted, seconds of the driver's clock.
         counted: whether statistics count it as a transfer or message.
         rows: how many rows and messages it brings to the NICs.
-        reserved: how many of them the engine counted when they were submitted.
+        reserved: how many of them `Machine.reserve` counted.
     """
 
     counted: ClassVar[bool] = True
@@ -113,9 +101,6 @@ class Handle:
         self._error: TepError | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._delivered = False
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name in _FOR_USERS]
 
     @property
     def state(self) -> State:
@@ -200,7 +185,6 @@ class Handle:
         return self if self._state is _DONE else self.result()
 
     def _late(self, timeout_s: float) -> WaitTimeout:
-        """The error of a wait that ran out of time: what was waited for, and a stall report."""
         return WaitTimeout(f"{self.describe()} after {timeout_s} s\n{self._owner.stall_report()}")
 
     async def wait_async(self, timeout_s: float | None = None) -> Self:
@@ -269,7 +253,7 @@ class Handle:
             self._call(mine)
 
     def remove_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Take a callback back, once, if it has not been called yet."""
+        """Take a callback back if it has not been called yet."""
         self._take_back(cast("Callable[[Handle], object]", callback))
 
     def _take_back(self, callback: Callable[[Handle], object]) -> bool:
@@ -288,7 +272,7 @@ class Handle:
             self._owner.cancel_handle(self)
 
     def _settle(self, state: State, error: TepError | None = None) -> None:
-        """Worker only: settle, once."""
+        """Settle; for the worker."""
         assert self._state is PENDING, f"settled twice: {self.describe()}"
         if state is not _DONE:  # the error first: a waiter that sees the state must find it
             assert state is not PENDING
@@ -298,7 +282,7 @@ class Handle:
             self._error = Cancelled(f"cancelled: {self.describe()}")
 
     def _deliver(self) -> None:
-        """Driver only, outside the step: run the callbacks."""
+        """Run the callbacks, outside the step."""
         self._delivered = True
         # There never was a callback: without the lock it takes half of the time.
         if self._callbacks is None:
@@ -316,8 +300,6 @@ class Handle:
 
 
 def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:
-    """A function that wakes a coroutine from any thread."""
-
     def settle() -> None:
         if not future.done():
             future.set_result(None)
@@ -361,11 +343,8 @@ class Queued(Protocol):
 class Pace:
     """The progress of each NIC in one long transfer.
 
-    Attributes:
-        out: pieces that each NIC has.
-        through: rows of pieces that each NIC has returned.
-        part: the next piece of each NIC is one part in so many of its share of what is left.
-        last: the last piece of each NIC.
+    Each NIC has `out` pieces, has returned `through` rows of others, and `last` is the last that
+    was cut for it. Its next piece is one part in `part` of its share of what is left.
     """
 
     __slots__ = ("last", "out", "part", "through")
@@ -384,7 +363,7 @@ class Pace:
         self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
 
     def is_full(self, nic: int) -> bool:
-        """Whether a NIC has enough pieces; one that fell behind gets only one at a time."""
+        """Whether a NIC has enough pieces: one that fell behind gets one at a time."""
         slow = self.part[nic] == _PIECES and self.through[nic] > 0
         return self.out[nic] >= (1 if slow else _AHEAD)
 
@@ -395,21 +374,17 @@ class Transfer(Handle):
     `ok` means only that the source buffer may be reused; of a read, that all bytes are here.
 
     Attributes:
-        job: the request.
         rows: how many writes it makes; with an immediate, also how many immediates, over all
             targets. A read: its rows, and one more for each owner if an immediate follows.
         left: rows that have not come back from a NIC, posted or not.
-        failed_rows: rows that came back with an error.
         failure: the first error; the transfer fails with it when nothing is posted any more.
         dropped: queued rows that were removed by a cancel or a failure.
         held: rows whose NIC or peer's NIC died, until it is known whether they landed.
         extra: rows that were added to retransmit such rows.
-        pace: the progress of its NICs, if it is posted in pieces; else None.
+        pace: set if it is posted in pieces.
         queued: the batch that was queued last, which names the one before it, and so on; all its
             queued rows are in these batches. None: no row is queued.
         took: (NIC, rows, bytes) of what NICs have taken; of one NIC perhaps in several entries.
-        settled_s: when its last row came back, or None.
-        reserved: how many rows `Machine.reserve` counted for it.
     """
 
     __slots__ = (
@@ -439,14 +414,14 @@ class Transfer(Handle):
         self.settled_s: float | None = None
 
     def batches(self) -> Iterator[Queued]:
-        """The batches that were queued, the last one first."""
+        """Yield the batches that were queued, the last one first."""
         batch = self.queued
         while batch is not None:
             yield batch
             batch = batch.older
 
     def is_ending(self) -> bool:
-        """Whether it will fail or be cancelled, so that nothing more of it needs to be posted."""
+        """Whether it will fail or be cancelled, so that no more of it is posted."""
         return self.failure is not None or self.dropped > 0
 
     def count_posted(self, nic: int, rows: int, nbytes: int) -> None:
@@ -456,7 +431,6 @@ class Transfer(Handle):
         self.took += ((nic, rows, nbytes),)
 
     def _taken(self) -> list[NicBytes]:
-        """Return the rows and bytes that each NIC has taken."""
         nics = [NicBytes(0, 0) for _ in self._owner.domains]
         for nic, rows, nbytes in self.took:
             nics[nic] = NicBytes(nics[nic].rows + rows, nics[nic].nbytes + nbytes)
@@ -510,11 +484,7 @@ class Message(Handle):
     """One message of submit_send. `ok` means that the peer's engine has it.
 
     Attributes:
-        payload: its bytes, copied at submission.
-        link: the peer.
-        posted: whether a NIC has it.
-        nic, over: the peer's NIC and ours, once it is posted.
-        reserved: as of a transfer.
+        posted: whether a NIC has it; then `nic` is the peer's NIC, and `over` is ours.
     """
 
     rows = 1
@@ -541,7 +511,6 @@ class Removal(Handle):
     """The removal of a peer. `ok` means that nothing refers to it any more.
 
     Attributes:
-        link: the peer.
         why: why it is removed, if no user asked for that.
         waits: handles that may still refer to it; some of them may have settled.
         fencing: how many paths from it are being fenced off; -1: handles may still refer to it.
@@ -610,7 +579,7 @@ class Expectation(Handle):
         return early and self.sender is None and not table.burnt.why
 
     def fix_arrived(self, came: int) -> None:
-        """Let `arrived` stay what it is: the expectation fails, and its count is dropped."""
+        """Keep `arrived` as it is: the expectation fails, and its count is dropped."""
         self._came = min(came, self.count)
 
     def describe(self) -> str:

@@ -33,14 +33,11 @@ V = TypeVar("V")
 
 
 class Burnt(Generic[K, V]):
-    """The burnt immediates of one engine, each with the reason, and by whose failure.
+    """The burnt immediates of one engine: `why` has the reason of each.
 
     The sender's keys are (link, immediate), and the owner is the link. The receiver's keys are
     immediates, and the owner is an id of the engine that failed. Any thread may look one up.
-
-    Attributes:
-        why: the reason of each.
-        forgotten: how many were dropped because there were more than BURNT_MAX.
+    `forgotten` were dropped because there were more than BURNT_MAX.
     """
 
     __slots__ = ("_owned", "forgotten", "why")
@@ -74,7 +71,7 @@ class Burnt(Generic[K, V]):
                 return
 
     def drop(self, owner: Hashable) -> None:
-        """Forget everything that one owner burnt, because the owner is gone."""
+        """Forget everything that one owner burnt."""
         for key in self._owned.pop(owner, ()):
             del self.why[key]
 
@@ -304,8 +301,7 @@ class ImmTable(Generic[W]):
     def burn(self, imm: int, owner: Hashable, error: FabricError) -> tuple[list[W], int]:
         """Count an immediate for nobody from now on, because something failed under it.
 
-        Returns:
-            The expectations that waited for it, and how many had arrived.
+        Returns the expectations that waited for it, and how many had arrived.
         """
         self.burnt.add(owner, imm, error)
         wants = list(self._lines.pop(imm, ()))

@@ -31,14 +31,9 @@ _OK: Final = int(Status.OK)
 
 
 class _Line:
-    """The messages to one peer.
+    """The messages to one peer: `out` are in flight, `window` may be.
 
-    Attributes:
-        link: the peer.
-        waiting: queued messages, in order.
-        out: how many are in flight.
-        window: how many may be in flight.
-        in_turn: whether it is in `turns`; else the end of a message puts it there.
+    `in_turn`: it is in `turns`; else the end of a message puts it there.
     """
 
     __slots__ = ("in_turn", "link", "out", "waiting", "window")
@@ -54,10 +49,6 @@ class _Line:
 
 class Outbox:
     """All messages of one engine that have not ended.
-
-    Args:
-        group: the NICs.
-        end: settles a message.
 
     Attributes:
         waiting: how many messages are queued.
@@ -181,7 +172,7 @@ class Outbox:
 
 
 def _error(message: Message, nic: Domain, domain: int, status: int) -> FabricError:
-    """The error of a message that did not arrive; `domain` is the number of our NIC."""
+    """Make the error of a message that did not arrive; `domain` is the number of our NIC."""
     code, hint, name = Status(status).name, nic.status_text(status), message.link.addr.name
     return FabricError(
         f"message of {len(message.payload)} bytes to {name} failed on NIC {domain}: "

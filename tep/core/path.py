@@ -59,14 +59,8 @@ Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]
 class Sums:
     """Counts by key; a key is a number of 64 bits.
 
-    Args:
-        limit: the most keys that it holds.
-        large_at: with more keys than this it is large; None: `limit`.
-        full: is called when there are more than `limit` keys; None: forget all.
-
-    Attributes:
-        forgot: whether there were too many keys once, so that the sums mean nothing any more.
-        large: whether there were more than `large_at` keys since calm().
+    With more than `limit` keys it calls `full`, or forgets all (`forgot`): then the sums mean
+    nothing any more. `large`: there were more than `large_at` keys since calm().
     """
 
     __slots__ = (
@@ -116,7 +110,7 @@ class Sums:
         return self._sums.get(key, 0)
 
     def items(self) -> list[tuple[int, int]]:
-        """Every key whose sum is not 0, with its sum."""
+        """List every key whose sum is not 0, with its sum."""
         self._fold()
         return [(key, count) for key, count in self._sums.items() if count]
 
@@ -179,7 +173,7 @@ class Sums:
 
 
 def _count(column: npt.NDArray[np.unsignedinteger]) -> Found:
-    """Each value that occurs, and how often.
+    """Count each value that occurs.
 
     Usually the values are near each other: then each possible value has a cell in an array, which
     costs 2 ns a row. Sorting costs 40 to 90 ns.
@@ -213,19 +207,15 @@ def _count_pairs(keys: U64) -> Found:
 class PathSums:
     """The sender's sums of one path: how often each immediate was acknowledged.
 
-    Args:
-        forgot: whether the sums of earlier rows are gone already.
-
     Attributes:
         sent: acknowledged rows, by value, less what was pruned.
-        unsure: immediates of failed rows that may or may not have landed, for good, so that
-            the sums of both ends may differ.
+        unsure: immediates of failed rows that may or may not have landed, for good, so that the
+            sums of both ends may differ.
         pruned: the last generation that the receiver is known to have pruned.
         waiting: runs of the next generations, in order. The first ones may have been sent already,
             and then do not change until the receiver is known to have pruned them.
-        asking: whether the receiver is being asked to prune the first ones.
-        retry_s: when to ask again.
-        wait_s: the time from the last question without an answer to the next; 0: it answered.
+        asking: whether the receiver is being asked to prune the first ones; else it is asked again
+            at `retry_s`, after a wait of `wait_s` (0: it has answered).
         why: why the receiver did not prune them the last time; "" = it did.
     """
 
@@ -242,7 +232,7 @@ class PathSums:
         self.why = ""
 
     def why_forgot(self) -> str:
-        """Why the sums mean nothing."""
+        """Say why the sums mean nothing."""
         text = "it was removed meanwhile, or too many different immediates went there"
         pruned = f", and it did not prune them ({self.why})" if self.why else ""
         return f"{text}{pruned}: their sums are forgotten"
@@ -264,13 +254,13 @@ Run = tuple[int, int, int]
 
 
 def expand(runs: Iterable[Run], high: int = 0) -> Iterable[tuple[int, int]]:
-    """(key, count) of every value of these runs; `high` is the upper half of the keys."""
+    """Yield (key, count) of every value of these runs; `high` is the upper half of the keys."""
     base = high << _LOW_BITS
     return ((base + v, count) for first, n, count in runs for v in range(first, first + n))
 
 
 def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
-    """These values as runs, in order, none longer than `longest`."""
+    """Join these values to runs, in order, none longer than `longest`."""
     first = n = count = 0
     for value, times in sorted(sums):
         if n and value == first + n and times == count and n < longest:
@@ -314,11 +304,10 @@ class Arrivals:
             self.counted.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
 
     def _of(self, nic: ControlDomain, addresses: Collection[bytes]) -> list[int]:
-        """The numbers of the NICs at these addresses."""
+        """List the numbers of the NICs at these addresses."""
         return [source for source in self._known() if nic.source(source) in addresses]
 
     def _known(self) -> set[int]:
-        """Every sender so far."""
         if self._columns:
             self._columns = False
             self._sources |= {key >> _SOURCE_BITS for key, _ in self.counted.items()}
@@ -330,7 +319,7 @@ class Arrivals:
         return tuple(sum(self.counted.sum(at | imm) for at in sources) for imm in imms)
 
     def pruned(self, address: bytes) -> int:
-        """The last generation that was pruned of what came from the NIC at an address."""
+        """Return the last generation that was pruned of what came from the NIC at an address."""
         return self._pruned.get(address, 0)
 
     def prune(
@@ -367,7 +356,7 @@ class Arrivals:
         self._drop([source], why)
 
     def forgot(self, nic: ControlDomain, address: bytes) -> str | None:
-        """Why the sums of the NIC at an address are not complete; None: they are."""
+        """Say why the sums of the NIC at an address are not complete; None: they are."""
         found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
         return next(found, None)
 
@@ -445,7 +434,7 @@ _TOLD: Final = {
 
 
 class Rows(Protocol):
-    """The part of a batch that paths and sums need; see `tep.core.posting.Pending`."""
+    """A batch as paths and sums see it; see `tep.core.posting.Pending`."""
 
     batch: WriteBatch
     domain: int
@@ -470,10 +459,7 @@ class Path:
     """Our NIC `domain` to NIC `nic` of one incarnation of a peer.
 
     Attributes:
-        link, domain, nic: the peer, our NIC, its NIC.
-        state: see PathState.
         peer_id: our NIC's number for the peer's NIC; -1 = not connected.
-        sums: immediates that were acknowledged on it.
         losses: rows lost on it that are not settled, in the order of their loss.
         seen: the batch that was last found to have rows in flight on it.
         asking: whether the peer is being asked to open it again, or to fence it before that.
@@ -510,7 +496,6 @@ class Path:
 
     @property
     def is_up(self) -> bool:
-        """Whether rows may be sent over it."""
         return self.state is _UP
 
     @property
@@ -547,7 +532,6 @@ class Routes:
     Attributes:
         version: how often it has changed which NICs and paths rows are sent over, or how much.
         alive: for each NIC of the engine, whether it works; () = all do.
-        journal: where changes of paths are told.
         left: called with each path that leaves UP: it is to be opened again.
     """
 
@@ -566,7 +550,6 @@ class Link:
     """One incarnation of a peer: its NICs' addresses, and the paths to them.
 
     Attributes:
-        addr: the peer.
         alive: for each of its NICs, whether it is used; False: marked down.
         closed: how many paths are not UP.
         current: False once a later incarnation of the peer is known, or it is being removed.
@@ -574,9 +557,8 @@ class Link:
         left: whether it has been removed.
         barred: whether the fences of an earlier removal stay up, because since then it was named
             for messages only.
-        routes: the engine's; its version changes with the state of any path.
-        weights: the share of each lane in a paged write, as of `weighed`; () = all are equal.
-        weighed: the version of the routes at the last weigh().
+        weights: the share of each lane in a paged write; () = all are equal. They are those of
+            `weighed`, a version of the routes.
     """
 
     __slots__ = (
@@ -599,18 +581,18 @@ class Link:
         self._paths: list[list[Path | None]] = [[None] * len(addr.domains) for _ in domains]
 
     def path(self, domain: int, nic: int) -> Path:
-        """The path between two NICs; made on first use."""
+        """Return the path between two NICs; it is made on first use."""
         found = self._paths[domain][nic]
         if found is None:
             found = self._paths[domain][nic] = Path(self, domain, nic)
         return found
 
     def paths(self) -> list[Path]:
-        """Every path that was ever used."""
+        """List every path that was ever used."""
         return [path for row in self._paths for path in row if path is not None]
 
     def shut(self) -> list[tuple[int, int]]:
-        """(our NIC, its NIC) of the paths that are not UP."""
+        """List (our NIC, its NIC) of the paths that are not UP."""
         return [(path.domain, path.nic) for path in self.paths() if not path.is_up]
 
     def is_up(self, domain: int, nic: int) -> bool:
@@ -624,7 +606,7 @@ class Link:
         return found is not None and found.is_fenced
 
     def route(self, here: Sequence[bool], domain: int, nic: int) -> tuple[int, int]:
-        """The path to use for rows that were planned for a path; `here`: which of our NICs work.
+        """Choose the path for rows that were planned for a path; `here`: which of our NICs work.
 
         It is the planned path if both of its NICs work, else one of the next NICs on each side. A
         path that is not UP is used only if none is, and a fenced one only if all are. A NIC
@@ -654,7 +636,7 @@ class Link:
         return any(path != but and self.is_up(*path) for path in paths)
 
     def weigh(self) -> tuple[int, ...]:
-        """Weigh its lanes anew, and keep that with the version of the routes."""
+        """Weigh its lanes anew, and keep the weights."""
         self.weights, self.weighed = self.weights_now(), self.routes.version
         return self.weights
 
@@ -693,7 +675,7 @@ class Link:
                 self._domains[path.domain].forget(path.peer_id)
 
     def peer(self, domain: int, nic: int) -> int:
-        """The PeerId of its NIC `nic` on our NIC `domain`; connects on first use."""
+        """Return our NIC's number for its NIC `nic`; the first use connects."""
         path = self._paths[domain][nic]
         if path is not None and path.peer_id != _UNKNOWN:
             return path.peer_id
@@ -710,7 +692,7 @@ class Link:
 
 
 class _Wide:
-    """Scatters or barriers over the same lanes with the same immediate."""
+    """The number of scatters or barriers over the same lanes with the same immediate."""
 
     __slots__ = ("count", "domain", "imm", "nics", "remotes")
 
@@ -723,13 +705,10 @@ class _Wide:
 
 
 class Acks:
-    """The rows that one engine's peers have acknowledged.
+    """The rows that one engine's peers have acknowledged; paths with many values are `large`.
 
     A scatter or barrier in a steady group uses the same lanes each time. It is counted by (lanes,
     immediate), and divided among the paths only when somebody asks, or when there are too many.
-
-    Attributes:
-        large: paths with so many values that they should be pruned.
     """
 
     __slots__ = ("_wide", "large")
@@ -771,7 +750,7 @@ class Acks:
                 self.fold()
 
     def miss(self, pending: Rows, row: int) -> None:
-        """Note that nobody will know whether a failed row landed."""
+        """Record that nobody will know whether a failed row landed."""
         imm = pending.imm(row)
         if imm is not None:
             remote, nic = pending.target(row)
@@ -805,7 +784,7 @@ class PeerRestarted(NamedTuple):
 
 
 class PathShut(NamedTuple):
-    """Rows are not sent over a path any more: it is to be opened again."""
+    """A path left UP: it is to be opened again."""
 
     path: Path
 
@@ -820,12 +799,7 @@ Event = PeerNicDown | PeerRestarted | PathShut | PeerHeard
 
 
 class Fence:
-    """Our fence against the rows of a peer's NIC.
-
-    Attributes:
-        asking: functions to call with the status when it ends.
-        status: how it ended; None: it has not ended.
-    """
+    """Our fence against a peer's NIC; `asking` are called with the status when it has ended."""
 
     __slots__ = ("asking", "status")
 
@@ -866,11 +840,11 @@ class FarEnds:
         self._known: dict[tuple[int, bytes], FarEnd] = {}
 
     def get(self, nic: int, address: bytes) -> FarEnd | None:
-        """The record of one; None: there is none."""
+        """Find the record of one."""
         return self._known.get((nic, address))
 
     def at(self, nic: int, address: bytes) -> FarEnd:
-        """The record of one, made on first use."""
+        """Find the record of one, or make it."""
         found = self._known.get((nic, address))
         if found is None:
             found = self._known[nic, address] = FarEnd()

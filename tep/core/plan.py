@@ -48,12 +48,11 @@ class Share(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The shares of one request.
+    """The shares of one request, in order of `start`; they tile it.
 
     Attributes:
-        shares: in order of `start`; they tile the request.
         imms: immediates that each target counts, if the request carries one.
-        cursor: where the next request starts.
+        cursor: the lane where the next request starts.
     """
 
     shares: tuple[Share, ...]
@@ -73,7 +72,7 @@ def lanes(nlocal: int, nremote: int) -> int:
 
 
 def _lane_numbers(nlocal: int, nremote: int, cursor: int, domain: int | None) -> range:
-    """All lanes in their order of use: from the cursor on, or those of one pinned local NIC.
+    """List the lanes in their order of use, from the cursor on; a pinned NIC has only its own.
 
     The lanes behind the last one are the first ones again, by other numbers.
     """
@@ -118,15 +117,8 @@ def plan_single(
 ) -> Plan:
     """Cut one contiguous write into shards, one a lane, and shards beyond ROW_BYTES_MAX into rows.
 
-    Args:
-        nbytes: length, 0 or more; a shard may be empty, and still carries its immediate.
-        nlocal: NICs of this side.
-        nremote: NICs of the target.
-        cursor: lane of the first shard.
-        routing: num_shards and domain.
-
-    Returns:
-        A plan in bytes; plan.imms == number of rows == number of shards up to 1 GiB each.
+    The plan is in bytes, and each row carries an immediate, an empty one as well. `cursor` is the
+    lane of the first shard.
 
     Raises:
         BadRequest: more shards than lanes, or a NIC that is not there.
@@ -151,7 +143,7 @@ def is_one_row(nbytes: int) -> bool:
 def plan_row(nlocal: int, nremote: int, cursor: int) -> tuple[tuple[int, int], int]:
     """Plan one row without routing: return its lane, and where the next one starts.
 
-    Short writes are many, and its objects would cost them a microsecond.
+    The objects of plan_single would cost a short write a microsecond.
     """
     count = lanes(nlocal, nremote)
     cursor %= count
@@ -167,23 +159,12 @@ def plan_paged(
     domain: int | None = None,
     weights: tuple[int, ...] = (),
 ) -> Plan:
-    """Share the pages of one request out over the lanes.
+    """Share the pages of one request, 1 or more, out over the lanes, from the cursor on.
 
     Pages stay whole, and each lane gets one run of neighbouring list entries. With fewer pages than
-    lanes some lanes get none; the cursor moves on only past those that did. Weights change no
-    number of immediates: each page has one.
-
-    Args:
-        npages: 1 or more.
-        nlocal: NICs of this side.
-        nremote: NICs of the target.
-        cursor: lane of the first run.
-        domain: use this local NIC only.
-        weights: the share of each lane, by its number; 0: none, unless no lane has one. () = all
-            lanes are equal.
-
-    Returns:
-        A plan in rows; plan.imms == npages.
+    lanes some lanes get none; the cursor moves on only past those that did. `domain` pins to one
+    local NIC. `weights` are the shares of lanes by number; 0: none, unless no lane has one; () =
+    all lanes are equal. They change no number of immediates: each page has one.
 
     Source: fabric-lib `submit_paged_transfer_request`; differs in allowing unequal NIC counts.
     """
@@ -204,21 +185,11 @@ def plan_paged(
 def plan_targets(
     nremotes: tuple[int, ...], nlocal: int, cursor: int, domain: int | None = None
 ) -> list[Share]:
-    """Give each target of a scatter or barrier one lane; a lane gets one run of neighbouring
-    targets.
+    """Give each target of a scatter or barrier one lane, target 0 the one at the cursor.
 
-    Runs, and not lanes in turn: in an all-to-all every GPU of a node walks the same list of peers,
-    so that with lanes in turn all of them would choose the same NIC of each peer, and leave its
-    other NICs idle.
-
-    Args:
-        nremotes: NIC count of each target.
-        nlocal: NICs of this side.
-        cursor: lane of target 0.
-        domain: use this local NIC only.
-
-    Returns:
-        One share of one row a target, in target order.
+    A lane gets one run of neighbouring targets. Lanes in turn would be worse: in an all-to-all
+    every GPU of a node walks the same list of peers, so all of them would choose the same NIC of
+    each peer, and leave its other NICs idle. `nremotes` has the NIC count of each target.
 
     Source: fabric-lib cuts the peers in ranges of ceil(peers / NICs), one NIC each.
     """

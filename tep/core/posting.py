@@ -83,7 +83,7 @@ class Retransmission:
         left: rows that are not over yet.
         missed: whether the bytes of one did not arrive, since its transfer failed meanwhile. Then
             no immediate follows, because it could stand for that row.
-        after: (batch, row, error) of the rows whose immediates follow.
+        after: (batch, row, error) whose immediates follow.
     """
 
     left: int = 0
@@ -94,11 +94,14 @@ class Retransmission:
 class Pending:
     """Rows of one batch on one NIC: `at` of them are posted, `back` of them have returned.
 
-    `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
-    back with an error. `retransmission` is the one that a row belongs to which is written
-    again. `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost
-    before. `older`: the batch of the same transfer that was queued before it. `is_read`: it is a
-    batch of `tep.core.reads`, which queues, posts and ends it.
+    Attributes:
+        nbytes: the sum over the whole batch; -1: it is not known.
+        lost: the rows that came back with an error.
+        retransmission: the one that its row belongs to, if that is written again.
+        is_piece: it is a piece of a long batch.
+        tries: the number of paths on which its row was lost before.
+        older: the batch of the same transfer that was queued before it.
+        is_read: it is a batch of `tep.core.reads`, which queues, posts and ends it.
     """
 
     is_read = False
@@ -141,17 +144,15 @@ class Pending:
         return range(self.at)
 
     def imm(self, row: int) -> int | None:
-        """The immediate of one row."""
         imm = self.batch.imm
         return imm if imm is None or isinstance(imm, int) else int(imm[row])
 
     def row_bytes(self, row: int) -> int:
-        """Bytes of one row."""
         nbytes = self.batch.nbytes
         return nbytes if isinstance(nbytes, int) else int(nbytes[row])
 
     def sum_bytes(self, start: int, stop: int) -> int:
-        """Bytes of rows start..stop."""
+        """Add the bytes of rows start..stop."""
         nbytes = self.batch.nbytes
         if isinstance(nbytes, int):
             return nbytes * (stop - start)
@@ -160,19 +161,16 @@ class Pending:
         return int(np.add.reduce(nbytes[start:stop]))
 
     def target(self, row: int) -> tuple[Remote, int]:
-        """The region and the remote NIC that a row goes to."""
+        """Return the region and the remote NIC that a row goes to."""
         remote = self.remotes if isinstance(self.remotes, Remote) else self.remotes[row]
         return remote, self.nics if isinstance(self.nics, int) else self.nics[row]
 
 
 @dataclass(slots=True, eq=False)
 class _Race:
-    """The shares of one paged write, which began together.
+    """The shares of one paged write, which began together; `left` are not over.
 
-    Attributes:
-        start_s: when they were dealt out.
-        left: how many are not over.
-        ends: those that are, and the time that each took, seconds; the first to end first.
+    `ends` has those that are, and the time that each took, seconds; the first to end first.
     """
 
     start_s: float
@@ -184,8 +182,7 @@ class Posting:
     """The queues of all NICs of one engine.
 
     Attributes:
-        domains: the NICs, in order.
-        alive: which of them can still be posted on.
+        alive: which of the NICs can still be posted on.
         rows, nbytes: how many rows and bytes each NIC has taken so far.
         backlog: queued rows of all NICs, without reads.
         queued_reads: queued rows of reads, and immediates that wait for them; see `core.reads`.
@@ -197,9 +194,6 @@ class Posting:
         alone: whether a lone row that is started now may be posted at once: post() follows, and
             would find nothing else.
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
-        events: what was found out about peers, for those that handle it.
-        journal: where faults are told.
-        routes: changes with the state of any NIC or path.
     """
 
     __slots__ = (
@@ -252,7 +246,7 @@ class Posting:
 
     @property
     def outstanding(self) -> list[int]:
-        """Rows in flight, of each NIC."""
+        """The rows in flight, of each NIC."""
         back = self._back.copy()  # first: another thread may ask, and none is back before it is out
         return [rows - over for rows, over in zip(self.rows, back, strict=True)]
 
@@ -482,7 +476,7 @@ class Posting:
         self._enqueue(transfer, lane, 1, (0, remote.bases[0], 0), imm, remote)
 
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
-        """The path to use for a lane; see Link.route. Raises FabricError if all are fenced off."""
+        """Choose the path of a lane: see Link.route. Raises FabricError if all are fenced off."""
         found = link.route(self.alive, domain, nic)
         if link.is_fenced(*found):
             name = link.addr.name
@@ -632,8 +626,7 @@ class Posting:
     def _cut_piece(self, pending: Pending, domain: int, queue: deque[Pending]) -> bool:
         """Put a piece of a long batch in front of the queue, and the rest of the batch at the end.
 
-        Returns:
-            False: the NIC has enough pieces for now.
+        False: the NIC has enough pieces for now.
         """
         nbytes = pending.batch.nbytes
         assert isinstance(nbytes, int)
@@ -725,7 +718,6 @@ class Posting:
         return rest
 
     def _forget(self, pending: Pending) -> None:
-        """Forget a batch that is over."""
         ctx = pending.batch.ctx
         del self.batches[ctx]
         if self._races and (race := self._races.pop(ctx, None)) is not None:
@@ -736,7 +728,7 @@ class Posting:
             pace.end(pending.domain, pending.back)
 
     def first_alive(self) -> int:
-        """The first NIC that can be posted on. Raises FabricError if there is none."""
+        """Return the first NIC that can be posted on. Raises FabricError if there is none."""
         if not any(self.alive):
             raise self._down_error()
         return self.alive.index(True)
@@ -760,7 +752,7 @@ def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:
 
 
 def _waiting(pending: Pending) -> int:
-    """Queued bytes of a batch that another NIC could post; 0 if they cannot be shared."""
+    """Count the queued bytes of a batch that another NIC could post; 0: it cannot be shared."""
     nbytes = pending.batch.nbytes
     if not isinstance(nbytes, int) or pending.transfer.job.routing.domain is not None:
         return 0
@@ -786,17 +778,17 @@ def varies(pending: Pending) -> bool:
 
 
 def ints(column: Column, n: int) -> list[int]:
-    """A column of n rows as plain ints."""
+    """List a column of n rows as plain ints."""
     return [column] * n if isinstance(column, int) else column.tolist()
 
 
 def cut(columns: Iterable[Column | None], rows: slice | npt.NDArray[np.int64]) -> Any:
-    """Some rows of each column."""
+    """Take some rows of each column."""
     return [c if c is None or isinstance(c, int) else c[rows] for c in columns]
 
 
 def as_slice(rows: list[int]) -> slice | npt.NDArray[np.int64]:
-    """Row numbers as a slice, which costs no copy, if they are consecutive, as they usually are."""
+    """Return consecutive row numbers as a slice, which costs no copy; others as an array."""
     if rows == list(range(rows[0], rows[-1] + 1)):
         return slice(rows[0], rows[-1] + 1)
     return np.array(rows, np.int64)
@@ -819,14 +811,10 @@ def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) 
 
 
 def on_lanes(old: Pending, start: int, stop: int, domain: int, nics: Sequence[int]) -> Pending:
-    """Rows start..stop of a batch as a new batch on our NIC `domain`; the old one is not changed.
+    """Make a batch on our NIC `domain` of rows start..stop of another, which is not changed.
 
-    Args:
-        old: the batch.
-        start: the first of the rows.
-        stop: one behind the last.
-        domain: our NIC.
-        nics: the peers' NICs: of each row where the rows go to different regions, else one for all.
+    `nics` are the peers' NICs: of each row where the rows go to different regions, else one for
+    all.
     """
     batch, mr = old.batch, old.transfer.job.mr
     lkey = 0 if mr is None else mr.keys[domain].lkey

@@ -60,15 +60,10 @@ class _Following(_Reading):
 class Reads:
     """The reads of one engine.
 
-    Args:
-        group: its NICs.
-        options: how many rows in a turn, and whether rows are posted again.
-
     Attributes:
         outstanding: rows in flight, of each NIC.
         rows, nbytes: how many rows and bytes each NIC was asked for so far.
         again: rows that were posted again.
-        given_up: rows that this engine's NICs may still carry out, though they live.
     """
 
     def __init__(self, group: DomainGroup, options: EngineOptions) -> None:
@@ -76,7 +71,7 @@ class Reads:
         self.outstanding = [0] * nics
         self.rows = [0] * nics
         self.nbytes = [0] * nics
-        self.again = self.given_up = 0
+        self.again = 0
         self._group = group
         self._rows_max = options.post_rows_max
         self._retried = options.failover
@@ -196,7 +191,6 @@ class Reads:
         return again or self.outstanding[domain] != before
 
     def _take(self, pending: _Reading, domain: int, taken: int) -> None:
-        """A NIC has taken rows of a batch."""
         start = pending.at
         pending.at += taken
         self.outstanding[domain] += taken
@@ -247,7 +241,6 @@ class Reads:
             mr.readers |= {domain}
             if status == Status.GIVEN_UP:
                 mr.given_up = True
-                self.given_up += count
         others = True  # whether there is a path to try
         if status == Status.NIC_DOWN:
             group.nic_down(domain)
@@ -289,8 +282,8 @@ class Reads:
     def _moved(self, old: _Reading, start: int, stop: int, turn: int = 0) -> bool:
         """Queue rows start..stop on a path that works; `turn` moves the choice on both sides.
 
-        Of a batch that is queued they are its rest, which is cut off. False: there is no other
-        path, and nothing has changed.
+        If `turn` is 0 they are the rest of a queued batch, which is cut off. False: there is no
+        other path, and nothing has changed.
         """
         group = self._group
         remote, nic = old.target(start)
@@ -314,9 +307,9 @@ class Reads:
         return True
 
     def _answering(self, transfer: Transfer, link: Link, path: tuple[int, int]) -> tuple[int, int]:
-        """This path, or else another on which no row of the transfer waited in vain.
+        """Return this path, or else another on which no row of the transfer waited in vain.
 
-        Raises FabricError if there is none: each more would take a peer's silence once more.
+        Raises FabricError if there is none: each other would take a peer's silence once more.
         """
         silent = cast("ReadJob", transfer.job).silent
         ours = [i for i, alive in enumerate(self._group.alive) if alive]

@@ -42,10 +42,9 @@ class Quarantine(NamedTuple):
 
 
 class RegionOwner(Protocol):
-    """The engine, as far as its regions are concerned."""
+    """The engine, as far as its regions are concerned; see `tep.engine.machine.Machine`."""
 
-    def quarantines(self, mr: MrHandle, /) -> tuple[Quarantine, ...]:
-        """Which bytes of a region a NIC may touch although nothing is open, and why."""
+    def quarantines(self, mr: MrHandle, /) -> tuple[Quarantine, ...]: ...
 
 
 class MrHandle:
@@ -58,12 +57,12 @@ class MrHandle:
         memory: pointer, length, device and owner of the bytes.
         ptr: address of the first as an array of no dimension, which adds to a column in half the
             time that a scalar needs.
-        access: whether peers may write here.
-        keys: the region's keys, one a NIC.
+        access: the rights of peers.
+        keys: one a NIC.
         desc: what peers need to write here.
-        inflight: transfers that read from here now.
+        inflight: transfers that use it now.
         readers: NICs with a row from here, or a read to here, that came back unsent or unknown: one
-            that is down by now may be at it still.
+            that is down by now may still be at it.
         given_up: whether a NIC that lives may still carry out a read to here (Status.GIVEN_UP).
     """
 
@@ -119,7 +118,7 @@ def check_source(mr: object, owner: RegionOwner, what: str) -> None:
 
 
 def deregistered(mr: MrHandle, what: str) -> ClosedError:
-    """The error of a request whose source region was given back."""
+    """Make the error of a request whose source region was given back."""
     return ClosedError(f"{what}: the source region {mr.desc.region} was deregistered")
 
 
@@ -142,19 +141,14 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
             key = domain.register(memory, access)
             keys.append(key)
             undo.callback(domain.deregister, key)
-        # All took it; else those that did would have to give it back.
-        undo.pop_all()
+        undo.pop_all()  # all took it
     return tuple(keys)
 
 
 class Way(NamedTuple):
-    """The path of rows to one region on one lane.
+    """The path of rows to one region on one lane: our NIC `domain`, the peer's NIC `nic`.
 
-    Attributes:
-        domain, nic: our NIC, the peer's.
-        peer: the PeerId of the peer's NIC on ours.
-        rkey: the region's key there.
-        shift: from an address for the peer's NIC 0 to one for this NIC, bytes.
+    `shift` leads from an address for the peer's NIC 0 to one for this NIC, bytes.
     """
 
     domain: int
@@ -167,9 +161,8 @@ class Way(NamedTuple):
 class Remote:
     """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
-    `steady` is the last single write to it, as requested and as a job: a steady application
-    requests the same in every step.
-    `ways` has what the group found out for each lane at `ways_version` of its routes.
+    `steady` is the last single write to it, as requested and as a job. `ways` has what the group
+    found out for each lane at `ways_version` of its routes.
     """
 
     __slots__ = (
@@ -202,13 +195,10 @@ class Job:
         dst: of each row; a column. One target: address of its first byte, for the target's NIC 0.
             Several targets: byte offset in the row's own region.
         nbytes: of each row; a column.
-        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper
-            so.
+        lengths: the same as plain ints where the rows differ, else empty: summing few is cheaper.
         imm: u32 for all rows, one a row, or None.
-        n: rows that NICs will carry.
-        total: bytes of all rows.
-        longest: no row is longer; bytes. `longest_row` is exact.
-        routing: which NICs.
+        n: rows that NICs will carry; `total` bytes in all, none longer than `longest`, which is
+            an upper bound.
         split: the columns are whole writes that NICs share; `plan_single` makes their rows.
         is_plain: it is neither a read nor a prepared write.
     """
@@ -295,12 +285,8 @@ def summand(shift: int) -> U64:
 class Template:
     """The columns of one local NIC that every request to the same targets shares.
 
-    Attributes:
-        domain: the local NIC.
-        remotes, nics: target region and remote NIC of each row.
-        n: rows.
-        peer, rkey, base: columns.
-        rows: which targets; None = all of them.
+    Its rows go to the targets `rows` (None: to all), each to its region of `remotes` at the NIC of
+    `nics`.
     """
 
     __slots__ = (
@@ -328,7 +314,7 @@ class Template:
         self._sizes: tuple[Column, int] = 0, 0
 
     def places(self, offsets: Column) -> U64:
-        """The address that each row goes to, for offsets in the regions of all targets, or 0.
+        """Return the address that each row goes to, for offsets in the targets' regions, or 0.
 
         The same offsets give the same column: what a request's checks made is not written to.
         """
@@ -342,10 +328,7 @@ class Template:
         return self._places
 
     def sizes(self, job: Job) -> tuple[Column, int]:
-        """The length of each row, and their sum; -1: it is not known.
-
-        As for places(), the same column gives the same answer.
-        """
+        """Return the length of each row, and their sum; -1: it is not known."""
         lengths, rows = job.nbytes, self.rows
         if isinstance(lengths, int):
             return lengths, lengths * self.n
@@ -359,13 +342,7 @@ class Template:
 
 
 class Places(NamedTuple):
-    """Offsets in the regions of a scatter's targets, as its last request named them.
-
-    Attributes:
-        raw: their bytes.
-        column: uint64, read-only.
-        offset_max: the largest.
-    """
+    """Offsets in the regions of a scatter's targets, as its last request named them."""
 
     raw: bytes
     column: U64
@@ -377,12 +354,10 @@ class Targets:
 
     Attributes:
         remotes: one region a target.
-        nics: NIC count of each target.
-        cycle: least common multiple of them.
+        nics: NIC count of each target; `cycle` is their least common multiple.
         limit_min: length of the shortest region, bytes.
-        templates: by (cursor, pinned NIC); kept by the group.
+        templates: the group's, by (cursor, pinned NIC), as of `routes_version`.
         places: of the last request; replaced as a whole, since users' threads meet here.
-        routes_version: of the group's routes that the templates follow.
     """
 
     __slots__ = (
@@ -414,7 +389,7 @@ _LIVES_MAX: Final = 8
 
 
 class _Steady(NamedTuple):
-    """The targets of a group's last request: a steady application names the same in every step."""
+    """The targets of a group's last request."""
 
     descs: tuple[MrDesc, ...]
     targets: Targets
@@ -430,8 +405,7 @@ class PeerGroup:
         self.book = book
         self.links = links
         self._links = frozenset(links)
-        # One record, replaced as a whole: another thread never sees one request's descriptors with
-        # another's targets.
+        # Replaced as a whole, so that no thread sees descriptors with another request's targets.
         self._steady: _Steady | None = None
 
     __reduce__ = unpicklable("its peers are connected in this process; send their addresses")
@@ -483,12 +457,8 @@ class PeerGroup:
 class PeerBook:
     """All peers of one engine.
 
-    Args:
-        own: the engine's own address.
-        domains: its NICs.
-        lock: guards the book against two threads that meet a peer at the same time.
-        replaced: called with each link that a later incarnation replaced, without the lock.
-        routes: the engine's.
+    `lock` guards it against two threads that meet a peer at the same time; `replaced` is called,
+    without the lock, with each link that a later incarnation replaced.
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
@@ -517,12 +487,12 @@ class PeerBook:
         self._readable: dict[int, Remote] = {}  # as found by reads
 
     def find(self, address: bytes) -> Link | None:
-        """The peer that has a NIC at an address; None: it was not met."""
+        """Find the peer that has a NIC at an address; None: it was not met."""
         links = list(self.links.values())
         return next((link for link in links if address in link.addr.domains), None)
 
     def link(self, addr: NetAddr, what: str) -> Link:
-        """The link to a peer's newest incarnation.
+        """Find or make the link to a peer's newest incarnation.
 
         Raises:
             BadDescriptor: not an address, of another backend, or in conflict with a known one.
@@ -605,9 +575,7 @@ class PeerBook:
     def drop(self, link: Link, *, fenced: bool) -> None:
         """Forget a peer that no transfer refers to any more, and its regions.
 
-        Args:
-            link: the peer.
-            fenced: all paths from it are fenced off, and stay so until it is named for rows.
+        `fenced`: all paths from it are fenced off, and stay so until it is named for rows.
         """
         with self._lock:
             for known in (self._remotes, self._readable):
@@ -623,7 +591,7 @@ class PeerBook:
                     del left[next(iter(left))]
 
     def resolve(self, desc: MrDesc, what: str, *, reads: bool = False) -> Remote:
-        """A descriptor, ready for posting.
+        """Resolve a descriptor for posting.
 
         Raises:
             BadDescriptor, StaleEpoch: as for its address, or a region that cannot be.
@@ -660,7 +628,7 @@ class PeerBook:
                 remote.steady = None
 
     def targets(self, descs: Sequence[MrDesc], group: PeerGroup | None, what: str) -> Targets:
-        """The targets of one scatter or barrier.
+        """Resolve the targets of one scatter or barrier.
 
         Raises:
             BadRequest: none at all, or a group of another engine.

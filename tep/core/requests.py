@@ -1,8 +1,8 @@
 """From a verb's arguments to columns: every check a request can fail, before anything is posted.
 
-Nothing here queues or posts. What comes out is a Job, which the group deals out to NICs. The
-columns of a read stand at the same ends as those of a write: `src` is here, where the bytes go, and
-`dst` is at the owner.
+Each function makes a Job, which the group deals out to NICs, and raises BadRequest for what cannot
+be. The columns of a read stand at the same ends as those of a write: `src` is here, where the bytes
+go, and `dst` is at the owner.
 """
 
 from __future__ import annotations
@@ -50,12 +50,7 @@ def single_job(
     routing: Routing,
     nlocal: int,
 ) -> Job:
-    """Check one contiguous write, unless it is the one that the region got last.
-
-    Raises:
-        BadRequest: a range outside its region, an immediate beyond 32 bits, or more shards than
-            lanes.
-    """
+    """Check one contiguous write, unless it is the one that the region got last."""
     mr, src_offset = src
     asked, steady = (nbytes, mr, src_offset, dst_offset, imm, routing), remote.steady
     plain = type(nbytes) is type(src_offset) is type(dst_offset) is int
@@ -95,12 +90,7 @@ def paged_job(
     routing: Routing,
     nlocal: int,
 ) -> Job:
-    """Check a paged write: page k of the source list goes to page k of the target list.
-
-    Raises:
-        BadRequest: lists of different length, a page outside its region, target pages that overlap,
-            an immediate beyond 32 bits, or a NIC that is not there.
-    """
+    """Check a paged write: page k of the source list goes to page k of the target list."""
     verb = "submit_paged_writes"
     columns, npages = _paged(verb, page_bytes, src, dst, routing, nlocal)
     total, longest = npages * columns[2], columns[2]
@@ -150,14 +140,7 @@ def _paged(
 
 
 class Slices(NamedTuple):
-    """The slices of a scatter as columns; nothing is checked yet.
-
-    Attributes:
-        lengths: bytes of each.
-        here: offset of each in the region here.
-        descs: the region of each at a peer.
-        there: offset of each in that region.
-    """
+    """The slices of a scatter as columns, not checked: bytes from `here` go to `descs`, `there`."""
 
     lengths: tuple[int, ...]
     here: tuple[int, ...]
@@ -166,11 +149,7 @@ class Slices(NamedTuple):
 
 
 def slices_of(listed: Sequence[ScatterDst]) -> Slices:
-    """Turn a list of slices into columns.
-
-    Raises:
-        BadRequest: something in it is no slice.
-    """
+    """Turn a list of slices into columns."""
     try:
         if not listed:
             return Slices((), (), (), ())
@@ -181,7 +160,7 @@ def slices_of(listed: Sequence[ScatterDst]) -> Slices:
 
 
 def _no_slices(listed: object) -> BadRequest:
-    """Which of the slices is none."""
+    """Make the error that names what is no slice."""
     form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
     for k, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
         try:
@@ -199,12 +178,7 @@ def scatter_job(
     routing: Routing,
     nlocal: int,
 ) -> Job:
-    """Check a scatter: one slice of the source region to each target.
-
-    Raises:
-        BadRequest: a slice outside the source or its target, an immediate beyond 32 bits, or a NIC
-            that is not there.
-    """
+    """Check a scatter: one slice of the source region to each target."""
     verb = "submit_scatter"
     if imm is not None:
         imm = check_imm(imm)
@@ -262,11 +236,7 @@ def _count_rows(lengths: Sequence[int], targets: Targets, routing: Routing, nloc
 
 
 def barrier_job(targets: Targets, imm: int, routing: Routing, nlocal: int) -> Job:
-    """Check a barrier: an immediate without bytes for each target.
-
-    Raises:
-        BadRequest: an immediate beyond 32 bits, or a NIC that is not there.
-    """
+    """Check a barrier: an immediate without bytes for each target."""
     imm = check_imm(imm)
     if routing is not DEFAULT:
         _check_routing("submit_barrier", routing, nlocal)
@@ -276,7 +246,7 @@ def barrier_job(targets: Targets, imm: int, routing: Routing, nlocal: int) -> Jo
 
 
 def longest_row(job: Job, nlocal: int) -> int:
-    """The longest row that a NIC will have to carry, bytes; `job.longest` is an upper bound."""
+    """Compute the longest row that a NIC will have to carry, bytes."""
     if not job.split:
         return job.longest
     if isinstance(job.remotes, Remote):
@@ -336,7 +306,7 @@ def _check_slices(
 def _starts(
     verb: str, side: str, pages: Pages, page_bytes: int, region: tuple[int, int, object]
 ) -> tuple[Column, int]:
-    """Return address and stride of pages that are all inside their (first byte, length, region).
+    """Return addresses and stride of pages that are all inside (first byte, length, region).
 
     The addresses are a column, or a plain int where there is one page.
     """
@@ -358,7 +328,7 @@ def _starts(
 def _refuse_overlap(verb: str, pages: Pages, page_bytes: int, stride: int, side: str) -> None:
     """Refuse pages that share bytes where they arrive: which would win is undefined.
 
-    Pages are listed twice, or the stride is below their size; then they overlap perhaps.
+    A page is listed twice, or the stride is below their size, so that they may overlap.
     """
     if stride >= page_bytes:
         order = np.sort(pages.indices)
@@ -396,7 +366,7 @@ def _refuse_shared(
 
 
 def imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
-    """The immediates of a paged write. Raises BadRequest unless one is for all, or one for each."""
+    """Check the immediates of a paged write: none, one for all, or one for each page."""
     if imm is None or type(imm) is int:
         return imm if imm is None else check_imm(imm)
     try:
@@ -420,9 +390,8 @@ class ReadJob(Job):
     """One read as columns. `n` counts the immediate that follows it, too.
 
     Attributes:
-        owner_imm: the immediate that the owner gets once all rows are back; None: none.
-        told: how many immediates that are: 0 or 1.
-        after: this immediate, while it waits for the rows.
+        owner_imm: the immediate that the owner gets once all rows are back, or None; `told` says
+            how many these are, 0 or 1, and `after` is the row while it waits.
         silent: paths, by NICs, on which a row of it got no answer since one came back.
     """
 
@@ -451,7 +420,6 @@ class ReadJob(Job):
 
     @property
     def counted_imm(self) -> Column | None:
-        """The immediate that its owner counts."""
         return self.owner_imm
 
 
@@ -474,12 +442,7 @@ def single_read_job(
     routing: Routing,
     nlocal: int,
 ) -> ReadJob:
-    """Check one contiguous read.
-
-    Raises:
-        BadRequest: a range outside its region, an immediate beyond 32 bits, or more shards than
-            lanes.
-    """
+    """Check one contiguous read."""
     verb = "submit_single_read"
     (remote, there), (mr, here) = src, dst
     nbytes = check_int(f"{verb}: nbytes", nbytes)
@@ -501,12 +464,7 @@ def paged_read_job(
     routing: Routing,
     nlocal: int,
 ) -> ReadJob:
-    """Check a paged read: page k of the source list comes to page k of the destination list.
-
-    Raises:
-        BadRequest: lists of different length, a page outside its region, destination pages that
-            overlap, an immediate beyond 32 bits, or a NIC that is not there.
-    """
+    """Check a paged read: page k of the source list comes to page k of the destination list."""
     verb = "submit_paged_reads"
     columns, npages = _paged(verb, page_bytes, dst, src, routing, nlocal, reads=True)
     total, longest = npages * columns[2], columns[2]

@@ -50,12 +50,8 @@ _here: Final = threading.local()
 class Pace:
     """One reason to have a short switch interval: an engine that works, or a wait.
 
-    Args:
-        interval_s: the interval while held, seconds; a shorter one of the program is left alone.
-            Infinite: hold() changes nothing.
-
-    Attributes:
-        held: whether it is held.
+    While it is held the interval is `interval_s`, seconds; a shorter one of the program is left
+    alone. Infinite: hold() changes nothing.
     """
 
     __slots__ = ("_interval_s", "held")
@@ -188,7 +184,7 @@ class Driver(Protocol):
     lock: AbstractContextManager[object]
 
     def start(self, machine: Machine) -> None:
-        """Begin to step the machine."""
+        """Begin to step a machine."""
 
     def kick(self) -> None:
         """Wake the driver: step soon, since work was queued or a NIC has completions.
@@ -316,12 +312,7 @@ class InlineDriver:
 
 
 class _Call:
-    """A function that a worker is asked to run.
-
-    Attributes:
-        begun, done: its progress.
-        result, error: its outcome.
-    """
+    """A function that a worker is asked to run, with its progress and outcome."""
 
     __slots__ = ("_function", "_tell", "begun", "done", "error", "result")
 
@@ -517,7 +508,7 @@ class ThreadDriver:
         )
 
     def _serve(self) -> None:
-        """Run the waiting calls, on the worker."""
+        """Run the waiting calls; on the worker."""
         while self._calls:
             self._kicked = True  # so that another step follows
             self._calls.popleft().run()

@@ -2,8 +2,7 @@
 its reports: statistics, the paths to a peer, and what each open handle waits for.
 
 It has the methods that drivers, handles and regions call. The users' verbs are in `verbs`.
-Rule: nothing here checks arguments, and only the way it ends is private. Reports only read; all of
-them work while the engine runs.
+Rule: nothing here checks arguments. Reports only read, and work while the engine runs.
 """
 
 from __future__ import annotations
@@ -64,22 +63,14 @@ class Machine:
     """One engine without its verbs.
 
     Attributes:
-        name: the engine's identity: a restarted engine has the same name and a later epoch, and
-            replaces the former one.
         address: the address by which peers reach it.
-        driver: what turns it.
-        domains: its NICs.
-        worker: posts, polls and counts.
-        step, deliver, busy, engaged, owing, due_s: the worker's, for the driver; see Worker.
+        step, deliver, busy, engaged, owing, due_s: the worker's, for the driver.
         tracer: who records it; None: nobody.
-        peers: the peers and their regions.
         regions: registered memory, by number.
         kept: regions that were deregistered, but that a NIC may still touch.
         prepared: what was prepared here and is still held.
         about: why these NICs and CPUs were chosen; "" = the user named them, or had no choice.
-        wait_timeout_s: what wait() uses when no timeout is given.
-        callback_errors: the last 100 exceptions that users' callbacks raised.
-        errors: how many there were.
+        errors: how many callbacks raised.
         closed: it refuses new requests. crashed: a bug stopped it. ended: nothing is open.
     """
 
@@ -180,11 +171,10 @@ class Machine:
         self.driver.call(lambda: self.worker.observers.remove(observer))
 
     def watching(self) -> bool:
-        """Driver: whether there are watched words."""
         return len(self.worker.watch) > 0
 
     def crash(self, error: BaseException) -> None:
-        """Driver: a step raised, and the engine is not turned any more. Idempotent."""
+        """Fail all that is open, because a step raised; the engine is not turned any more."""
         if self.crashed:
             return
         self.closed = self.crashed = True
@@ -197,29 +187,26 @@ class Machine:
         self.worker.abandon(stopped)
 
     def must_poll(self) -> bool:
-        """Driver: whether there is a NIC that does not signal news, and must be polled."""
         return not all(domain.caps.wakes for domain in self.domains)
 
     def wakeup_fds(self) -> list[int]:
-        """Driver: the descriptors to sleep on."""
         return [fd for domain in self.domains if (fd := domain.wakeup_fd()) is not None]
 
     def arm(self) -> bool:
-        """Driver: ask the NICs for wake-ups; False: there is news already."""
         quiet = True
         for domain in self.domains:  # every one, also after a False
             quiet = domain.arm() and quiet
         return quiet
 
     def cancel_handle(self, handle: Handle) -> None:
-        """Handle: queue a cancel."""
+        """Queue a cancel."""
         try:
             self.worker.commands.append((self.worker.cancel, handle))
         finally:
             self.driver.kick()
 
     def report_callback_error(self, handle: Handle, callback: object, error: BaseException) -> None:
-        """Handle: a callback raised."""
+        """Record a user's callback that raised."""
         self._report_error(callback, error, f" of {handle.describe()}")
 
     def _report_error(self, callback: object, error: BaseException, what: str = "") -> None:
@@ -312,7 +299,7 @@ class Machine:
     # ------------------------------------------------------------------ for regions and peers
 
     def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
-        """The bytes of a region that a NIC may touch although nothing is open."""
+        """List the bytes of a region that a NIC may touch although nothing is open."""
         whole = mr.memory.nbytes
         if self.crashed:
             why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
@@ -322,7 +309,7 @@ class Machine:
         return tuple(Quarantine(0, whole, why) for why in self._touched_by(mr))
 
     def _touched_by(self, mr: MrHandle) -> list[str]:
-        """Why a NIC may still write to a region, or read from it; [] = none can."""
+        """Say why a NIC may still write to a region, or read from it; [] = none can."""
         why = [
             f"NIC {k} ({self.domains[k].caps.nic}) is down, cannot be asked"
             for k, up in enumerate(self.worker.group.alive)
@@ -331,14 +318,11 @@ class Machine:
         return [*why, _GIVEN_UP] if mr.given_up else why
 
     def keep_or_free(self, mr: MrHandle) -> bool:
-        """A region is about to be deregistered: keep its memory if a NIC may still touch it.
+        """Keep the memory of a region that is to be deregistered if a NIC may still touch it.
 
-        Returns:
-            Whether its keys are to be given back to the NICs. They are not where late rows may
-            still use them: a NIC may give the same numbers to the next region.
-
-        Raises:
-            BusyError: the engine does not own the memory and cannot keep it.
+        Returns whether its keys go back to the NICs. They do not where late rows may still use
+        them: a NIC may give the same numbers to the next region. Raises BusyError if the engine
+        does not own the memory and cannot keep it.
         """
         why = self._touched_by(mr)
         if why and mr.memory.owner is None:
@@ -371,8 +355,8 @@ class Machine:
 
         Returns how many rows it has counted for the handle: none if no command is waiting, as is
         usual where the caller turns the engine, for then the backlog tells. So the first command
-        that waits may not be counted; all behind it are.
-        `reads` are rows that wait besides; only submits of reads count them.
+        that waits may not be counted; all behind it are. Only submits of reads count queued
+        `reads`.
         """
         worker = self.worker
         others = worker.group.backlog + worker.outbox.waiting + reads
@@ -396,7 +380,7 @@ class Machine:
         )
 
     def submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        """Queue a write or read; what enqueue() and reserve() do, in one call."""
+        """Queue a write or read: enqueue() and reserve() in one call."""
         if self.closed:
             self.check_open(f"submit ({job.kind})")
         worker, driver, rows = self.worker, self.driver, job.n
@@ -472,7 +456,7 @@ class Machine:
 
 
 def _uncounted(worker: Worker) -> int:
-    """Rows of the first command that waits, if reserve() has not counted them."""
+    """Count the rows of the first command that waits, unless reserve() has counted them."""
     try:
         _, first = worker.commands[0]
     except IndexError:  # the worker has taken it just now
@@ -524,7 +508,7 @@ def engine_stats(engine: Machine) -> EngineStats:
 
 
 def _failover(engine: Machine) -> tuple[Failover, list[str]]:
-    """Whether failover is available, and why not."""
+    """Say whether failover is available, and why not."""
     worker = engine.worker
     if worker.group.acks is None:
         if (why := worker.group.why_not) is not None:

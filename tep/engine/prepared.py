@@ -44,7 +44,6 @@ class _Verb(NamedTuple):
     """The differences between the verbs.
 
     Attributes:
-        name: the verb that is prepared.
         job: makes what the verb makes of (targets, offset here, offset there, immediate), and
             raises what it raises.
         imm: checks an immediate, given the number of rows.
@@ -197,7 +196,7 @@ class Prepared:
         self.laid_out += 1
 
     def _at(self, imm: ImmArg, here: int, there: int) -> Job:
-        """The request at these offsets, with this immediate."""
+        """Make the request at these offsets, with this immediate."""
         if type(here) is not int:
             here = check_int(f"{self.verb}: src_offset", here)
         if type(there) is not int:
@@ -308,13 +307,9 @@ def _moved(pages: Pages, offset: int) -> Pages:
 def _room(
     starts: Column, nbytes: Column, first: int, limits: int | npt.NDArray[np.int64]
 ) -> tuple[int, int]:
-    """The smallest and the largest offset at which all rows are inside their regions.
+    """Compute the smallest and the largest offset at which all rows are inside their regions.
 
-    Args:
-        starts: where each row begins; `first` is the begin of its region.
-        nbytes: of each row.
-        first: see there.
-        limits: the length of each region.
+    A region has the length `limits` and begins at `first`, as `starts` count.
     """
     places = (np.asarray(starts, np.uint64) - np.uint64(first)).astype(np.int64)
     after = limits - (places + np.asarray(nbytes, np.int64))

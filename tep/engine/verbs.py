@@ -127,9 +127,8 @@ class TransferEngine:
 
         Args:
             backend: a name of `tep info`, e.g. "loopback" or "auto".
-            device: "cuda:N" takes the NICs and the cores beside that GPU, as
-                `tep.host.topology.detect` finds them, and registers its memory by dma-buf; None =
-                what the backend takes.
+            device: "cuda:N" takes the NICs and the cores beside that GPU, and registers its memory
+                by dma-buf; None = what the backend takes.
             driver: None = what the backend asks for, else one worker thread.
             options: limits and defaults.
             **backend_options: the backend's own, e.g. nics=2.
@@ -319,12 +318,10 @@ class TransferEngine:
             page_bytes: length of each page.
             src: region and pages.
             dst: descriptor and pages; they must not overlap.
-            imm: one immediate for every page, or an array with one for each, or None.
+            imm: one immediate for every page, or an array with one for each, or None. The receiver
+                counts one a page.
             routing: `domain` pins to one NIC.
             on_done: called with the transfer once it settles.
-
-        Returns:
-            A transfer. The receiver counts one immediate a page.
         """
         try:
             mr, _ = src

@@ -89,22 +89,11 @@ class Worker:
     """All parts of one engine: `step()` turns it, `deliver()` runs the callbacks.
 
     Attributes:
-        group: the NICs.
-        journal: where faults are told.
-        reads: the rows that bring bytes here.
-        imms: the table of immediates.
         commands: users' requests that no step has taken yet.
         taken: how many reserved rows and messages the commands taken so far had.
         open: every handle that was taken and has not settled, in order of submission.
-        watch: the watched words.
-        channel, failover, fencing: control messages; both halves of a failover.
-        pruning: keeps the sums short that a failover compares.
-        notices: which immediates are burnt here, and who is to be told.
-        outbox: messages that have not ended.
-        steps: how often it was turned.
         submitted: how many transfers and messages were taken.
-        peers, members: who the peers are; what is known of their lives.
-        settled: how many transfers and messages settled, by state.
+        settled: how many of them settled, by state.
         observers: called with all handles that have settled, before their callbacks.
         closed: whether everything has ended; new commands fail.
     """
@@ -177,7 +166,7 @@ class Worker:
         return self._read[1]
 
     def _drop(self, link: Link, fenced: bool) -> None:
-        """A peer was removed or replaced: forget it."""
+        """Forget a peer that was removed or replaced."""
         self.notices.forget(link)
         self.peers.drop(link, fenced=fenced)
 
@@ -340,7 +329,6 @@ class Worker:
                 domain.recv_done(slot)
 
     def _sender(self, domain: Domain, slot: int) -> Sender:
-        """Return the sender of a message."""
         nic = domain.recv_source(slot)
         engine_of = getattr(domain, "engine_of", bytes)  # each NIC for itself, where none knows
         link = self.peers.find(nic)
@@ -381,21 +369,17 @@ class Worker:
         return bool(self.open) or self.busy()
 
     def due_s(self) -> float | None:
-        """When a step is due without news of a NIC, on the driver's clock; None: never."""
         if not (self.members.busy or self.channel.busy):
             return None
         return sooner(self.channel.due_s() if self.channel.busy else None, self.members.due_s())
 
     def unsettled(self) -> list[Handle]:
-        """Every handle that has not settled, taken or not; may be called from any thread."""
+        """List every handle that has not settled, taken or not; for any thread."""
         asked = [handle for _, handle in tuple(self.commands)]
         return list(dict.fromkeys((*tuple(self.open), *asked)))
 
     def not_taken(self) -> list[Handle]:
-        """The handles of all commands, without those that were taken and are to be cancelled.
-
-        May be called from any thread.
-        """
+        """List the handles of all commands, without those to be cancelled; for any thread."""
         asked = dict.fromkeys(handle for _, handle in tuple(self.commands))
         return [handle for handle in asked if handle not in self.open and not handle.finished]
 
@@ -535,7 +519,7 @@ class Worker:
                 self._take_other(domain, kind, status, count, row, ctx)
 
     def _known(self, domain: int, n: int) -> Iterator[Entry]:
-        """The entries of the last poll; from a NIC that has raised, only those of what was posted.
+        """Yield the entries of the last poll; of a NIC that has raised, only those of what it has.
 
         It may have taken rows or messages before it raised. When it is gone, it has nothing to say.
         """

@@ -415,14 +415,3 @@ def test_wait_on_a_closed_engine_raises_its_error() -> None:
         got.wait(1)
     got.cancel()
     assert not got.cancelled
-
-
-def test_completion_shows_what_users_call() -> None:
-    """Twenty names of the engine's own stood beside `wait` and `result`."""
-    own = scripted()
-    shown = set(dir(write(own)))
-
-    assert {"wait", "result", "cancel", "ok", "stats", "wait_async"} <= shown
-    assert not {"job", "failure", "held", "took", "pace"} & shown
-    assert [] == [name for name in shown if name.startswith("_")]
-    finish(own)
