@@ -239,26 +239,17 @@ class WriteBatch(Batch):
 class ReadBatch(Batch):
     """Rows to read, as columns; a column may be one int that holds for every row.
 
-    The layout is a WriteBatch's, so that backends and the core can share what handles columns:
-    `local` is the column `src`, `remote` is `dst`. `imm` is None: reads carry no immediate.
+    The layout is a WriteBatch's, so that backends and the core can share what handles columns.
+    `imm` is None: reads carry no immediate.
 
     Attributes:
         n, peer, nbytes, ctx: as of a WriteBatch; `peer` is the owner's NIC.
-        lkey: of the region here that is written, on the domain this batch is posted on.
-        rkey: of the region there that is read, on the owner's domain.
+        src, lkey: addresses here, where the bytes go, and the key of their region on the domain
+            this batch is posted on.
+        dst, rkey: addresses at the owner, where the bytes are; they contain the key's `base`.
     """
 
     __slots__ = ()
-
-    @property
-    def local(self) -> Column:
-        """Addresses here, where the bytes go."""
-        return self.src
-
-    @property
-    def remote(self) -> Column:
-        """Addresses at the owner, where the bytes are; they contain the key's `base`."""
-        return self.dst
 
     def rows(self, start: int, stop: int) -> Iterator[ReadRow]:
         """Spell out rows start..stop as plain ints, for backends that work row by row."""

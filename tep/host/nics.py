@@ -135,7 +135,6 @@ class Found(NamedTuple):
         is_ib: InfiniBand and not Ethernet.
         subnet: prefix of the InfiniBand subnet, 16 hex digits; "" on Ethernet.
         path: sysfs path of its PCI device; "" if it has none.
-        peer_bytes: bytes of send queues for one peer on it, with the current settings.
         is_efa: True if EFA's driver drives it.
         physical: path of the physical function if this is a virtual one; else "".
         missing: its device file, if this container was not given it; else "".
@@ -148,7 +147,6 @@ class Found(NamedTuple):
     is_ib: bool = False
     subnet: str = ""
     path: str = ""
-    peer_bytes: int = 0
     is_efa: bool = False
     physical: str = ""
     missing: str = ""

@@ -43,8 +43,8 @@ MEMBERS = {
     ("ibv_send_wr", "remote_qkey"): "wr.ud.remote_qkey",
 }
 
-# Mirrored up to their mutex only, whose size differs between machines.
-PREFIXES = {"ibv_context", "ibv_qp"}
+# Mirrored up to the last member that is used.
+PREFIXES = {"ibv_context", "ibv_comp_channel", "ibv_port_attr", "ibv_qp"}
 
 # Mirrored from a member on, from which their offsets count.
 SUFFIXES = {"verbs_context": "create_qp_ex"}
@@ -207,21 +207,15 @@ def test_a_gid_taken_for_bytes_is_noticed(compiled):
 
 
 def test_declarations_are_word_for_word():
-    """Comments that drift from the header mislead whoever checks the code against them."""
+    """Words that drift from the header mislead whoever checks the code against it."""
     if not HEADER.exists():
         pytest.skip("no <infiniband/verbs.h>; apt install libibverbs-dev")
     header = _words(HEADER.read_text())
     source = Path(ibverbs.__file__).read_text()
     declared = re.findall(r'(?:mirror|prototypes)\("""\n(.*?)"""', source, re.DOTALL)
-    comments = re.findall(
-        r"^ *# (?:struct \w+ \{|(?:\w+ )+\**\w+\().*?(?:\};|\);)$", source, re.MULTILINE | re.DOTALL
-    )
     quoted = [
         _words(declaration)
-        for text in (
-            *declared,
-            *(re.sub(r"^ *# ?", "", each, flags=re.MULTILINE) for each in comments),
-        )
+        for text in declared
         for declaration in re.findall(
             r"^(?:(?:struct|union) \w+ \{.*?^\};|[a-z].*?\);)$", text, re.MULTILINE | re.DOTALL
         )
@@ -230,7 +224,8 @@ def test_declarations_are_word_for_word():
         quoted = [re.sub(rf"struct {name} {{.*?(?=[^;{{]*{first})", "", each) for each in quoted]
 
     assert quoted
-    assert [] == [declaration for declaration in quoted if declaration not in header]
+    begun = [declaration.removesuffix("};") for declaration in quoted]  # see PREFIXES
+    assert [] == [declaration for declaration in begun if declaration not in header]
 
 
 def _words(text):

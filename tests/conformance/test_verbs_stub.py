@@ -28,18 +28,6 @@ class TestOneQueuePair(DomainContract):
 
 
 @pytest.mark.slow
-class TestSprayed(DomainContract):
-    """Each row on a random queue pair of four."""
-
-    @pytest.fixture
-    def world(self, stub):
-        stub.reset()
-        options = {"library": stub.path, "qps_per_peer": 4, **FAST}
-        with VerbsWorld([f"stub{k}" for k in range(8)], **options) as world:
-            yield world
-
-
-@pytest.mark.slow
 class TestLossyAndShallow(DomainContract):
     """Queues of three rows, sixteen receives, and every third handshake datagram is lost."""
 

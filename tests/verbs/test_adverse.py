@@ -6,71 +6,19 @@ import os
 import time
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.base import Kind, Status
 from tep.backends.verbs import open_domains
 from tep.base.api import ScatterDst
 from tep.base.errors import FabricError
 from tep.base.units import KiB, MiB
-from tep.memory.source import Memory, adapt
+from tep.memory.source import Memory
 from tests.support.inside import machine_of, nics_of
-from tests.support.vm.shape import delay_by_queue_pair, netem, port_band
+from tests.support.vm.shape import netem
 from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
 
 PAGE = 4 * KiB
-
-
-def test_spray_counts_do_not_need_order(soft_devices):
-    """Each row on a random queue pair, each with another delay: what an unordered fabric shows.
-
-    An immediate must still follow the bytes of its own row, and every one must come.
-    """
-    nrows = 400
-    # The timeout is far above the delays, so that no row is sent twice.
-    options = {**FAST, "qps_per_peer": 16, "timeout": 18}
-    source, target = noise(nrows * PAGE), buffer(nrows * PAGE)
-    a = open_domains(soft_devices[:1], name="a", **options).domains[0]
-    b = open_domains(soft_devices[1:2], name="b", **options).domains[0]
-    out = new_completions(512)
-    order, early = [], []
-    peer = a.connect(b.address)
-    end_s = time.monotonic() + 20
-    while a.peers.up[peer] is None and time.monotonic() < end_s:
-        assert 0 == a.poll(out) + b.poll(out)
-    # The fewer queue pairs share a delay, the shorter it is: nearly all rows have to be overtaken.
-    (left,), (right,) = (set(domain.peers.conns.values()) for domain in (a, b))
-    shared = Counter(port_band(q[0], r[0], 16) for q, r in zip(left.ids[1:], right.ids[1:]))
-    shortest_first = sorted(range(16), key=lambda band: shared[band] or 99)
-    delays_ms = [20 * shortest_first.index(band) for band in range(16)]
-    with delay_by_queue_pair(["nic0"], delays_ms):
-        here = a.register(adapt(source), Access.SOURCE)
-        there = b.register(adapt(target), Access.SOURCE_AND_TARGET)
-        at = np.arange(nrows, dtype=np.uint64) * np.uint64(PAGE)
-        src, dst = at + np.uint64(source.ctypes.data), at + np.uint64(there.base)
-        imms = np.arange(nrows, dtype=np.uint32)
-        batch = WriteBatch(nrows, peer, src, here.lkey, dst, there.rkey, PAGE, imms, 1)
-        posted, back = 0, 0
-        while (len(order) < nrows or back < nrows) and time.monotonic() < end_s:
-            if posted < nrows:  # one row for each queue pair
-                posted += a.post(batch, posted, posted + 16)
-            back += int(out["count"][: a.poll(out)].sum())
-            for entry in out[: b.poll(out)]:
-                imm = int(entry["imm"])
-                order += [imm] * int(entry["count"])
-                where = slice(imm * PAGE, (imm + 1) * PAGE)
-                if not (source[where] == target[where]).all():
-                    early.append(imm)
-    a.close()
-    b.close()
-    arrived = np.array(order)
-    overtaken = np.mean(arrived[1:] < np.maximum.accumulate(arrived)[:-1])
-
-    assert list(range(nrows)) == sorted(order)
-    assert [] == early
-    assert (source == target).all()
-    assert overtaken > 0.85, f"only {overtaken:.0%} of immediates came after a later one: {shared}"
 
 
 def test_five_percent_loss_costs_time_and_nothing_else(soft_devices):

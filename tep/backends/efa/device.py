@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi.efa import SESSION_OFFSETS, Dv, Efa
-from tep.backends.ffi.ibverbs import ENUMS, C, Events, Struct
+from tep.backends.ffi.ibverbs import ENUMS, C, Events, Struct, link_bps, qp_number
 from tep.base.errors import BackendUnavailable, FabricError
 from tep.memory.source import DmabufExport, Memory
 
@@ -132,7 +132,7 @@ class Nic:
         sizes: what it got.
         gid, qpn, qkey: its address.
         qp, cq: the queue pair and the completion queue, as pointers.
-        link_bps: nominal rate.
+        link_bps: nominal rate, bits a second; 0 = unknown.
         closed: whether it was closed, or belongs to the parent of this process.
         failure: why it is lost; "" = it lives.
         armed: a wake-up has been asked for, and nothing was found since.
@@ -167,7 +167,8 @@ class Nic:
 
     def _open(self, sizes: Sizes) -> None:
         lib = self.lib
-        self._context, _ = lib.open_device(self.name)
+        self._context, sysfs = lib.open_device(self.name)
+        self.link_bps = link_bps(sysfs, 1)
         attr = lib.is_efa(self._context)
         if attr is None:
             raise BackendUnavailable(f"{self.name} is not an EFA device", ())
@@ -189,23 +190,13 @@ class Nic:
         )
         self.gid = lib.query_gid(self._context)
         self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
-        self.link_bps = self._link_bps()
         self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
         self._news = Events(lib, self._context)
         self.wait_fds = self._news.fds
         self.cq = self._make_queue(self._news.channel)
         self.qp = self._make_pair()
         self._bring_up()
-        self.qpn = int(C.ibv_qp.from_address(self.qp).qp_num)
-
-    def _link_bps(self) -> int:
-        """The nominal rate, bits a second; 0 where its codes are unknown."""
-        port = C.ibv_port_attr()
-        self.lib.ok("ibv_query_port", self._context, 1, ctypes.byref(port))
-        # ibv_query_port(3) documents the codes: lanes, and Gbit/s of each.
-        lanes = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}.get(port.active_width, 0)
-        speeds = {1: 2.5, 2: 5, 4: 10, 8: 10, 16: 14, 32: 25, 64: 50, 128: 100}
-        return int(lanes * speeds.get(port.active_speed, 0) * 1e9)
+        self.qpn = qp_number(self.qp)
 
     def _make_queue(self, channel: int) -> int:
         """Make the completion queue, which wakes by a channel; a pointer to its extended form."""
@@ -236,18 +227,11 @@ class Nic:
 
     def _bring_up(self) -> None:
         """Make the queue pair ready to send and to receive."""
-        retries = self.attr.device_caps & _CAP_RNR_RETRY
-        steps = (
-            ("IBV_QPS_INIT", ("PKEY_INDEX", "PORT", "QKEY")),
-            ("IBV_QPS_RTR", ()),
-            ("IBV_QPS_RTS", ("SQ_PSN", "RNR_RETRY") if retries else ("SQ_PSN",)),
-        )
-        for state, fields in steps:
-            to = C.ibv_qp_attr(
-                qp_state=ENUMS[state], port_num=1, qkey=self.qkey, rnr_retry=_RNR_FOR_EVER
-            )
-            mask = ENUMS["IBV_QP_STATE"] | sum(ENUMS[f"IBV_QP_{name}"] for name in fields)
-            self.lib.ok("ibv_modify_qp", self.qp, ctypes.byref(to), mask, what=state)
+        modify, qp = self.lib.modify_qp, self.qp
+        can_retry = self.attr.device_caps & _CAP_RNR_RETRY
+        modify(qp, "INIT", pkey_index=0, port_num=1, qkey=self.qkey)
+        modify(qp, "RTR")
+        modify(qp, "RTS", sq_psn=0, **({"rnr_retry": _RNR_FOR_EVER} if can_retry else {}))
 
     @property
     def can_read(self) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterable
 from functools import cache
 from typing import Final
 
 from tep.backends.ffi.ibverbs import Library, Struct, fail
-from tep.backends.ffi.load import env_step, find, give_types, mirror, prototypes, system_step
+from tep.backends.ffi.load import find, give_types, lacks, mirror, prototypes
 
 __all__ = ["SESSION_OFFSETS", "Dv", "Efa", "load"]
 
@@ -81,8 +82,7 @@ class Efa(Library):
     """
 
     def __init__(self, verbs_path: str, efa_path: str) -> None:
-        # Opened for errno's sake, which ctypes keeps for calls of such handles only. libefa is the
-        # provider itself under another name, so there is one copy of it in the process.
+        # libefa is the provider itself under another name: there is one copy of it in the process.
         super().__init__(ctypes.CDLL(verbs_path, use_errno=True), verbs_path)
         self.efa_path = efa_path
         give_types(self._lib, _MORE)
@@ -113,18 +113,13 @@ def load() -> Efa:
     Raises:
         BackendUnavailable: one of them is missing, or lacks a call.
     """
-    verbs = _find("libibverbs", "TEP_LIBIBVERBS", list(_MORE))
-    return _opened(verbs, _find("libefa", "TEP_LIBEFA", list(_DIRECT)))
+    verbs = _find("libibverbs", "TEP_LIBIBVERBS", _MORE)
+    return _opened(verbs, _find("libefa", "TEP_LIBEFA", _DIRECT))
 
 
-def _find(what: str, variable: str, names: list[str]) -> str:
-    def accept(lib: ctypes.CDLL) -> None:
-        if missing := [name for name in names if not hasattr(lib, name)]:
-            raise LookupError(f"it has no {', '.join(missing)}")
-
-    named = os.environ.get(variable, "")
-    steps = [env_step(variable), system_step(f"{what}.so.1")]
-    return find(f"{what} for EFA" + (f" ({named})" if named else ""), steps, accept, _CURE).path
+def _find(what: str, variable: str, names: Iterable[str]) -> str:
+    named, places = (variable, os.environ.get(variable)), {"system": [f"{what}.so.1"]}
+    return find(f"{what} for EFA", named, places, lambda lib: lacks(lib, names), _CURE).path
 
 
 _CURE: Final = (

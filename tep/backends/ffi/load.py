@@ -5,9 +5,9 @@ and mirrors stands once, beside its documentation, and tests/abi compares what c
 compiler. Understood is what those headers use: members of plain types, pointers, arrays, functions
 by pointer, structs and unions inside, comments.
 
-A library is looked for once, by small steps, each saying why it failed; the answer, good or bad, is
-remembered. Nothing here knows what a library is for: a caller gives the steps, and a function that
-accepts or refuses what they find.
+A library is looked for place by place, and the error says why each of them failed. Nothing here
+knows what a library is for: a caller gives the places, and a function that accepts or refuses what
+is found there.
 
 Every foreign call passes through `check`: no other file of tep turns a return code into an
 exception.
@@ -21,16 +21,15 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, Union
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
-    "Found", "Prototype", "Step", "call_of", "check", "env_step", "find", "forget", "give_types",
-    "mirror", "path_step", "prototypes", "system_step", "wheel_step",
+    "Found", "Prototype", "call_of", "check", "find", "give_types", "lacks", "mirror",
+    "prototypes", "wheel_files",
 ]  # fmt: skip
 
 Prototype = tuple[Any, tuple[Any, ...]]
@@ -68,8 +67,7 @@ def mirror(text: str) -> SimpleNamespace:
 
     Args:
         text: their declarations. A pointer to a struct that is mirrored already is typed, for
-            `.contents`; all others are addresses. A mutex ends a mirror: its size differs between
-            machines.
+            `.contents`; all others are addresses.
     """
     found = SimpleNamespace()
     for kind, name, body in _AGGREGATE.findall(_plain(text)):
@@ -112,8 +110,6 @@ def _members(body: str, of: str) -> Iterator[tuple[str, Any]]:
     for at, letter in enumerate(body):
         depth += (letter == "{") - (letter == "}")
         if letter == ";" and not depth:
-            if "pthread_mutex_t" in body[start:at]:
-                return
             yield _member(body[start:at].strip(), of)
             start = at + 1
 
@@ -157,15 +153,14 @@ def _type(words: str, *, typed: bool = False) -> Any:
     return _MIRRORS[words] if words in _MIRRORS else _PLAIN[words]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A library that was loaded and accepted.
 
     Attributes:
         library: the handle.
         path: what was given to the loader.
-        found_via: name of the step that found it.
-        tried: (step, why it failed) of the steps before.
+        found_via: name of the place where it was found.
+        tried: (place, why it failed) of the places before.
     """
 
     library: ctypes.CDLL
@@ -174,134 +169,56 @@ class Found:
     tried: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One place to look.
-
-    Attributes:
-        name: how reports call it.
-        paths: the candidates there; raises LookupError, saying why, where there is none.
-        binding: the user named this place: if it fails, no later step is tried.
-    """
-
-    name: str
-    paths: Callable[[], Iterable[str]]
-    binding: bool = False
-
-
-_REMEMBERED: dict[str, Found | BackendUnavailable] = {}
-
-
 def find(
-    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], object], cure: str
+    what: str,
+    named: tuple[str, str | None],
+    places: Mapping[str, Sequence[str]],
+    accept: Callable[[ctypes.CDLL], object],
+    cure: str,
 ) -> Found:
-    """Load the first library that the steps find and `accept` takes; remember the outcome.
+    """Load the first library that is found and that `accept` takes.
 
     Args:
-        what: the library's name, also the name under which the outcome is remembered.
-        steps: where to look, best first.
-        accept: looks at a loaded library; raises LookupError or AttributeError with the reason if
-            it is not usable.
+        what: the library, for the message.
+        named: where the user may name a path, and the path; if there is one, it is all that is
+            tried.
+        places: names for the loader by place, best first; none: nothing is installed there.
+        accept: raises LookupError with the reason if a loaded library is not usable.
         cure: what to do when nothing is found, for the message.
 
     Raises:
-        BackendUnavailable: with each step and its reason. The same error every time.
+        BackendUnavailable: with each place and its reason.
     """
-    known = _REMEMBERED.get(what)
-    if known is None:
-        known = _REMEMBERED[what] = _search(what, steps, accept, cure)
-    if isinstance(known, BackendUnavailable):
-        raise known
-    return known
+    variable, path = named
+    tried = [] if path else [(variable, "not set")]
+    for place, paths in {variable: [path]}.items() if path else places.items():
+        if not paths:
+            tried.append((place, "not installed"))
+        for each in paths:
+            try:
+                # Local, so that two builds of one library can live in one process; now, so that a
+                # missing symbol is a reason here and not a crash later; errno is kept for no other.
+                library = ctypes.CDLL(each, os.RTLD_NOW | os.RTLD_LOCAL, use_errno=True)
+                accept(library)
+                return Found(library, each, place, tuple(tried))
+            except (OSError, LookupError) as error:
+                tried.append((f"{place}: {each}", str(error.args[0])))
+    raise BackendUnavailable(f"no usable {what} on this machine; {cure}", tuple(tried))
 
 
-def forget(what: str) -> None:
-    """Look for a library anew at the next find(). For tests."""
-    _REMEMBERED.pop(what, None)
+def lacks(lib: ctypes.CDLL, names: Iterable[str]) -> None:
+    """Raise LookupError with the calls that a library does not have."""
+    if missing := [name for name in names if not hasattr(lib, name)]:
+        raise LookupError(f"it has no {', '.join(missing)}")
 
 
-def _search(
-    what: str, steps: Sequence[Step], accept: Callable[[ctypes.CDLL], object], cure: str
-) -> Found | BackendUnavailable:
-    tried: list[tuple[str, str]] = []
-    for step in steps:
-        failed = len(tried)
-        try:
-            for path in step.paths():
-                library = _load(path, step.name, tried)
-                if library is None:
-                    continue
-                try:
-                    accept(library)
-                    return Found(library, path, step.name, tuple(tried))
-                except (LookupError, AttributeError) as error:
-                    tried.append((f"{step.name}: {path}", _reason(error)))
-        except LookupError as error:
-            tried.append((step.name, _reason(error)))
-            continue
-        if step.binding and len(tried) > failed:
-            break
-    return BackendUnavailable(f"no usable {what} on this machine; {cure}", tuple(tried))
-
-
-def _load(path: str, name: str, tried: list[tuple[str, str]]) -> ctypes.CDLL | None:
+def wheel_files(distribution: str, filename: str) -> list[str]:
+    """The paths of a file among those that pip installed for a distribution."""
     try:
-        # Local, so that two builds of one library can live in one process; now, so that a missing
-        # symbol is a reason here and not a crash later.
-        return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-    except OSError as error:
-        tried.append((f"{name}: {path}", _reason(error)))
-        return None
-
-
-def _reason(error: Exception) -> str:
-    return str(error.args[0]) if error.args else type(error).__name__
-
-
-def env_step(variable: str) -> Step:
-    """Look where an environment variable points; what the user names is binding."""
-
-    def paths() -> Iterable[str]:
-        value = os.environ.get(variable)
-        if not value:
-            raise LookupError("not set")
-        return (value,)
-
-    return Step(name=variable, paths=paths, binding=True)
-
-
-def path_step(name: str, candidates: Sequence[str]) -> Step:
-    """Look at fixed places."""
-
-    def paths() -> Iterable[str]:
-        there = [path for path in candidates if Path(path).exists()]
-        if not there:
-            raise LookupError(f"no file {' or '.join(candidates)}")
-        return there
-
-    return Step(name=name, paths=paths)
-
-
-def wheel_step(distribution: str, filename: str) -> Step:
-    """Look among the files that pip installed for a distribution."""
-
-    def paths() -> Iterable[str]:
-        try:
-            files = importlib.metadata.files(distribution) or ()
-        except importlib.metadata.PackageNotFoundError:
-            raise LookupError("not installed") from None
-        there = [str(Path(str(f.locate())).resolve()) for f in files if f.name == filename]
-        if not there:
-            version = importlib.metadata.version(distribution)
-            raise LookupError(f"version {version} holds no {filename}")
-        return there
-
-    return Step(name=f"wheel {distribution}", paths=paths)
-
-
-def system_step(soname: str) -> Step:
-    """Look where the system's loader looks."""
-    return Step(name="system", paths=lambda: (soname,))
+        files = importlib.metadata.files(distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(Path(str(f.locate())).resolve()) for f in files if f.name == filename]
 
 
 def check(

@@ -11,10 +11,10 @@
     handshake.py  addresses, and how two NICs agree on queue pairs; no I/O
     device.py     one RDMA device, its address, the depth of its queues, and what a user may set
 
-It needs rdma-core 34 or later. A peer takes 136 KiB of send queues on each NIC
-of ConnectX (device.py says how to have less), which `describe()` and `tep info --json` say too.
+It needs rdma-core 34 or later. A peer takes 132 KiB of send queues on each NIC of ConnectX; a
+smaller `sq_depth` makes it less.
 
-Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,
+Tested on Soft-RoCE with the real library (contract, loss, slow NICs, killed peers, two processes,
 pulled cables) and on a stub provider (queues that fail, partitions, InfiniBand subnets, depths,
 dma-bufs, many peers at once). Not tested, for want of the hardware: mlx5's doorbells and rates, its
 fatal errors, InfiniBand's link layer, GPU memory, the effect of relaxed ordering, PFC and ECN.
@@ -31,11 +31,11 @@ from typing import Any, Final
 from tep.backends.base import Opened
 from tep.backends.common import all_or_none, identity
 from tep.backends.ffi.ibverbs import Library, load
-from tep.backends.verbs.device import NO_HINTS, ROWS, Device, Hints, Settings, peer_bytes
+from tep.backends.verbs.device import MEANT, Device, Settings
 from tep.backends.verbs.domain import VerbsDomain
 from tep.base.checks import nearest
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
-from tep.host.nics import Found, choose, gpu_paths, natural
+from tep.host.nics import HCA, Found, NameList, choose, gpu_paths, natural, read_list, said
 from tep.memory.source import DmabufExport
 
 __all__ = ["Settings", "facts", "open_domains", "probe", "survey"]
@@ -57,8 +57,8 @@ def open_domains(
 
     Args:
         nics: device names, e.g. ["mlx5_0", "mlx5_1"]; None = all that belong together by the rules
-            of tep.host.nics (`tep info` says which are not taken, and why); a number = as many of
-            these. The same name may stand there more than once.
+            of tep.host.nics; a number = as many of these. A device that bonds two ports is named
+            twice, since a queue pair uses one of them.
         name: for reports, and the identity of a restart: peers drop the former incarnation of the
             same name once they hear of the new one.
         epoch: of this incarnation; None = the time in nanoseconds, so that later ones are larger.
@@ -81,15 +81,14 @@ def open_domains(
         )
     chosen = Settings(**settings)
     lib = load(library)
-    hints = Hints.read(chosen, nics)
-    names = _names(lib, nics, chosen, hints)
+    names = _names(lib, nics, chosen)
     name, epoch = identity("verbs", name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
 
     def opening() -> Iterator[VerbsDomain]:
         devices = []
         for nic, device in enumerate(names):
-            devices.append(Device(lib, device, chosen, hints))
+            devices.append(Device(lib, device, chosen))
             yield VerbsDomain(
                 devices[-1], name=name, nic=nic, epoch=epoch, export=dmabuf_export, cuda=cuda
             )
@@ -103,12 +102,16 @@ def open_domains(
     domains = all_or_none(opening())
     for domain in domains:
         domain.spares = tuple(other.device for other in domains if other is not domain)
-    return Opened(domains, epoch, name, about=hints.said())
+    hca = [_hca()] if nics is None or isinstance(nics, int) else []
+    return Opened(domains, epoch, name, about=said([*hca, *chosen.hints()], MEANT))
 
 
-def _names(
-    lib: Library, nics: int | str | Sequence[str] | None, settings: Settings, hints: Hints
-) -> list[str]:
+def _hca() -> NameList:
+    """NCCL's variable that says which NICs are taken where none are named."""
+    return read_list(HCA, os.environ.get)
+
+
+def _names(lib: Library, nics: int | str | Sequence[str] | None, settings: Settings) -> list[str]:
     """Name the devices that are meant: those named, or the first that belong together."""
     wanted = 1 if nics is None else nics
     if not isinstance(wanted, int):
@@ -118,7 +121,7 @@ def _names(
         raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
     if not (nics is None or isinstance(nics, int)):
         return names
-    choice = choose(survey(lib, settings, hints), gpu_paths(), hints.hca)
+    choice = choose(survey(lib, settings), gpu_paths(), _hca())
     if len(choice.taken) < wanted:
         tried = [*((seen.name, seen.text) for seen in choice.taken), *choice.left]
         raise BackendUnavailable(
@@ -136,37 +139,33 @@ def probe() -> str:
     Raises:
         BackendUnavailable: no library, or no usable device; says why for each.
     """
-    lib = load()
-    hints = Hints.read(Settings())
-    found = survey(lib, Settings(), hints)
+    found = survey(load(), Settings())
     if not any(seen.usable for seen in found):
         raise BackendUnavailable(
             "libibverbs is here, but no usable RDMA device",
             tuple((seen.name, seen.text) for seen in found)
             or (("list devices", "the kernel knows none"),),
         )
-    return "; ".join(seen.text for seen in choose(found, gpu_paths(), hints.hca).taken)
+    return "; ".join(seen.text for seen in choose(found, gpu_paths(), _hca()).taken)
 
 
 def facts() -> dict[str, object]:
-    """Say which devices would not be taken, and why; and what a peer costs."""
-    hints = Hints.read(Settings())
-    found = choose(survey(load(), Settings(), hints), gpu_paths(), hints.hca)
+    """Say which devices would be taken, and why not the others."""
+    found = choose(survey(load(), Settings()), gpu_paths(), _hca())
     return {
         "nics": [seen.name for seen in found.taken],
-        "peer_bytes_a_nic": max((seen.peer_bytes for seen in found.taken), default=0),
         "tried": found.left,
     }
 
 
-def survey(lib: Library, settings: Settings, hints: Hints = NO_HINTS) -> list[Found]:
+def survey(lib: Library, settings: Settings) -> list[Found]:
     """Look at every device, fastest first; unusable ones last, with the reason."""
     found = []
     for name, folder in lib.devices():
         physical = Path(folder, "device", "physfn")
         path = os.path.realpath(Path(folder, "device")) if Path(folder, "device").exists() else ""
         try:
-            device = Device(lib, name, settings, hints)
+            device = Device(lib, name, settings)
         except (BackendUnavailable, FabricError, UsageError) as error:
             found.append(Found(name, f"{error}", usable=False, path=path))
             continue
@@ -180,7 +179,6 @@ def survey(lib: Library, settings: Settings, hints: Hints = NO_HINTS) -> list[Fo
                 is_ib=device.is_ib,
                 subnet=device.gid.seen.gid[:8].hex() if device.is_ib else "",
                 path=path,
-                peer_bytes=peer_bytes(device, settings.sq_depth or ROWS),
                 physical=os.path.realpath(physical) if physical.exists() else "",
             )
         )

@@ -25,14 +25,14 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs import ENUMS, C, ref
-from tep.backends.verbs.device import MESSAGES_OUT, SPARE_WRS, Depths, Device
+from tep.backends.ffi.ibverbs import ENUMS, C, Ref, qp_number, ref
+from tep.backends.verbs.device import MESSAGES_OUT, Depths, Device
 from tep.backends.verbs.handshake import Hello, QpId
 from tep.base.errors import FabricError
 
 __all__ = [
     "KIND_SHIFT", "NUMBER_MASK", "NUMBER_SHIFT", "ROW_MASK", "Conn", "Draining", "Queues",
-    "RowQueue", "Run", "Tag", "create_ud", "number_of", "qp_number", "tag",
+    "Tag", "create_ud", "number_of", "tag",
 ]  # fmt: skip
 
 KIND_SHIFT: Final = 60
@@ -45,7 +45,6 @@ class Tag:
     """The kinds of requests, as ids name them."""
 
     RUN: Final = 1  # row of the oldest run on its queue pair
-    TAIL: Final = 2  # stands behind rows of a run that asked for no completion of their own
     LOOSE: Final = 9  # row of a loose set; the object is the set
     IMM: Final = 4  # receive without a buffer, used up by an immediate
     MESSAGE_OUT: Final = 5
@@ -74,21 +73,6 @@ through within microseconds (guessed). A device says when ("last WQE reached" of
 specification 1.4, section 11.6.3.4; quoted), but Soft-RoCE of Linux 6.1 does not (measured)."""
 
 
-def _step(state: str, fields: str = "") -> tuple[int, int]:
-    """A state of queue pairs, and the mask of what is set on the way to it."""
-    mask = sum(ENUMS[f"IBV_QP_{name}"] for name in ("STATE", *fields.split()))
-    return ENUMS[f"IBV_QPS_{state}"], mask
-
-
-_STEPS: Final = {
-    "RESET->INIT": _step("INIT", "PKEY_INDEX PORT ACCESS_FLAGS"),
-    "INIT->RTR": _step("RTR", "AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER"),
-    "RTR->RTS": _step("RTS", "TIMEOUT RETRY_CNT RNR_RETRY SQ_PSN MAX_QP_RD_ATOMIC"),
-    "->ERR": _step("ERR"),
-    "UD RESET->INIT": _step("INIT", "PKEY_INDEX PORT QKEY"),
-    "UD INIT->RTR": _step("RTR"),
-    "UD RTR->RTS": _step("RTS", "SQ_PSN"),
-}
 _ACCESS: Final = (
     ENUMS["IBV_ACCESS_LOCAL_WRITE"]
     | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
@@ -118,30 +102,10 @@ Run = tuple[int, int, int, int]
 first to last."""
 
 
-class RowQueue:
-    """One queue pair for rows, with the chains on it that have not come back.
-
-    Attributes:
-        conn: whose it is.
-        qp, ref: the queue pair, and it ready for a call.
-        runs: the chains, oldest first.
-        back: rows of the oldest run that have come back.
-    """
-
-    __slots__ = ("back", "conn", "qp", "ref", "runs")
-
-    def __init__(self, conn: Conn, qp: int) -> None:
-        self.conn = conn
-        self.qp = qp
-        self.ref = ref(qp)
-        self.runs: deque[Run] = deque()
-        self.back = 0
-
-
 class Conn:
-    """The queue pairs of one attempt with one peer: one for messages, one or more for rows.
+    """The queue pairs of one attempt with one peer: one for messages, one for rows.
 
-    Two kinds, since both messages and immediates use up receives in the order in which these were
+    Two, since both messages and immediates use up receives in the order in which these were
     posted: on one queue pair an immediate would eat a message's buffer.
 
     Args:
@@ -152,9 +116,9 @@ class Conn:
 
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
-        queues: those for rows; none: the peer takes messages only.
-        by_number: all that were made for rows, by number.
-        msg_qp, msg_ref: the one for messages, and it ready for a call.
+        msg_ref, row_ref: its queue pairs, ready for a call; no row_ref: for messages only.
+        runs: the chains of rows on it that have not come back, oldest first.
+        back: rows of the oldest run that have come back.
         ids: number and first packet sequence number of each: messages, then rows.
         lost, gone: nothing more can be posted; its queue pairs are destroyed.
         quiet_s, deadline_s: once it is lost: when its queue pairs receive no more, and when they
@@ -177,58 +141,46 @@ class Conn:
         self.reads = 0
         self.quiet_s = self.deadline_s = 0.0
         self._device = device
-        self._turn = 0
         self._sending = False
         self._made: list[int] = []
-        settings, depths = device.settings, queues.depths
+        self.row_ref: Ref | None = None
+        self.runs: deque[Run] = deque()
+        self.back = 0
+        depths = queues.depths
         with contextlib.ExitStack() as undo:
             undo.callback(self.destroy)
-            self.msg_qp = self._make(queues.cq, queues.msg_srq, MESSAGES_OUT)
-            self.msg_ref = ref(self.msg_qp)
-            self.queues = [
-                RowQueue(self, self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads))
-                for _ in range(settings.qps_per_peer if rows else 0)
-            ]
-            for qp in self._made:
-                self._modify(
-                    qp,
-                    "RESET->INIT",
-                    pkey_index=device.pkey_index,
-                    port_num=settings.port,
-                    qp_access_flags=_ACCESS,
-                )
+            self.msg_ref = self._make(queues.cq, queues.msg_srq, MESSAGES_OUT)
+            if rows:
+                self.row_ref = self._make(queues.cq, queues.imm_srq, depths.rows + depths.reads)
             undo.pop_all()
         self.ids: tuple[QpId, ...] = tuple(
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )
-        self.by_number = {qp_number(queue.qp): queue for queue in self.queues}
 
-    def _make(self, cq: int, srq: int, depth: int) -> int:
-        qp = self._device.make_rc(cq, srq, depth + SPARE_WRS)
+    def _make(self, cq: int, srq: int, depth: int) -> Ref:
+        device = self._device
+        qp = device.make_rc(cq, srq, depth)
         self._made.append(qp)
-        return qp
-
-    def _modify(self, qp: int, what: str, **fields: object) -> None:
-        state, mask = _STEPS[what]
-        attr = C.ibv_qp_attr(qp_state=state, **fields)
-        number = qp_number(qp)
-        self._device.lib.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=number)
-
-    def pick(self) -> RowQueue:
-        """The queue pair for the next rows."""
-        self._turn += 1
-        return self.queues[self._turn % len(self.queues)]
+        device.lib.modify_qp(
+            qp,
+            "INIT",
+            pkey_index=device.pkey_index,
+            port_num=device.settings.port,
+            qp_access_flags=_ACCESS,
+        )
+        return ref(qp)
 
     def to_rtr(self, hello: Hello) -> None:
-        """Let all receive from the peer's queue pairs."""
+        """Let them receive from the peer's queue pairs."""
         device = self._device
         route = device.route(hello.sender.gid, hello.sender.lid)
         self.reads = min(device.reads_asked, hello.reads)
-        del self.queues[len(hello.qps) - 1 :]  # the peer has fewer for writes, or none
+        if len(hello.qps) == 1:
+            self.row_ref = None
         for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
-            self._modify(
+            device.lib.modify_qp(
                 qp,
-                "INIT->RTR",
+                "RTR",
                 ah_attr=route,
                 path_mtu=min(device.port.active_mtu, hello.mtu),
                 dest_qp_num=number,
@@ -238,15 +190,15 @@ class Conn:
             )
 
     def to_rts(self) -> None:
-        """Let all send. Idempotent."""
+        """Let them send. Idempotent."""
         if self._sending:
             return
         settings = self._device.settings
-        sending = [self.msg_qp, *(queue.qp for queue in self.queues)]
-        for qp, (_, psn) in zip(sending, self.ids, strict=False):
-            self._modify(
+        receiving = self._made if self.row_ref else self._made[:1]
+        for qp, (_, psn) in zip(receiving, self.ids, strict=False):
+            self._device.lib.modify_qp(
                 qp,
-                "RTR->RTS",
+                "RTS",
                 timeout=settings.timeout,
                 retry_cnt=settings.retry_cnt,
                 rnr_retry=settings.rnr_retry,
@@ -262,7 +214,7 @@ class Conn:
         self.quiet_s = min(now_s + _QUIET_S, self.deadline_s)
         for qp in self._made:
             try:
-                self._modify(qp, "->ERR")
+                self._device.lib.modify_qp(qp, "ERR")
             except FabricError:
                 self.quiet_s = math.inf  # the deadline ends it
 
@@ -284,18 +236,11 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
     attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
     attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
     qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
-    for what in ("UD RESET->INIT", "UD INIT->RTR", "UD RTR->RTS"):
-        state, mask = _STEPS[what]
-        step = C.ibv_qp_attr(
-            qp_state=state, pkey_index=device.pkey_index, port_num=device.settings.port, qkey=qkey
-        )
-        lib.ok("ibv_modify_qp", qp, ctypes.byref(step), mask, what=what, device=device.name)
+    settings = device.settings
+    lib.modify_qp(qp, "INIT", pkey_index=device.pkey_index, port_num=settings.port, qkey=qkey)
+    lib.modify_qp(qp, "RTR")
+    lib.modify_qp(qp, "RTS", sq_psn=0)
     return qp
-
-
-def qp_number(qp: int) -> int:
-    """A queue pair's number."""
-    return int(C.ibv_qp.from_address(qp).qp_num)
 
 
 class Draining:

@@ -14,23 +14,30 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from socket import ntohs
 from typing import Any, Final, NamedTuple
 
 from tep.backends.base import DomainCaps
-from tep.backends.ffi.ibverbs import ENUMS, NOT_FORK_SAFE, C, DataPath, Library, Struct, fail
+from tep.backends.ffi.ibverbs import (
+    ENUMS,
+    NOT_FORK_SAFE,
+    C,
+    DataPath,
+    Library,
+    Struct,
+    fail,
+    link_bps,
+)
 from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
-from tep.host.nics import HCA, Environ, NameList, Number, read_list, read_number, said
+from tep.host.nics import HCA, Number, read_number
 from tep.memory.source import DmabufExport, Memory
 
 __all__ = [
-    "DATAGRAMS_IN", "DATAGRAMS_OUT", "MESSAGES_OUT", "NO_HINTS", "READS", "ROWS", "SPARE_WRS",
-    "Depths", "Device", "GidChoice", "GidSeen", "Hints", "Settings", "peer_bytes", "plan_depths",
-    "queue_bytes", "rank_gids",
+    "DATAGRAMS_IN", "DATAGRAMS_OUT", "MEANT", "MESSAGES_OUT", "READS", "Depths", "Device",
+    "GidChoice", "GidSeen", "Settings", "plan_depths", "rank_gids",
 ]  # fmt: skip
 
 _TIMEOUT_UNIT_S: Final = 4.096e-6
@@ -54,11 +61,11 @@ class Settings:
             Azure the first full one belongs to an availability set (quoted).
         gid_index: entry of the port's address table; None = NCCL_IB_GID_INDEX of the environment,
             or else the best of the ranking.
-        sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 1,904, or what the
+        sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 1,920, or what the
             device can do. Every queue pair can take as many, and the reads besides, and the
-            completion queue holds them all, so that neither can overflow. A peer costs a send queue
-            of so many requests, the reads and 16 more, 64 bytes each, rounded up to a power of two:
-            128 KiB (256 bytes each, 512 KiB, where the provider has no ibv_create_qp_ex).
+            completion queue holds them all, so that neither can overflow. On ConnectX a peer costs
+            a send queue of so many requests and the reads, 64 bytes each, rounded up to a power of
+            two: 128 KiB (512 KiB where the provider has no ibv_create_qp_ex).
         reads: rows of reads outstanding on this NIC besides; None = 128, or what the device has
             room for; 0 = none. Of those from one peer 16 are on the wire at a time, or as many as
             both devices can; further ones hold up the rows behind them.
@@ -67,9 +74,6 @@ class Settings:
             senders wait (RNR).
         msg_recvs_max: message buffers posted at a time; more of them wait their turn; None = 512,
             or what the device can do.
-        qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
-            order that a reliable connection keeps. The firmware binds a queue pair to one port of a
-            bond (RoCE LAG), so with one of them a peer gets half of the bandwidth of two ports.
         timeout: local ACK timeout exponent: 4.096 us times 2 to its power; 14 is 67 ms. Source:
             fabric-lib. With retry_cnt it says how long packets may fail to pass before rows end as
             UNREACHABLE and failover begins: `ack_timeout_s`, 1.9 s by default. The subnet manager
@@ -95,11 +99,10 @@ class Settings:
     port: int = _ranged(1, 1, 255)
     pkey: int | None = _ranged(None, 1, 0xFFFF)
     gid_index: int | None = _ranged(None, 0, 0xFFFF)
-    sq_depth: int | None = _ranged(None, 1, 32752)
+    sq_depth: int | None = _ranged(None, 1, 32768)
     reads: int | None = _ranged(None, 0, 4096)
     imm_recvs: int | None = _ranged(None, 1, 32767)
     msg_recvs_max: int | None = _ranged(None, 1, 32767)
-    qps_per_peer: int = _ranged(1, 1, 16)
     timeout: int = _ranged(14, 1, 31)
     retry_cnt: int = _ranged(6, 0, 7)
     rnr_retry: int = _ranged(7, 0, 7)
@@ -124,59 +127,35 @@ class Settings:
         """
         return 4 * _TIMEOUT_UNIT_S * (1 << self.timeout) * (self.retry_cnt + 1)
 
+    def hints(self) -> tuple[Number, Number, Number]:
+        """Read from the environment what is left open: GID index, traffic class, service level."""
+
+        def read(name: str, mine: int | None, high: int) -> Number:
+            return read_number(name, os.environ.get if mine is None else _unset, (0, high))
+
+        return (
+            read("NCCL_IB_GID_INDEX", self.gid_index, 1023),
+            read("NCCL_IB_TC", self.traffic_class, 255),
+            read("NCCL_IB_SL", self.service_level, 15),
+        )
+
     @property
     def peer_timeout_s(self) -> float:
         """Within this a dead peer ends in an error: it may die just after it has answered."""
         return self.handshake_s + self.ack_timeout_s + self.drain_s
 
 
-_UNSET: Final = Number("", "", None)
+def _unset(_: str) -> None:
+    """Stand for an environment in which nothing is set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hints:
-    """The variables, read once for an engine; those that a setting overrides are left out.
-
-    Attributes:
-        gid_index: NCCL_IB_GID_INDEX; on Ethernet ports only, as NCCL does.
-        traffic_class: NCCL_IB_TC.
-        service_level: NCCL_IB_SL.
-        hca: NCCL_IB_HCA, which NICs are taken where none are named.
-    """
-
-    gid_index: Number = _UNSET
-    traffic_class: Number = _UNSET
-    service_level: Number = _UNSET
-    hca: NameList = field(default_factory=lambda: read_list(HCA, lambda _: None))
-
-    @classmethod
-    def read(cls, settings: Settings, nics: int | str | Sequence[str] | None = None) -> Hints:
-        """Read what the settings and `nics` leave open."""
-        given: Environ = os.environ.get
-
-        def number(name: str, mine: int | None, high: int) -> Number:
-            return read_number(name, given, (0, high)) if mine is None else _UNSET
-
-        return cls(
-            gid_index=number("NCCL_IB_GID_INDEX", settings.gid_index, 1023),
-            traffic_class=number("NCCL_IB_TC", settings.traffic_class, 255),
-            service_level=number("NCCL_IB_SL", settings.service_level, 15),
-            hca=read_list(HCA, given if nics is None or isinstance(nics, int) else lambda _: None),
-        )
-
-    def said(self) -> str:
-        """Spell what was read, for `explain`; "" = nothing."""
-        meant = {
-            "NCCL_IB_GID_INDEX": "gid_index, where the port is Ethernet",
-            "NCCL_IB_TC": "traffic_class",
-            "NCCL_IB_SL": "service_level",
-            HCA: "which NICs are taken",
-        }
-        return said((self.hca, self.gid_index, self.traffic_class, self.service_level), meant)
-
-
-NO_HINTS: Final = Hints()
-"""An environment in which nothing is set."""
+MEANT: Final = {
+    "NCCL_IB_GID_INDEX": "gid_index, where the port is Ethernet",
+    "NCCL_IB_TC": "traffic_class",
+    "NCCL_IB_SL": "service_level",
+    HCA: "which NICs are taken",
+}
+"""NCCL's variables that are read where the user leaves something open, and what each stands for."""
 
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
@@ -188,12 +167,11 @@ _ROCE_CLASS: Final = 106  # DSCP 26, ECN-capable; UCX's UCT_IB_DEFAULT_ROCEV2_DS
 _V2: Final = ENUMS["IBV_GID_TYPE_ROCE_V2"]
 _READS_AT_A_TIME: Final = 16  # of one queue pair: what ConnectX has (quoted)
 
-# What is posted on our queue pairs; a provider then leaves no room for more. Requests of 64 bytes
-# in place of 256 are what _sq_overhead in mlx5 of rdma-core 44 makes of it; quoted.
+# What is posted on our queue pairs; a provider then leaves no room for more. mlx5 makes requests of
+# 64 bytes in place of 256 of it (_sq_overhead of rdma-core 44; quoted).
 _OPS: Final = ("RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "SEND", "RDMA_READ")
 _SEND_OPS: Final = sum(ENUMS[f"IBV_QP_EX_WITH_{op}"] for op in _OPS)
 _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
-_WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
 _INLINE_BYTES: Final = 28
 """A row up to this length is copied into its request when it is posted singly: the NIC reads once
 less. A request of 64 bytes has room for so much (mlx5_calc_send_wqe of rdma-core 44; quoted)."""
@@ -212,7 +190,6 @@ class Device:
         lib: the library.
         name: of the device, e.g. "mlx5_0".
         settings: which port, which address.
-        hints: what the environment says where the settings say nothing.
 
     Attributes:
         dead: it has failed for good; freeing what is on it may fail too, and is no error.
@@ -220,18 +197,14 @@ class Device:
         reads_asked: reads that one queue pair may have on the wire at a time; more of them wait.
         reads_served: reads of its peer's that one queue pair can answer at a time.
         traffic_class, service_level: of packets, see Settings.
-        wqe_bytes: what a request takes in a send queue of ConnectX.
         inline_max: bytes of a row that the provider copies into its request; 0: none.
 
     Raises:
         BackendUnavailable: it cannot be opened, or its port is down or has no address.
     """
 
-    def __init__(
-        self, lib: Library, name: str, settings: Settings, hints: Hints = NO_HINTS
-    ) -> None:
+    def __init__(self, lib: Library, name: str, settings: Settings) -> None:
         self.lib = lib
-        self._hints = hints
         self.name = name
         self.settings = settings
         self.dead = False
@@ -247,7 +220,6 @@ class Device:
             self.pd = lib.make("ibv_alloc_pd", self.context, device=name)
             undo.pop_all()
         self._create_ex = lib.extended_create(self.context)
-        self.wqe_bytes = _WQE_BYTES if self._create_ex else _WQE_BYTES_PLAIN
         self.inline_max = 0
         self.data = DataPath(self.context)
 
@@ -269,15 +241,16 @@ class Device:
                 "the backend libfabric with provider='efa', or by the backend efa"
             )
         self.is_ib = bool(self.port.link_layer == _IB)
+        gid_index, traffic_class, service_level = self.settings.hints()
         self.gids = self._rank()
-        self.gid = self._pick()
+        self.gid = self._pick(gid_index)
         self.pkey_index, self.pkey = self._pick_pkey()
         self.reads_asked = min(_READS_AT_A_TIME, int(self.attr.max_qp_init_rd_atom))
         self.reads_served = min(_READS_AT_A_TIME, int(self.attr.max_qp_rd_atom))
-        settings, hints = self.settings, self._hints
+        settings = self.settings
         usual = _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
-        self.traffic_class = _first(settings.traffic_class, hints.traffic_class.value, usual)
-        self.service_level = _first(settings.service_level, hints.service_level.value, 0)
+        self.traffic_class = _first(settings.traffic_class, traffic_class.value, usual)
+        self.service_level = _first(settings.service_level, service_level.value, 0)
 
     def _rank(self) -> list[GidChoice]:
         room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
@@ -295,7 +268,7 @@ class Device:
             return [GidChoice(0, seen, "InfiniBand") for seen in table[:1]]
         return rank_gids(table)
 
-    def _pick(self) -> GidChoice:
+    def _pick(self, hint: Number) -> GidChoice:
         wanted = self.settings.gid_index
         if not self.gids:
             raise BackendUnavailable(
@@ -304,8 +277,7 @@ class Device:
             )
         option = f"gid_index={wanted}"
         if wanted is None and not self.is_ib:
-            wanted, hint = self._hints.gid_index.value, self._hints.gid_index
-            option = f"{hint.name}={hint.text}"
+            wanted, option = hint.value, f"{hint.name}={hint.text}"
         if wanted is None:
             return self.gids[0]
         for choice in self.gids:
@@ -340,12 +312,8 @@ class Device:
 
     @property
     def link_bps(self) -> int:
-        """Nominal rate, bits a second, from sysfs; 0 where it says nothing."""
-        try:
-            text = Path(self._sysfs, "ports", str(self.settings.port), "rate").read_text("ascii")
-            return round(float(text.split()[0]) * 1e9)
-        except (OSError, ValueError, IndexError):
-            return 0
+        """Nominal rate, bits a second; 0 = unknown."""
+        return link_bps(self._sysfs, self.settings.port)
 
     @property
     def no_reads(self) -> str:
@@ -392,9 +360,7 @@ class Device:
             if ctypes.get_errno() not in _NO_EX:
                 fail("ibv_create_qp_ex", ctypes.get_errno(), device=self.name, requests=requests)
         found = self._make("ibv_create_qp", self.pd, ctypes.byref(attr), requests=requests)
-        # What is refused there and possible here: this provider has no send_ops_flags. What that
-        # costs is in the NIC's report.
-        self._create_ex, self.wqe_bytes = None, _WQE_BYTES_PLAIN
+        self._create_ex = None  # refused there and possible here: it has no send_ops_flags
         self.inline_max = min(_INLINE_BYTES, int(attr.cap.max_inline_data))
         return found
 
@@ -461,7 +427,7 @@ class Device:
             sq_depth=sq_depth,
             max_write_bytes=int(port.max_msg_sz),
             max_msg_bytes=min(_MSG_BYTES_MAX, int(port.max_msg_sz)),
-            ordered=settings.qps_per_peer == 1,
+            ordered=True,
             imm_eats_recv=True,
             memory_kinds=memory_kinds,
             peer_timeout_s=settings.peer_timeout_s,
@@ -484,9 +450,6 @@ class Device:
         )
 
 
-SPARE_WRS: Final = 16
-"""Requests a queue pair can hold beyond the rows: tails."""
-
 MESSAGES_OUT: Final = 64
 """Messages on their way out at a time."""
 
@@ -499,10 +462,7 @@ READS: Final = 128
 """Rows of reads outstanding, where the user names no number."""
 
 _REQUESTS: Final = 2048  # the queue is as long as a power of two
-_PARTS: Final = 15  # one of so many in a shorter queue is for reads
-
-ROWS: Final = _REQUESTS - SPARE_WRS - READS
-"""Rows outstanding, where the user names no number."""
+_PARTS: Final = 16  # one of so many in a shorter queue is for reads
 
 _MESSAGES_IN: Final = 512
 _IMMS_MAX: Final = 32767
@@ -517,8 +477,7 @@ class Depths(NamedTuple):
     """Entries of each queue.
 
     Attributes:
-        rows: rows outstanding; a queue pair for rows has the reads and SPARE_WRS requests more.
-        reads: rows of reads outstanding.
+        rows, reads: outstanding; a queue pair for rows has room for all of both.
         imms: receives that wait for immediates.
         messages_in: receives that wait for messages.
         cq: completions that the completion queue holds.
@@ -545,8 +504,7 @@ def plan_depths(device: Device) -> Depths:
     messages_in = _within(
         device, "msg_recvs_max", settings.msg_recvs_max, _MESSAGES_IN, int(attr.max_srq_wr)
     )
-    # A row has one completion, and may have a tail behind it with one more.
-    rest = 2 * (rows + reads) + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT
+    rest = rows + reads + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT
     left = int(attr.max_cqe) - rest
     if left < 1:
         raise UsageError(
@@ -568,55 +526,33 @@ def _within(device: Device, name: str, wanted: int | None, usual: int, most: int
 
 def _find_rows(device: Device) -> tuple[int, int]:
     """Try how many rows and reads a queue pair takes: a device does not report limits in bytes."""
-    named, wanted = device.settings.sq_depth, device.settings.reads
-    if device.no_reads:
-        wanted = 0
-    if named is not None:
-        return named, _reads_beside(device, named, (READS, 0) if wanted is None else (wanted,))
-    total = min(_REQUESTS, int(device.attr.max_qp_wr))
-    while True:
-        reads = min(READS, (total - SPARE_WRS) // _PARTS) if wanted is None else wanted
-        rows = total - SPARE_WRS - reads
-        if rows < 1:
-            raise UsageError(f"verbs: reads={wanted} is more than {device.name} has room for")
-        try:
-            device.try_queue_pair(total)
-        except FabricError:
-            if rows == 1:
-                raise
-            total = max(SPARE_WRS + 1 + (wanted or 0), total // 2)
-        else:
-            return rows, reads
-
-
-def _reads_beside(device: Device, rows: int, wanted: Sequence[int]) -> int:
-    """Choose the reads, of those wanted, that there is room for beside rows that the user named."""
+    settings, most = device.settings, int(device.attr.max_qp_wr)
+    reads = 0 if device.no_reads else settings.reads
     refusal: FabricError | None = None
-    for reads in wanted:
+    for wanted in _candidates(settings.sq_depth, reads, most):
         try:
-            device.try_queue_pair(rows + reads + SPARE_WRS)
-            return reads
+            device.try_queue_pair(sum(wanted))
+            return wanted
         except FabricError as error:
             refusal = error
+    if settings.sq_depth is None and settings.reads is None and refusal is not None:
+        raise refusal
     raise UsageError(
-        f"verbs: sq_depth={rows} is more than {device.name} can do beside {reads} reads: its "
-        f"max_qp_wr is {device.attr.max_qp_wr}, and {refusal}; set a smaller one"
+        f"verbs: sq_depth={settings.sq_depth} reads={reads} is more than {device.name} can do: its "
+        f"max_qp_wr is {most}, and {refusal or 'rows need room too'}; set smaller ones"
     ) from refusal
 
 
-def peer_bytes(device: Device, rows: int, reads: int = READS) -> int:
-    """The bytes that the send queues for one peer take on ConnectX, at so many outstanding."""
-    requests = rows + reads + SPARE_WRS
-    row_queues = device.settings.qps_per_peer * queue_bytes(requests, device.wqe_bytes)
-    return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, device.wqe_bytes)
-
-
-def queue_bytes(requests: int, request_bytes: int) -> int:
-    """The bytes that a send queue takes: ConnectX rounds them up to a power of two.
-
-    Source: mlx5_calc_sq_size of rdma-core 44; quoted.
-    """
-    return 1 << (requests * request_bytes - 1).bit_length()
+def _candidates(rows: int | None, reads: int | None, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (rows, reads) to be tried in turn, where some are named and requests are limited."""
+    if rows is not None:
+        yield from [(rows, each) for each in ((READS, 0) if reads is None else (reads,))]
+        return
+    total = min(_REQUESTS, most)
+    while total > (reads or 0):
+        some = min(READS, total // _PARTS) if reads is None else reads
+        yield total - some, some
+        total //= 2
 
 
 class GidSeen(NamedTuple):

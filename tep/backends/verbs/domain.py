@@ -32,7 +32,7 @@ from tep.backends.base import (
 from tep.backends.common import Sleeper, check_memory, closed, orphan_at_fork, says
 from tep.backends.ffi.ibverbs import ENUMS, Events, Struct, rights
 from tep.backends.verbs.conns import Queues
-from tep.backends.verbs.device import Device, peer_bytes, plan_depths
+from tep.backends.verbs.device import Device, plan_depths
 from tep.backends.verbs.handshake import Address, engine_of, identity_of
 from tep.backends.verbs.messages import Datagrams, Messages
 from tep.backends.verbs.peers import Peers, ended_as
@@ -494,11 +494,9 @@ class VerbsDomain:
         """Say which device, port and address are in use, and with how many peers."""
         up = sum(conn is not None for conn in self.peers.up)
         depths = self.depths
-        cost = peer_bytes(self.device, depths.rows, depths.reads)
         return (
             f"{self.device.describe()}; {depths.rows} rows, {depths.reads} reads, {depths.imms} "
-            f"immediates and {depths.messages_in} messages at a time; a peer takes {cost // 1024} "
-            f"KiB of send queues ({self.device.wqe_bytes} bytes a request); {up} of "
+            f"immediates and {depths.messages_in} messages at a time; {up} of "
             f"{len(self.peers.table)} peers connected"
         )
 

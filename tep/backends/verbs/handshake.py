@@ -44,7 +44,7 @@ __all__ = [
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _GID_TYPES: Final = ("InfiniBand", "RoCE v1", "RoCE v2")
-_QPS_MAX: Final = 17
+_QPS_MAX: Final = 2
 
 U64 = Annotated[int, Meta(ge=0)]  # no larger one can be written down
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -200,7 +200,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         attempt: the sender's.
         echo: attempt of the receiver that this answers, or 0; number of a control message.
         mtu: the port's, as the library numbers them.
-        qps: of REQ and REP: each queue pair; messages, then rows.
+        qps: of REQ and REP: the queue pairs; messages, then rows.
         reads: how many each of these answers at a time.
         payload: of CONTROL: what it says; of CHECK and CHECKED: the question's own 4 bytes.
     """

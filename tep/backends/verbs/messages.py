@@ -25,8 +25,17 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tep.backends.base import Entry, Kind, Status
-from tep.backends.ffi.ibverbs import ENUMS, RECV_WR, SEND_WR, SGE, Struct, fail, ref
-from tep.backends.verbs.conns import Conn, Tag, create_ud, qp_number, tag
+from tep.backends.ffi.ibverbs import (
+    ENUMS,
+    RECV_WR,
+    SEND_WR,
+    SGE,
+    Struct,
+    fail,
+    qp_number,
+    ref,
+)
+from tep.backends.verbs.conns import Conn, Tag, create_ud, tag
 from tep.backends.verbs.device import DATAGRAMS_IN, DATAGRAMS_OUT, MESSAGES_OUT, Device
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX, Address
 from tep.base.errors import FabricError

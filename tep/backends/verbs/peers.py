@@ -89,7 +89,7 @@ class Peers:
         self.ready = ready
         self.attempts: Iterator[int] = itertools.count(1)
         self.table: list[Peer] = []
-        self.writer = Writer(device, queues.depths, not_inline, ready, self.keep)
+        self.writer = Writer(device, queues.depths, not_inline, ready, self.keep, self.fail)
         self.up = self.writer.up
         self.conns: dict[int, Conn] = {}
         self.controls = _Controls(ready)
@@ -113,7 +113,6 @@ class Peers:
             self._asking,
             self.draining.conns,
             self.draining.fences,
-            self.writer.tails,
             self.controls.open,
         )
 
@@ -299,7 +298,7 @@ class Peers:
             self._sources = None
         else:  # what comes of it all the same still has a source, until its number is used again
             peer = self.table[conn.peer]
-            if conn.queues and not self.device.dead:
+            if conn.row_ref and not self.device.dead:
                 self.draining.blurred.add(peer.number)
             self.trouble = f"the queue pairs with {peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
@@ -315,7 +314,7 @@ class Peers:
         peer.shut = True
         peer.fail_rows(Status.UNREACHABLE)
         self._lifting.pop(peer, None)
-        if peer.conn is not None and peer.conn.queues:
+        if peer.conn is not None and peer.conn.row_ref:
             peer.negotiation.lose()
             self.drop(peer.conn)
         self.draining.fences.append((peer.number, ctx))
@@ -396,8 +395,6 @@ class Peers:
             self.draining.progress(now_s, n, whole=whole)
         if self._lifting:
             self._lift(now_s)
-        if self.writer.tails:
-            self.writer.post_tails()
 
     def _take_steps(self, now_s: float) -> None:
         """Answer, then ask, but only so many peers: each costs commands that wait for the device.
@@ -529,7 +526,7 @@ class Peer:
         assert self.conn is not None
         self.conn.to_rts()
         self.live = self.conn
-        if self.conn.queues:
+        if self.conn.row_ref:
             self._owner.up[self.number] = self.conn
         else:
             self.fail_rows(Status.UNREACHABLE, self._asked)
@@ -593,14 +590,14 @@ class Peer:
         if conn is None:
             return
         rows, messages = self.rows, self.messages
-        while rows and conn.queues:
+        while rows and conn.row_ref and not conn.lost:
             batch, start, stop = rows[0]
             start += self._owner.writer.post_held(conn, batch, start, stop)
             if start < stop:
                 rows[0] = batch, start, stop
                 break
             rows.popleft()
-        while messages and self._owner.messages.post(messages[0], conn):
+        while messages and not conn.lost and self._owner.messages.post(messages[0], conn):
             messages.popleft()
 
     def fail_rows(self, status: Status, nparts: int | None = None) -> None:

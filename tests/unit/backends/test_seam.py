@@ -111,7 +111,6 @@ def test_read_batch_rows_turn_the_columns_round() -> None:
     assert [ReadRow(2, 100, 7, 2**64 - 1, 9, 16), ReadRow(2, 100, 7, 5, 9, 16)] == list(
         batch.rows(1, 3)
     )
-    assert (100, remote) == (batch.local, batch.remote)
 
 
 def test_access_says_who_may_do_what() -> None:

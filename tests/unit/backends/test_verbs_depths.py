@@ -14,8 +14,6 @@ from tep.backends.verbs.device import (
     DATAGRAMS_IN,
     DATAGRAMS_OUT,
     MESSAGES_OUT,
-    peer_bytes,
-    queue_bytes,
 )
 from tep.base.errors import UsageError
 from tep.memory.source import adapt
@@ -105,7 +103,7 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
     pair.close()
 
     assert 0 == overruns
-    whole = 2 * (rows + reads) + imms + messages + MESSAGES_OUT
+    whole = rows + reads + imms + messages + MESSAGES_OUT
     assert whole + DATAGRAMS_IN + DATAGRAMS_OUT == pair.b.depths.cq
     assert [imms] == [entry[2] for entry in pair.ended("b", Kind.IMM)]
     assert messages == len(pair.ended("b", Kind.RECV))
@@ -142,17 +140,17 @@ def test_an_overrun_ends_what_is_open_and_hangs_nobody(stub):
     pair, before = Pair(stub, sq_depth=16), stub.count("overruns")
     stub.set(Knob.ON_OVERRUN, 1)
     stub.set(Knob.SINK, 1)  # rows are completed whether or not somebody has room for it
-    (conn,) = pair.a.peers.up
-    for _ in range(pair.a.depths.cq // 16 + 1):
-        for _ in range(16):
-            pair.a._writer.post_empty(conn.queues[0], 2 << 60)
+    posted = 0
+    while posted <= pair.a.depths.cq:
+        pair.a._credits = 1  # as if all before had come back
+        posted += pair.write("a", "b", 1)
     stub.set(Knob.SINK, 0)
-    pair.write("a", "b", 5)
+    posted += pair.write("a", "b", 5)
     pair.until(lambda: pair.ended("a", Kind.DOWN))
     pair.close()
 
     assert stub.count("overruns") > before
-    assert 5 == sum(entry[2] for entry in pair.ended("a"))
+    assert posted == sum(entry[2] for entry in pair.ended("a"))
     assert "overrun" in pair.a.status_text(Status.NIC_DOWN)
 
 
@@ -170,41 +168,23 @@ def test_a_queue_that_cannot_be_read_takes_its_nic_down(stub):
     assert [] == pair.ended("b", Kind.DOWN)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_peer_costs_what_is_said(stub, plain):
-    """A thousand peers times eight NICs: a megabyte each would be eight gigabytes."""
-    stub.set(Knob.PLAIN_QPS, int(plain))
-    before = stub.count("sq_bytes")
-    pair = Pair(stub)
-    took = stub.count("sq_bytes") - before
-    told = [peer_bytes(nic.device, nic.depths.rows) for nic in pair.nics.values()]
-    text, wqe = pair.a.describe(), pair.a.device.wqe_bytes
-    datagrams = 2 * queue_bytes(max(DATAGRAMS_IN, DATAGRAMS_OUT), 256)
-    pair.close()
-
-    assert (256 if plain else 64) == wqe
-    assert took == sum(told) + datagrams
-    assert [(544 if plain else 136) * 1024] * 2 == told
-    assert f"a peer takes {told[0] // 1024} KiB of send queues ({wqe} bytes a request)" in text
-
-
 def test_depths_that_the_device_cannot_do_are_refused_with_what_it_can(stub):
     """Else the first transfer fails, far from the setting, with "Invalid argument"."""
     options = {"library": stub.path}
     stub.set(Knob.PLAIN_QPS, 1)
-    with pytest.raises(UsageError, match=r"sq_depth=9000 is more than stub0 .* max_qp_wr is 32768"):
+    with pytest.raises(UsageError, match=r"sq_depth=9000 .* max_qp_wr is 32768"):
         open_domains(["stub0"], sq_depth=9000, **options)
     stub.set(Knob.PLAIN_QPS, 0)
-    with pytest.raises(UsageError, match=r"sq_depth=40000; 1 to 32752"):
+    with pytest.raises(UsageError, match=r"sq_depth=40000; 1 to 32768"):
         open_domains(["stub0"], sq_depth=40000, **options)
     for name in ("sq_depth", "imm_recvs", "msg_recvs_max"):
         with pytest.raises(UsageError, match=rf"{name}=0; 1 to 32"):
             open_domains(["stub0"], **{name: 0}, **options)
-    nic = open_domains(["stub0"], sq_depth=32752, **options).domains[0]
+    nic = open_domains(["stub0"], sq_depth=32768, **options).domains[0]
     depths = nic.depths
     nic.close()
 
-    assert (32752, 0, 32767, 512) == depths[:4]
+    assert (32768, 0, 32767, 512) == depths[:4]
 
 
 def test_short_rows_are_copied_into_their_request_and_long_ones_are_not(stub):

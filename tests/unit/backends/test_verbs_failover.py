@@ -172,7 +172,7 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     nodes.connect("a", "b")
     (conn,) = (conn for conn in nodes.nics["b"].peers.up if conn is not None)
     refusal = FabricError("the device is stuck", code="PROVIDER")
-    with mock.patch.object(conn, "_modify", side_effect=refusal):
+    with mock.patch.object(conn._device.lib, "modify_qp", side_effect=refusal):
         found = nodes.fence("b", "a")
 
     assert Status.PROVIDER == found

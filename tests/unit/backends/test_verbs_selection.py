@@ -209,7 +209,6 @@ def test_devices_are_seen_as_they_are_and_the_rest_is_told(stub, machine):
         seen["stub4"].link_bps,
     )
     assert {"stub4", "stub5", "stub6", "stub7"} == {name for name, _ in told["tried"]}
-    assert 136 * 1024 == told["peer_bytes_a_nic"]
     assert 4 == len(re.findall("InfiniBand, 400 Gb/s", probe()))
 
 
@@ -271,7 +270,7 @@ def test_the_partition_is_chosen_by_its_key_and_not_by_its_place(stub, table, op
 
 def test_a_library_that_is_too_old_says_which_would_do():
     """An undefined symbol tells nobody what to install."""
-    with pytest.raises(BackendUnavailable, match=r"has no ibv_fork_init, .*rdma-core 34 and later"):
+    with pytest.raises(BackendUnavailable, match=r"rdma-core 34 or later[^!]*has no ibv_fork_init"):
         load("libc.so.6")
 
 

@@ -97,7 +97,7 @@ def test_the_longest_datagrams_fit():
     most = address(lid=0xFFFF, qkey=2**32 - 1, epoch=2**64 - 1, identity=2**64 - 1)
     head = {"sender": most, "target": 2**64 - 1, "attempt": 2**32 - 1, "echo": 2**32 - 1}
     control = Hello(kind=Kind.CONTROL, mtu=5, payload=bytes(control_bytes(5)), **head)
-    ends = {"reads": 255, "qps": ((2**24 - 1,) * 2,) * 17}
+    ends = {"reads": 255, "qps": ((2**24 - 1,) * 2,) * 2}
     request = Hello(kind=Kind.REQ, mtu=5, **ends, **head)
 
     assert request == Hello.decode(request.encode())
@@ -193,8 +193,6 @@ def test_every_status_has_a_meaning():
 
 def test_ids_keep_kind_and_object_apart():
     """An error's id is all that is known of it."""
-    assert 4 == len({tag(kind) >> 60 for kind in (Tag.RUN, Tag.TAIL, Tag.LOOSE, Tag.IMM)})
+    assert 3 == len({tag(kind) >> 60 for kind in (Tag.RUN, Tag.LOOSE, Tag.IMM)})
     assert (1 << 44) - 1 == number_of(tag(Tag.LOOSE, (1 << 44) - 1) + 0xFFFF)
-    assert tag(Tag.LOOSE) > max(
-        tag(kind, (1 << 44) - 1) + 0xFFFF for kind in (Tag.RUN, Tag.TAIL, Tag.IMM)
-    )
+    assert tag(Tag.LOOSE) > max(tag(kind, (1 << 44) - 1) + 0xFFFF for kind in (Tag.RUN, Tag.IMM))
