@@ -23,7 +23,7 @@ from tep.observe.tracing import record
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
-from tep.sim.faults import Chaos, Clog, Fault, Faults, KillNic, Restart, Revoke
+from tep.sim.faults import Chaos, Fault, Faults, KillNic, Restart, Revoke, node_names
 from tep.sim.loop import SimLoop, current_env, run
 from tep.sim.programs import Datagrams, Incarnation, Main, Program
 from tep.sim.row_log import RowLog
@@ -62,8 +62,8 @@ class Cluster:
         options: of every engine.
         row_log: log every row of the fabric, for the attribute of this name.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
-        mortal: with a profile only: its NICs can die (`kill_nic`) and lose their link (`cut_link`),
-            and the engines make good what is lost. It costs control messages in simulated time.
+        mortal: with a profile only: its NICs can die (`kill_nic`), and the engines make good what
+            is lost. It costs control messages in simulated time.
 
     Attributes:
         engines: one a node, in order; restart() replaces one.
@@ -103,7 +103,9 @@ class Cluster:
             if chaos is not None:
                 raise UsageError("Cluster: chaos or faults, not both; faults has the knobs too")
             chaos = faults.chaos
-        self._names = _names(nodes, names)
+        self._names = node_names(nodes) if names is None else tuple(names)
+        if len(self._names) != nodes:
+            raise UsageError(f"Cluster: {len(self._names)} names for {nodes} nodes")
         counts = _counts(nodes, nics)
         _check_kind_of_fabric(nodes, profile, chaos, nics, move_bytes, mortal)
         self._options = options
@@ -248,25 +250,6 @@ class Cluster:
             self.fabric.kill_nic(name, fault.nic)
         self.happened.append(fault)
 
-    def cut_link(self, node: int | str, nic: int, us: float) -> None:
-        """Let one NIC's link carry nothing for so many microseconds; with a profile, and mortal.
-
-        What is under way is lost: it ends UNREACHABLE after the profile's `wire.peer_timeout`, and
-        so does what is sent meanwhile. On the chaos fabric, which has no such time, see `Clog`.
-
-        Raises:
-            UsageError: no such NIC, the cluster is not mortal, or the time is below the timeout.
-        """
-        name = self._name(node)
-        fault = Clog(
-            name, self._nic(name, nic), round(check_seconds("cut_link: us", us) * PS_PER_US)
-        )
-        if isinstance(self.fabric, ChaosFabric):
-            raise UsageError("cut_link(): open the Cluster with a profile, or use tep.sim.Clog")
-        assert fault.for_ps is not None
-        self.fabric.cut_link(name, fault.nic, fault.for_ps)
-        self.happened.append(fault)
-
     def revoke(self, node: int | str, nic: int | None = None) -> None:
         """Lose the registrations of one NIC, or of all NICs, of a node."""
         name = self._name(node)
@@ -375,14 +358,6 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"tep.sim.Cluster({self._call}, row_log={self.row_log.on})"
-
-
-def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return [chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes)]
-    if len(names) != nodes:
-        raise UsageError(f"Cluster: {len(names)} names for {nodes} nodes")
-    return list(names)
 
 
 def _check_kind_of_fabric(

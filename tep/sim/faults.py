@@ -23,6 +23,7 @@ from tep.sim.draws import Label, Recorder, Stream
 __all__ = [
     "FRAGMENTS_MAX", "GROUPS", "KNOBS", "Chaos", "Clog", "Cut", "Drift", "Fault", "Faults",
     "KillNic", "Knob", "Mute", "Pause", "Restart", "Revoke", "Slow", "Swizzle", "groups_of",
+    "node_names",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -295,6 +296,11 @@ def groups_of(kinds: str | Iterable[str]) -> frozenset[str]:
             f"there are: all, none, {', '.join(GROUPS)}"
         )
     return frozenset(names)
+
+
+def node_names(nodes: int) -> tuple[str, ...]:
+    """The names of so many nodes where nobody gives them others: a, b, ..., z, n26, ..."""
+    return tuple(chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes))
 
 
 @dataclass(frozen=True, slots=True)

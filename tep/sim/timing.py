@@ -155,37 +155,18 @@ class TimingFabric(Fabric):
         Raises:
             UsageError: no such NIC, or the fabric is not mortal.
         """
-        self._mortal("kill_nic", name, index).kill()
-
-    def cut_link(self, name: str, index: int, for_ps: int) -> None:
-        """Let one NIC's link carry nothing for a while, either way; what is on it is lost.
-
-        Raises:
-            UsageError: no such NIC, the fabric is not mortal, or the time is below the peer timeout
-                of the profile: NICs would then send again by themselves, which is not modelled.
-        """
-        longest = max(self.machines.profiles, key=lambda profile: profile.peer_timeout_ps)
-        if for_ps < longest.peer_timeout_ps:
+        nic = self._living("kill_nic", name, index)
+        if not isinstance(nic, MortalNic):
             raise UsageError(
-                f"cut_link({name!r}, {index}): {for_ps} ps; {longest.peer_timeout_ps} ps, "
-                f"wire.peer_timeout of {longest.name}, at the least; shorter outages are hidden "
-                "by hardware retransmission, which is not modelled"
+                "kill_nic: the NICs of this fabric never fail; open the Cluster with mortal=True"
             )
-        self._mortal("cut_link", name, index).cut(self.env.now + for_ps)
+        nic.kill()
 
     def _living(self, what: str, name: str, index: int) -> Nic:
         number = self._numbers.get(address_of(name, self._epochs.get(name, 0), index))
         if number is None or self.gone[number]:
             raise UsageError(f"{what}: there is no NIC {index} of {name!r}")
         return self.nic(number)
-
-    def _mortal(self, what: str, name: str, index: int) -> MortalNic:
-        nic = self._living(what, name, index)
-        if not isinstance(nic, MortalNic):
-            raise UsageError(
-                f"{what}: the NICs of this fabric never fail; open the Cluster with mortal=True"
-            )
-        return nic
 
     # ------------------------------------------------------------------ the wire
 
@@ -364,9 +345,8 @@ class TimingFabric(Fabric):
             np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}
         lost = left_out = None
-        if self.mortal or has_any(self.gone[: len(self._nics)]):
-            cut_ps = np.maximum(self.cut_ps[target], self.cut_ps[source])
-            lost = self.gone[target] | (landed < cut_ps)
+        if has_any(self.gone[: len(self._nics)]):
+            lost = self.gone[target]
             left_out = lost | self.gone[source]
             if has_any(lost):
                 self._lose(numbers[lost], landed[lost], touched)

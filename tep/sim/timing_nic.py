@@ -5,10 +5,10 @@ is due by now. Rule 1: bytes are placed when somebody looks, and never before th
 Rule 2: a row's bytes are placed before its immediate or its completion is handed out.
 Rule 3: a poll between two looks hands out nothing new: `wakes.py` says when it is time to look.
 
-A `MortalNic` can die, or lose its link for a while, and fence others off. One that dies tells its
-owner at once; how long a driver takes to notice is not modelled. To a peer it is silent, and so is
-one without a link: a row that does not land for that ends UNREACHABLE, `peer_timeout` after it
-would have landed. Bytes that are under way when a NIC dies are lost.
+A `MortalNic` can die, and fence others off. One that dies tells its owner at once; how long a
+driver takes to notice is not modelled. To a peer it is silent: a row that does not land for that
+ends UNREACHABLE, `peer_timeout` after it would have landed. Bytes under way when a NIC dies are
+lost.
 """
 
 from __future__ import annotations
@@ -542,11 +542,6 @@ class MortalNic(TimingNic):
         self._end(Status.NIC_DOWN)
         self.ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
         self.waker()
-
-    def cut(self, until_ps: int) -> None:
-        """Have no link until then."""
-        self._lose_flying()
-        self.fabric.cut_ps[self.number] = max(until_ps, self.fabric.cut_ps[self.number])
 
     def _lose_flying(self) -> None:
         """Fail all rows that are booked to land, here or from here; landed ones stay."""

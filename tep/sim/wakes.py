@@ -54,7 +54,7 @@ class Region:
 
 _NICS_MIN: Final = 16
 _COLUMNS: Final = (
-    "free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps", "poll_ps", "first", "heard_ps",
+    "free", "soft", "soft_acks", "gone", "landed_bytes", "poll_ps", "first", "heard_ps",
 )  # fmt: skip
 
 
@@ -75,7 +75,6 @@ class Fabric:
             the owner.
         free: when the receiving side is free.
         landed_bytes: landed here.
-        cut_ps: until when the link carries nothing.
         poll_ps: worker's time for an immediate.
         first: the first NIC of its node.
         heard_ps: of a node's first NIC: when the worker has taken all immediates that have landed.
@@ -109,7 +108,6 @@ class Fabric:
         self.soft_acks = np.zeros(_NICS_MIN, np.int64)
         self.gone = np.ones(_NICS_MIN, np.bool_)
         self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
-        self.cut_ps = np.zeros(_NICS_MIN, np.int64)
         self.poll_ps = np.zeros(_NICS_MIN, np.int64)
         self.first = np.zeros(_NICS_MIN, np.int64)
         self.heard_ps = np.zeros(_NICS_MIN, np.int64)

@@ -17,7 +17,7 @@ from tep.base.errors import UsageError
 from tep.base.hashing import below, draw, stream_key
 from tep.base.units import PS_PER_US
 from tep.sim.draws import Stream
-from tep.sim.faults import Chaos, Fault, Faults
+from tep.sim.faults import Chaos, Fault, Faults, node_names
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -99,7 +99,7 @@ class Case:
         heal_us = check_seconds("Case: heal_us", self.heal_us)  # of any unit: a time from 0 on
         object.__setattr__(self, "nics", counts)  # plain: numpy's do not print as literals
         object.__setattr__(self, "heal_us", heal_us)
-        nodes = names_of(len(self.nics))
+        nodes = node_names(len(self.nics))
         for _, fault in self.faults.events:
             if fault.node not in nodes:
                 raise UsageError(f"Case: {fault} names no node; there are: {', '.join(nodes)}")
@@ -161,7 +161,7 @@ class Case:
         counts = tuple(
             least + below(draw(key, _NICS + node), most - least + 1) for node in range(nodes)
         )
-        names = dict(zip(names_of(nodes), counts, strict=True))
+        names = dict(zip(node_names(nodes), counts, strict=True))
         span_ps = _FAULT_PS[below(draw(key, _NICS - 1), len(_FAULT_PS))]
         drawn = Faults.draw(seed, names, kinds=faults, to_ps=span_ps)
         flags = f"--seed {seed} {shape_text(nodes, nics, faults)}"
@@ -237,11 +237,6 @@ def scenarios(
         return case if case == fewer else fewer
 
     return cases()
-
-
-def names_of(nodes: int) -> tuple[str, ...]:
-    """The names of so many nodes, as Cluster gives them."""
-    return tuple(chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes))
 
 
 def nics_range(nics: Nics) -> tuple[int, int]:

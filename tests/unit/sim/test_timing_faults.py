@@ -1,4 +1,4 @@
-"""NICs of the timing fabric that die or lose their link: all comes once, and in how long."""
+"""NICs of the timing fabric that die: all comes once, and in how long."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.base.api import EngineOptions
 from tep.base.errors import UsageError
 from tep.base.units import PS_PER_MS
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Clog, KillNic
+from tep.sim.faults import KillNic
 from tep.sim.profile import Profile, load_profile
 from tests.support.effort import effort
 from tests.unit.sim.timing_seam import US
@@ -66,27 +65,20 @@ async def _idle() -> None:
     st.integers(1, 300),
     st.integers(0, 1),
     st.integers(0, 1),
-    st.booleans(),
     st.floats(0, 1),
     st.integers(0, 9),
 )
-def test_a_transfer_outlives_a_nic_on_either_side(
-    profile, pages, node, nic, dies, when, seed
-) -> None:
+def test_a_transfer_outlives_a_nic_on_either_side(profile, pages, node, nic, when, seed) -> None:
     """Whenever it happens: each page is there, each immediate counts once, and in bounded time."""
     plain_us = write(profile, pages, seed=seed)
 
-    def fault(cluster: Cluster) -> None:
-        if dies:
-            cluster.kill_nic(node, nic)
-        else:
-            cluster.cut_link(node, nic, 1.5 * TIMEOUT_US)
-
-    end_us = write(profile, pages, fault, when * plain_us, seed)
-    waits_us = 0 if dies and node == 0 else TIMEOUT_US
-    # At most all is written once more, on one NIC of two, after some messages.
-    # A fault wakes the engine, which may so see a completion a step's delay sooner.
-    assert plain_us <= end_us + profile.step_delay_ps / US + 0.001
+    end_us = write(profile, pages, lambda c: c.kill_nic(node, nic), when * plain_us, seed)
+    waits_us = 0 if node == 0 else TIMEOUT_US
+    # At most all is written once more, on one NIC of two, after some messages. A fault wakes the
+    # engine, which may so see completions sooner: by a step's delay, and where the receiver's
+    # worker takes time for immediates, by the way of an acknowledgement.
+    sooner_ps = profile.step_delay_ps + (profile.ack_ps if profile.poll_ps else 0)
+    assert plain_us <= end_us + sooner_ps / US + 0.001
     assert end_us <= waits_us + 4 * plain_us + 200
 
 
@@ -105,41 +97,14 @@ def test_a_silent_nic_is_missed_after_the_timeout_and_two_ways() -> None:
     assert failed_us + ways_us + lone_us <= end_us <= failed_us + ways_us + 2 * lone_us + 20
 
 
-def test_a_link_that_comes_back_is_used_again() -> None:
-    """A path that stays fenced after a flap would cost half the rate for ever."""
-    times = []
-    options = EngineOptions(probe_first_s=0.002, probe_max_s=0.002)
-    with Cluster(profile=CX7, mortal=True, move_bytes=False, options=options) as cluster:
-        a, b = cluster.engines
-        mr, _ = a.reg_mr((1 << 40, 1 << 24, "cpu"))
-        _, desc = b.reg_mr((1 << 41, 1 << 24, "cpu"))
-        pages = tep.Pages(np.arange(256))
-        for start_ms in (0, 1, 20, 40):
-            if start_ms == 1:
-                cluster.cut_link("b", 1, 1200)
-            cluster.env.run(until=start_ms * PS_PER_MS)
-            start_us = cluster.now_us
-            a.submit_paged_writes(1 << 16, (mr, pages), (desc, pages), imm=7).wait()
-            times.append(cluster.now_us - start_us)
-        assert [Clog("b", 1, 1200 * US)] == cluster.happened
-
-    sound, cut, _, again = times  # the third asks, as an engine without requests does nothing
-    assert cut > TIMEOUT_US
-    assert again == pytest.approx(sound, rel=0.05)
-
-
 def test_faults_that_the_fabric_does_not_model_are_refused() -> None:
     """A fault that happens in silence, or not at all, would be read as robustness."""
     with Cluster(profile=CX7) as cluster, pytest.raises(UsageError, match="never fail"):
         cluster.kill_nic(0, 0)
     with Cluster(profile=CX7, mortal=True) as cluster:
-        with pytest.raises(UsageError, match=r"wire\.peer_timeout of cx7_400, at the least"):
-            cluster.cut_link(0, 0, 10)
         cluster.kill_nic("a", 1)
         assert [KillNic("a", 1)] == cluster.happened
         with pytest.raises(UsageError, match="there is no NIC 1 of 'a'"):
             cluster.kill_nic("a", 1)
     with pytest.raises(UsageError, match="always are"):
         Cluster(mortal=True)
-    with Cluster() as cluster, pytest.raises(UsageError, match="open the Cluster with a profile"):
-        cluster.cut_link(0, 0, 10)

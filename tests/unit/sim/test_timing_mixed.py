@@ -181,8 +181,6 @@ def test_nics_of_unlike_machines_die_and_nothing_is_lost(machines) -> None:
             b.expect_imm_count(1, 64).wait()
             assert (sent == came).all()
             assert cluster.now_us < (1500 if victim else 1000)
-            with pytest.raises(UsageError, match="2000000000 ps, wire.peer_timeout"):
-                cluster.cut_link(0, 1, 1500.0)
 
 
 # ---------------------------------------------------------------- what is refused, and the gateway
