@@ -45,9 +45,6 @@ _SILENCE_S: Final = 600.0
 
 Seed = Annotated[int, typer.Option("--seed", help="The run: all in it is drawn from this number.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")]
-TraceFile = Annotated[
-    Path | None, OutFile("--trace", help="Write a Perfetto trace of the (last) run here.")
-]
 Place = Annotated[
     str, typer.Option("--protocol", help="FILE.py:NAME of an async function of a Cluster.")
 ]
@@ -70,7 +67,6 @@ def sim(
     context: typer.Context,
     seed: Seed = 0,
     runs: Runs = 1,
-    trace: TraceFile = None,
     protocol: Place = "",
     nodes: Nodes = 2,
     nics: Nics = "1-4",
@@ -107,7 +103,7 @@ def sim(
     if found and shrink:
         first = found[0]._replace(violation=_shrunk(judge, found[0].seed))
         found = [first, *found[1:]]
-    _show(judge, seeds, found, record, trace=trace, json=json)
+    _show(judge, seeds, found, record, json=json)
     if found:
         raise typer.Exit(1)
 
@@ -312,14 +308,11 @@ def _show(
     found: Sequence[Finding],
     record: RowLog,
     *,
-    trace: Path | None,
     json: bool,
 ) -> None:
     """Print the findings, or the last run."""
     shown = judge.case(found[0].seed if found else seeds[-1])
     digest = record.digest()
-    if trace is not None:
-        record.picture().write(trace)
     if json:
         document = {
             "seed": seeds.start,

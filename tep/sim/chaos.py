@@ -35,6 +35,7 @@ from tep.sim.chaos_target import (
     Fragment,
     Link,
     is_address,
+    reach,
 )
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import nobody
@@ -221,7 +222,7 @@ class ChaosNic(ChaosTarget):
         super().__init__(fabric, node, number)
         skews = self._chaos.skew_ps
         self._latency_ps = _LATENCY_PS + skews[number % len(skews)]
-        self.link = Link(fabric.env, _land, _acknowledge)
+        self.link = Link(fabric.env)
         self._free_ps = 0
         self._posts = 0
         self._open: dict[int, Flight] = {}
@@ -457,7 +458,7 @@ class ChaosNic(ChaosTarget):
             peer = fragment[0].peer
             # Strictly later than all before, so that no shuffling of ties can turn them round.
             due = peer.landed_ps = max(due, peer.landed_ps + 1)
-        self._env.call_at(due, _land, fragment)
+        self._env.call_at(due, reach, fragment)
         return due
 
     # ------------------------------------------------------------------ at the owner
@@ -584,7 +585,7 @@ class ChaosNic(ChaosTarget):
         mine, its = self.link, target.link
         if not mine.lets_acks_in(its):
             stays = "clog" in its.troubles and not {"clog", "mute", "deaf"} & mine.troubles.keys()
-            (its if stays else mine).hold_ack(row)
+            (its if stays else mine).acks.append(row)
             self.stuck(row)
             return
         if row.ack_lost:
@@ -750,25 +751,8 @@ def _snapshot(row: Flight, start: int, stop: int) -> bytes | None:
     return None if region is None else bytes(region.view[row.at + start : row.at + stop])
 
 
-def _land(fragment: Fragment) -> None:
-    row = fragment[0]
-    target = row.peer.target
-    assert target is not None, "a row without a target never leaves"
-    its, mine = target.link, row.nic.link
-    if its.lets_in(mine):
-        target.land(fragment)
-        return
-    at_target = {"clog", "deaf"} & its.troubles.keys() or "clog" not in mine.troubles
-    (its if at_target else mine).hold(fragment)
-    row.nic.stuck(row)
-
-
 def _copy(row: Flight) -> None:
     target = row.peer.target
     assert target is not None
     if target.state is NicState.UP and target.link.lets_in(row.nic.link):
         target.take_copy(row)
-
-
-def _acknowledge(row: Flight) -> None:
-    row.nic.acknowledge(row)

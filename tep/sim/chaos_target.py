@@ -31,7 +31,7 @@ from tep.sim.row_log import Record, RowLog, What
 
 __all__ = [
     "ACK_PS", "CONTROL_BYTES", "ChaosNode", "ChaosTarget", "Fabric", "Flight", "Fragment", "Link",
-    "Peer", "Trouble", "is_address",
+    "Peer", "Trouble", "is_address", "reach",
 ]  # fmt: skip
 
 _ADDRESS: Final = re.compile(rb"sim:([^\0]{1,200})/(\d{1,3})#(\d{1,18})")
@@ -79,27 +79,17 @@ class Link:
         troubles: number of current faults of each kind, never 0: "clog" lets nothing pass, "deaf"
             nothing in, "mute" no acknowledgement in, a link nothing in that comes from it.
         factor: everything takes so many times as long as usual.
-
-    Args:
-        env: the clock.
-        land: takes a fragment again that was held.
-        acknowledge: takes a row again whose acknowledgement was held.
+        fragments: held until the clog is gone.
+        acks: rows whose acknowledgements are held until they can pass.
     """
 
-    def __init__(
-        self,
-        env: FabricEnv,
-        land: Callable[[Fragment], None],
-        acknowledge: Callable[[Flight], None],
-    ) -> None:
+    def __init__(self, env: FabricEnv) -> None:
         self.troubles: dict[Trouble | Link, int] = {}
         self.factor = 1
+        self.fragments: list[Fragment] = []
+        self.acks: list[Flight] = []
         self._env = env
-        self._land = land
-        self._acknowledge = acknowledge
         self._slows: list[int] = []
-        self._fragments: list[Fragment] = []
-        self._acks: list[Flight] = []
         self._healed = 0
 
     def lets_in(self, source: Link) -> bool:
@@ -112,14 +102,6 @@ class Link:
     def lets_acks_in(self, target: Link) -> bool:
         """Whether answers of another link to what was sent from here come in now."""
         return "mute" not in self.troubles and self.lets_in(target)
-
-    def hold(self, fragment: Fragment) -> None:
-        """Keep a fragment until the clog is gone."""
-        self._fragments.append(fragment)
-
-    def hold_ack(self, row: Flight) -> None:
-        """Keep an acknowledgement until it can pass."""
-        self._acks.append(row)
 
     def trouble(self, what: Trouble | Link, for_ps: int | None) -> None:
         """Begin a clog, deafness, muteness, or a cut from another link."""
@@ -166,12 +148,12 @@ class Link:
     def _let_go(self) -> None:
         if "clog" in self.troubles:
             return
-        fragments, self._fragments = self._fragments, []
+        fragments, self.fragments = self.fragments, []
         for fragment in fragments:
-            self._land(fragment)
-        acks, self._acks = self._acks, []
+            reach(fragment)
+        acks, self.acks = self.acks, []
         for row in acks:  # one that cannot pass yet is held again, at the sender's link
-            self._acknowledge(row)
+            row.nic.acknowledge(row)
 
 
 @dataclass(slots=True, eq=False)
@@ -247,6 +229,20 @@ class Flight:
 
 Fragment = tuple[Flight, int, int, bytes | None]
 """Bytes from..to of a row, and the bytes if they were read early. A message is one fragment."""
+
+
+def reach(fragment: Fragment) -> None:
+    """Bring a fragment to its target, or hold it on a link that lets nothing through."""
+    row = fragment[0]
+    target = row.peer.target
+    assert target is not None, "a row without a target never leaves"
+    its, mine = target.link, row.nic.link
+    if its.lets_in(mine):
+        target.land(fragment)
+        return
+    at_target = {"clog", "deaf"} & its.troubles.keys() or "clog" not in mine.troubles
+    (its if at_target else mine).fragments.append(fragment)
+    row.nic.stuck(row)
 
 
 def is_address(address: bytes) -> bool:
@@ -359,7 +355,7 @@ class ChaosNode(SimNode):
 
 
 class ChaosTarget(SimNic):
-    """One NIC as far as others reach it.
+    """One NIC as far as others reach it; `ChaosNic` adds what it posts, and its death.
 
     Attributes:
         state: whether it is up, dead, closed or gone.

@@ -1,4 +1,4 @@
-"""The log of a simulated fabric, row by row: a digest, columns for pictures, spans.
+"""The log of a simulated fabric, row by row: a digest, and columns for pictures.
 
 Both fabrics write here, and only when the log is on; nothing here models anything. A fabric must
 record every placement and every completion, since the digest stands for "the same run".
@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.base.errors import UsageError
-from tep.base.units import PS_PER_S
-from tep.observe import trace
 
 __all__ = ["ARRIVAL", "Record", "RowLog", "What"]
 
@@ -119,23 +117,6 @@ class RowLog:
                 arrivals.setdefault((r.peer, r.node), []).append((r.t_ps, r.row))
         return sum(_overtakes(pairs) for pairs in arrivals.values())
 
-    def picture(self) -> trace.Trace:
-        """The same as spans and marks: a span a row, from its post to its completion."""
-        found, last_ps = trace.Trace("simulated"), 0
-        open_rows: dict[tuple[str, int], Record] = {}
-        for r in self.records():
-            last_ps = max(last_ps, r.t_ps)
-            if r.what in _OPENS:
-                open_rows[_OPENS[r.what], r.row] = r
-            elif r.what in _CLOSES:
-                begun = open_rows.pop((_CLOSES[r.what], r.row))
-                found.add(_span(begun, r.t_ps, {"status": r.value} if r.value else {}))
-            else:
-                found.mark(_mark(r))
-        for begun in open_rows.values():
-            found.add(_span(begun, last_ps, {"in_flight": 1}))
-        return found
-
 
 def _overtakes(pairs: list[tuple[int, int]]) -> int:
     pairs.sort(key=lambda pair: pair[0])
@@ -143,26 +124,3 @@ def _overtakes(pairs: list[tuple[int, int]]) -> int:
     # The smallest row number among all that arrive later; an arrival above it overtook that one.
     later = np.minimum.accumulate(rows[::-1])[::-1]
     return int(np.count_nonzero(rows[:-1] > later[1:]))
-
-
-_OPENS: Final = {"post": "write", "send": "message"}
-_CLOSES: Final = {"done": "write", "fail": "write", "sent": "message"}
-
-
-def _span(r: Record, stop_ps: int, more: dict[str, object]) -> trace.Span:
-    args = {"nic": r.nic, "to": r.peer, "rows": 1, "bytes": r.nbytes, "ctx": r.ctx, **more}
-    name = f"{_OPENS[r.what]} {r.row}"
-    times = r.t_ps / PS_PER_S, stop_ps / PS_PER_S
-    return trace.Span("batch", r.node, f"NIC {r.nic}", name, *times, args)
-
-
-def _mark(r: Record) -> trace.Mark:
-    args: dict[str, object] = {"peer": r.peer, "row": r.row, "offset": r.offset, "bytes": r.nbytes}
-    name: str = r.what
-    if r.what == "imm":
-        args |= {"imm": r.value, "count": 1}
-        name = f"imm {r.value:#x}"
-    elif r.what == "fault":
-        name = f"fault: {r.peer}"
-    track = "faults" if r.what == "fault" else f"arrivals of NIC {r.nic}"
-    return trace.Mark(r.what, r.node, track, name, r.t_ps / PS_PER_S, args)

@@ -167,15 +167,6 @@ def test_sim_replays_a_seed() -> None:
     assert first["digest"] != document(*PULL, "--seed", "12")["digest"]
 
 
-def test_sim_writes_a_trace(tmp_path: Path) -> None:
-    """A failure that cannot be looked at takes a day longer."""
-    path = tmp_path / "run.json"
-
-    tep(*PULL, "--seed", "11", "--trace", str(path))
-
-    assert json.loads(path.read_text())["traceEvents"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bench", ["busy", "engine", "verbs_stub"])
 def test_bench_measures_every_figure(bench: str) -> None:

@@ -25,7 +25,6 @@ MISTAKES = {
     "sim --protocol x.py:y --nics banana": ("--nics", "'banana'", "LEAST-MOST"),
     "sim --protocol x.py:y --nics 4-1": ("--nics", "'4-1'", "LEAST-MOST"),
     "sim --protocol nofile.py:y": ("--protocol 'nofile.py:y'", "a file that exists"),
-    "sim --protocol x.py:y --trace /no/where/x": ("--trace", "there is no folder /no/where"),
     "sim sweep math:hypot x=1 --processes 2 --ray auto": ("--processes", "no effect with --ray"),
     "sim fit nofile": ("results", "'nofile' does not exist"),
     "kvcache --fabric tcp --tp 3": ("--tp", "4 heads", "1, 2 and 4 can"),

@@ -2,7 +2,7 @@
 
     python -m tests.world 7                          what was drawn, and what happened when
     python -m tests.world 1000 --runs 500            many seeds, until one breaks a promise
-    python -m tests.world 7 --shrink --trace FILE    the simplest run that shows the finding
+    python -m tests.world 7 --shrink                 the simplest run that shows the finding
 
 scripts/search_seeds.py plays millions of seeds, and remembers them.
 """
@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tep.backends.base import Status
 from tep.cli.show import print_table
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("seed", type=int, help="the run: all in it is drawn from this number")
     parser.add_argument("--runs", type=int, default=1, help="play this many seeds, from SEED on")
     parser.add_argument("--lines", type=int, default=40, help="events of the run that are shown")
-    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of the last run here")
     parser.add_argument("--shrink", action="store_true", help="reduce a finding; tell its story")
     given = parser.parse_args(argv)
     found = None
@@ -49,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_scenario(Scenario.draw(seed), f"seed {seed}")
     if given.lines:
         print_timeline(row_log, given.lines)
-    if given.trace is not None:
-        row_log.picture().write(given.trace)
     said = f"{given.runs} clean; digest of the last: {row_log.digest()}"
     if found is not None:
         said = f"VIOLATION: {found}"
@@ -100,7 +96,7 @@ def print_timeline(row_log: RowLog, lines: int) -> None:
     records = sorted(row_log.records(), key=lambda one: one.t_ps)
     print_table("What happened", ("us", "where", "what"), _rows(records[:lines]))
     if len(records) > lines:
-        sys.stdout.write(f"{lines} of {len(records)} events; --trace FILE has all\n")
+        sys.stdout.write(f"{lines} of {len(records)} events; --lines {len(records)} shows all\n")
 
 
 def _rows(records: Sequence[Record]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The row log: digests, counting of overtakes, the Perfetto file."""
+"""The row log: digests, and counting of overtakes."""
 
 from __future__ import annotations
 
@@ -76,22 +76,3 @@ def test_a_trace_that_is_off_says_so() -> None:
     assert 0 == len(row_log)
     with pytest.raises(UsageError, match="row_log=True"):
         row_log.digest()
-
-
-def test_the_picture_has_a_span_for_each_row() -> None:
-    """A span that never ends hides all others in the viewer."""
-    row_log = RowLog()
-    seam = Seam(replace(CALM, fragments=3), row_log=row_log)
-    seam.write(PAGES, 1)
-    seam.run(us=0.3)
-    seam.fabric.kill_nic("b", 0)
-    seam.run()
-    picture = row_log.picture()
-    events = picture.events()
-    bars = [event for event in events if event["ph"] == "X"]
-
-    assert {"a", "b"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert {f"write {k}" for k in range(1, 13)} == {bar["name"] for bar in bars}
-    assert 12 == len(bars)
-    assert any(mark.kind == "fault" for mark in picture.marks)
-    assert {"a", "b"} >= {row["engine"] for row in picture.table()}
