@@ -1,7 +1,7 @@
 """Record the interfaces of weight transfer that our adapters stand on.
 
 Usage: PYTHON tests/abi/make_weights_api.py vllm|verl > record; once in a Python with each package.
-tests/abi/weights_api.json has both.
+tests/abi/weights_api.json has both, and NeMo-RL's, which was read from its sources.
 """
 
 from __future__ import annotations

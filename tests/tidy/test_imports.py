@@ -78,7 +78,7 @@ def test_core_reads_no_clock_no_dice_no_environment() -> None:
 
 
 def test_only_the_drivers_have_threads() -> None:
-    """A thread started elsewhere runs beside the engine's one owner. A lock starts none.
+    """A thread started elsewhere runs beside the engine's one owner. A Lock starts none.
 
     `tep/host/sight.py` has one that only reads, so that it answers while the owner hangs.
     The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A

@@ -7,6 +7,7 @@ delivered when the immediates of its transfer are counted, in the order in which
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -19,15 +20,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tep import BadDescriptor, Expectation, TepError
+from tep import BadDescriptor, Expectation, TepError, checksum
 from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
-from tep.compat.nixl.channel import BODY_MAX, Channel, Channels
+from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
 from tep.compat.nixl.transfers import Numbers, Request, Side, cut_rows
-from tep.compat.nixl.wire import Grant, Notif, Remote, WantGrant, Written, decode, encode
+from tep.compat.nixl.wire import (
+    Grant,
+    Notif,
+    Part,
+    Remote,
+    Sums,
+    WantGrant,
+    WantSums,
+    Written,
+    decode,
+    encode,
+)
 
 __all__ = [
     "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",
@@ -168,6 +180,7 @@ class nixl_agent(Registry):
         self.notifs: dict[str, list[bytes]] = {}
         self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
         self._telemetry = _asked("NIXL_TELEMETRY_ENABLE", agent.config.captureTelemetry)
+        self._checksums = _asked("TEP_NIXL_CHECKSUMS", False)
         self._turn: Callable[[], object] = os.sched_yield  # lets the engine's thread run
         self._nap_s = _ASK_AGAIN_S
         if os.environ.get("TEP_NIXL_BACKEND") == "chaos":
@@ -190,6 +203,7 @@ class nixl_agent(Registry):
         self._grants: dict[Channel, Grant] = {}  # given
         self._granted: dict[Channel, Numbers] = {}  # got
         self._ungranted: dict[Channel, list[Request]] = {}
+        self._uncompared: dict[int, tuple[Request, list[int]]] = {}  # with the checksums here
         self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, what is done then]
         self._new: dict[str, list[bytes]] = {}
         self._news = Condition(self.lock)
@@ -344,6 +358,12 @@ class nixl_agent(Registry):
     def wait(self, handle: nixl_xfer_handle, timeout: float = math.inf) -> str:
         """Sleep until a transfer is over; return what check_xfer_state says. Not NIXL's."""
         return self._sleep(lambda: self._result(handle), timeout) or "PROC"
+
+    async def wait_async(self, handle: nixl_xfer_handle) -> str:
+        """Do the same in a coroutine; `asyncio.timeout` limits it. Not NIXL's."""
+        while (state := await asyncio.to_thread(self.wait, handle, _ASK_AGAIN_S)) == "PROC":
+            pass  # a wait that is cancelled leaves its thread behind for this long at most
+        return state
 
     def wait_notifs(self, timeout: float = math.inf) -> dict[str, list[bytes]]:
         """Sleep until there are notifications; return get_new_notifs(). Not NIXL's."""
@@ -552,6 +572,8 @@ class nixl_agent(Registry):
         channel = self._channel(request.remote)
         if request in self._ungranted.get(channel, ()):
             self._want_grant(channel)
+        elif request.number in self._uncompared:
+            self._want_sums(request, channel)
 
     def _written(self, request: Request, numbers: Numbers, channel: Channel) -> None:
         """Ask the target, once all rows are back, to count them and notify."""
@@ -563,21 +585,87 @@ class nixl_agent(Registry):
 
         def lost(why: str) -> None:
             numbers.burnt.add(imm)  # its rows stay in the target's count
-            if notif:
-                self._notif_lost(request, why)
+            self._notif_lost(request, why)
 
-        if not notif:
-            request.end()
-        ending = partial(request.end, request.number) if notif else bool
-        channel.send(encode(Written(imm, request.nrows, notif or None)), ending, lost)
+        if self._checksums:
+            channel.send(encode(Written(imm, request.nrows, None)), on_lost=lost)
+            self._compare(request, channel)
+            return
+        done = Written(imm, request.nrows, notif or None)
+        self._end_with(request, channel, done, lost if notif else lambda _: numbers.burnt.add(imm))
 
     def _read(self, request: Request, channel: Channel) -> None:
         request.under_way = False
-        if request.error is None and request.notif:
-            ending, lost = partial(request.end, request.number), partial(self._notif_lost, request)
-            channel.send(encode(Notif(request.notif)), ending, lost)
-        elif request.error is None:
+        if request.error is not None:
+            return
+        if self._checksums:
+            self._compare(request, channel)
+        else:
+            self._notify(request, channel)
+
+    def _notify(self, request: Request, channel: Channel) -> None:
+        self._end_with(request, channel, Notif(request.notif), partial(self._notif_lost, request))
+
+    def _end_with(
+        self, request: Request, channel: Channel, message: Notif | Written, lost: Lost
+    ) -> None:
+        """End a request; if it has a notification, when the agent's engine has received it."""
+        if not request.notif:
             request.end()
+        if request.notif or isinstance(message, Written):
+            sent = partial(request.end, request.number) if request.notif else bool
+            channel.send(encode(message), sent, lost)
+
+    def _compare(self, request: Request, channel: Channel) -> None:
+        """Compare the rows' checksums at both ends before a request ends."""
+        try:
+            self._uncompared[request.number] = request, request.checksums()
+            self._want_sums(request, channel)
+        except TepError as error:
+            self._uncompared.pop(request.number, None)
+            request.fail(nixlBind.nixlBackendError, f"checksums: {error}")
+
+    def _want_sums(self, request: Request, channel: Channel) -> None:
+        parts = [Part(one.region.key, one.length, one.there.tolist()) for one in request.parts]
+        want = encode(WantSums(request.number, parts))
+        channel.send(want, on_lost=lambda why: self._on_lost(channel, why))
+
+    def _sums(self, message: WantSums) -> Sums:
+        """Compute the checksums of rows here."""
+        try:
+            if not self._checksums:
+                return Sums(message.number, [], "TEP_NIXL_CHECKSUMS is not set there")
+            found = [
+                checksum(self._regions[one.key][-1][1], one.offsets, one.nbytes)
+                for one in message.parts
+            ]
+        except (TepError, LookupError) as error:
+            return Sums(message.number, [], f"{type(error).__name__}: {error}")
+        return Sums(message.number, found)
+
+    def _on_sums(self, channel: Channel, there: Sums) -> None:
+        """End a request whose checksums at the other end are known."""
+        request, here = self._uncompared.get(there.number, (None, []))
+        if request is None or self._channel(request.remote) is not channel:
+            return
+        del self._uncompared[there.number]
+        if request.state != "PROC":
+            return
+        if there.why or len(there.values) != len(here):
+            request.fail(
+                nixlBind.nixlBackendError, f"agent {channel.name!r}: no checksums: {there.why}"
+            )
+        for part, mine, theirs in zip(request.parts, here, there.values):
+            if mine != theirs:
+                region = part.region
+                request.fail(
+                    nixlBind.nixlMismatchError,
+                    f"agent {channel.name!r}: checksums differ: {len(part.there)} row(s) of "
+                    f"{part.length} bytes in its {region.nbytes} bytes at {region.start:#x} of "
+                    f"device {region.device}",
+                )
+        if request.error is None:
+            self._notify(request, channel)
 
     def _notif_lost(self, request: Request, why: str) -> None:
         if request not in self._requests.values():  # its handle was released
@@ -623,6 +711,10 @@ class nixl_agent(Registry):
                 self._on_written(channel, message)
             case Notif():
                 self._queue(channel, partial(self._hear, channel, message.notif))()
+            case WantSums():
+                self._queue(channel, lambda: channel.send(encode(self._sums(message))))()
+            case Sums():
+                self._on_sums(channel, message)
             case _:
                 self.channels.garbled += 1
 
@@ -645,7 +737,12 @@ class nixl_agent(Registry):
     def _on_lost(self, channel: Channel, why: str) -> None:
         """Fail the requests that wait for an agent that is lost or gets no messages."""
         text = f"agent {channel.name!r} cannot be reached: {why}"
-        for request in self._ungranted.pop(channel, []):
+        failed = self._ungranted.pop(channel, [])
+        for number, (request, _) in tuple(self._uncompared.items()):
+            if self._channel(request.remote) is channel:
+                failed.append(request)
+                del self._uncompared[number]
+        for request in failed:
             request.under_way = False
             request.fail(nixlBind.nixlRemoteDisconnectError, text)
 

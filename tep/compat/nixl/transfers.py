@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine
+from tep import MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine, checksum
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
 from tep.compat.nixl.wire import Grant, Region, Remote
@@ -203,6 +203,10 @@ class Request:
         if self.state == "PROC":
             self.state, self.error = "ERR", (kind, why)
             self._on_over()
+
+    def checksums(self) -> list[int]:
+        """Compute the checksum of each part at this end."""
+        return [checksum(one.mr, one.here, one.length, places=one.there) for one in self.parts]
 
     def telemetry(self) -> nixlXferTelemetry:
         """Return times and size of the last posting."""

@@ -11,8 +11,8 @@ from msgspec import Meta
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
-__all__ = ["Body", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Region",
-           "Remote", "WantGrant", "Written", "decode", "encode",
+__all__ = ["Body", "Forget", "Give", "Grant", "Load", "Metadata", "Notif", "Part", "Region",
+           "Remote", "Sums", "WantGrant", "WantSums", "Written", "decode", "encode",
            "find_regions"]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -76,6 +76,29 @@ class Notif(_Body, frozen=True, array_like=True, tag=True):
     notif: bytes
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one length in one region of the receiver: its key, their length and offsets."""
+
+    key: Key
+    nbytes: Number
+    offsets: list[Number]
+
+
+class WantSums(_Body, frozen=True, array_like=True, tag=True):
+    """To the agent at the other end of a transfer: what are the checksums of these rows?"""
+
+    number: Number
+    parts: list[Part]
+
+
+class Sums(_Body, frozen=True, array_like=True, tag=True):
+    """Answer: `tep.checksum` of each part, or why they cannot be computed."""
+
+    number: Number
+    values: list[int]
+    why: str = ""
+
+
 class Load(_Body, frozen=True, array_like=True, tag=True):
     """Over a socket: this is my metadata."""
 
@@ -92,7 +115,7 @@ class Forget(_Body, frozen=True, array_like=True, tag=True):
     name: str
 
 
-Body = WantGrant | Grant | Written | Notif | Load | Give | Forget
+Body = WantGrant | Grant | Written | Notif | WantSums | Sums | Load | Give | Forget
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
 _METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)

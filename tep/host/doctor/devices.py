@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ctypes.util
 import os
 import re
 import statistics
@@ -89,10 +90,21 @@ def check_libraries() -> Iterator[Finding]:
 
 
 def check_gpu_libraries(files: HostFiles) -> Iterator[Finding]:
-    """Check, where there are a GPU and EFA NICs, that libfabric takes the GPU's memory on EFA."""
-    has_gpu = files.read("/sys/module/nvidia/version") is not None
-    if not (has_gpu and any(nic.is_efa for nic in detect(files).nics)):
+    """Check, if there is a GPU: does libfabric take its memory on EFA, can kernels be compiled."""
+    if files.read("/sys/module/nvidia/version") is None:
         return
+    if any(nic.is_efa for nic in detect(files).nics):
+        yield from _efa_cuda()
+    packages = [f"nvidia-cuda-nvrtc{end}" for end in ("", "-cu12", "-cu13")]
+    if not ctypes.util.find_library("nvrtc") and not any(map(version_of, packages)):
+        yield note(
+            "NVRTC",
+            "no libnvrtc was found, so scripts/gpu_check cannot compile its kernels",
+            "pip install nvidia-cuda-nvrtc-cu12 (or -cu13, as the driver is), or the CUDA toolkit",
+        )
+
+
+def _efa_cuda() -> Iterator[Finding]:
     try:
         with contextlib.ExitStack() as stack:
             for domain in libfabric.open_domains(provider="efa", cuda=True).domains:

@@ -13,16 +13,29 @@ from tep.host.topology import number
 
 __all__ = ["check_host"]
 
+_CAPABILITIES: Final = {"CAP_IPC_LOCK": 14, "CAP_SYS_PTRACE": 19, "CAP_SYS_NICE": 23}
+"""The capabilities that matter to transfers, with their bits (linux/capability.h)."""
+
+
 _DMABUF_KERNEL: Final = (5, 12)
 """The first Linux in which RDMA takes dma-bufs, and fork copies pinned pages (quoted)."""
 
 _NEW_KERNEL: Final = (1 << 16, 0)
+
+_NCCL: Final = {
+    "NCCL_IB_HCA": "nics",
+    "NCCL_IB_GID_INDEX": "gid_index",
+    "NCCL_IB_TC": "traffic_class",
+    "NCCL_IB_SL": "service_level",
+    "NCCL_SOCKET_IFNAME": "nics of tcp",
+}
 
 
 def check_host(files: HostFiles) -> Iterator[Finding]:
     """Check everything that is no NIC."""
     has_nic = bool(files.names("/sys/class/infiniband"))
     yield from _limits(files, has_nic=has_nic)
+    yield from _container(files)
     yield from _gpus(files, has_nic=has_nic)
     yield from _kernel(files, has_nic=has_nic)
     yield from _environment(files)
@@ -51,6 +64,29 @@ def _limits(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
             yield note(area, f"limit {found[1]} bytes; it matters once there is an RDMA NIC")
         else:
             yield warn(area, f"limit {found[1]}: each peer and NIC costs some", cure)
+
+
+def _container(files: HostFiles) -> Iterator[Finding]:
+    marks = [path for path in ("/.dockerenv", "/run/.containerenv") if files.read(path) is not None]
+    groups = files.read("/proc/1/cgroup") or ""
+    inside = bool(marks) or any(word in groups for word in ("docker", "kubepods", "containerd"))
+    status = files.read("/proc/self/status") or ""
+    found = re.search(r"^CapEff:\s+([0-9a-f]+)", status, re.MULTILINE)
+    if found is None:
+        yield note("capabilities", "unknown: /proc/self/status cannot be read")
+        return
+    mask = int(found[1], 16)
+    lacks = [name for name, bit in _CAPABILITIES.items() if not mask >> bit & 1]
+    where = "in a container" if inside else "not in a container"
+    if lacks and inside:
+        yield note(
+            "capabilities",
+            f"{where}, without {', '.join(lacks)}",
+            "docker: --cap-add=IPC_LOCK where memlock is limited, --cap-add=SYS_PTRACE for the "
+            "backend local between containers, --device=/dev/infiniband for NICs",
+        )
+    else:
+        yield good("capabilities", where + (f"; without {', '.join(lacks)}" if lacks else ""))
 
 
 def _gpus(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
@@ -118,3 +154,7 @@ def _environment(files: HostFiles) -> Iterator[Finding]:
             f"FI_PROVIDER={provider}: libfabric offers no other provider",
             "unset FI_PROVIDER where tep is to choose",
         )
+    for name, option in _NCCL.items():
+        if value := files.environ(name):
+            text = f"{name}={value} counts for tep too, where {option} is unset"
+            yield note("environment", text)

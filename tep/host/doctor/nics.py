@@ -67,6 +67,14 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
             yield bad(name, text, FILES_CURE)
     yield from _distances(seen)
     yield from check_acs(files, seen)
+    if any(nic.is_efa for nic in seen.nics):
+        yield note(
+            "security group",
+            "not visible from here: EFA packets pass only where a group allows all traffic within "
+            "itself, in both directions; without it every row between two instances is UNREACHABLE",
+            "aws ec2 authorize-security-group-ingress (and -egress) --protocol -1 with the group "
+            "itself as source (as destination)",
+        )
     roce = [nic.name for nic in seen.nics if "Ethernet" in nic.text and not nic.is_efa]
     if roce:
         yield _traffic_class(files, roce)
@@ -78,7 +86,10 @@ def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
         yield from _port(files, name, port)
     path = files.real(f"{_TOP}/{name}/device")
     yield from _slot(files, name, path)
-    for device in files.names(f"{path}/net"):
+    net = files.names(f"{path}/net")
+    yield from _bond(files, name, path, net)
+    yield from _neighbours(files, name, net)
+    for device in net:
         mtu = number(files.read(f"{path}/net/{device}/mtu"))
         if 0 < mtu < _JUMBO:
             yield warn(
@@ -112,6 +123,33 @@ def _traffic_class(files: HostFiles, roce: list[str]) -> Finding:
         f"packets over RoCE v2 carry {which}; files do not say which priority has PFC",
         f"compare with: mlnx_qos -i DEVICE, or dcb pfc show dev DEVICE, of {', '.join(roce[:4])}",
     )
+
+
+def _bond(files: HostFiles, name: str, path: str, net: list[str]) -> Iterator[Finding]:
+    """Report if several ports are behind one RDMA device."""
+    for device in net:
+        ports = (files.read(f"{path}/net/{device}/master/bonding/slaves") or "").split()
+        if len(ports) > 1:
+            yield warn(
+                name,
+                f"a bond of {len(ports)} ports ({', '.join(ports)}): a queue pair uses one of "
+                "them, and tep has one for each peer",
+                f"name it {len(ports)} times: nics={[name] * len(ports)}",
+            )
+            return
+
+
+def _neighbours(files: HostFiles, name: str, net: list[str]) -> Iterator[Finding]:
+    """Report hosts that do not answer to requests for their Ethernet address through this NIC."""
+    for line in (files.read("/proc/net/arp") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) == 6 and fields[5] in net and not number(fields[2].removeprefix("0x")):
+            yield warn(
+                name,
+                f"{fields[0]} on {fields[5]} does not answer for its Ethernet address: rows to it "
+                "end as UNREACHABLE",
+                f"is that host up, and in this network? ip neigh show dev {fields[5]}",
+            )
 
 
 def _port(files: HostFiles, name: str, port: str) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
 """Weights from trainers to inference engines of others, on tep.apps.rl: see README.md.
 
-`vllm_engine`, `sglang_engine` and `verl_engine` import what they are made for; nothing else here
-does. vLLM loads this module in each of its processes, so it opens no engine.
+`vllm_engine`, `sglang_engine`, `verl_engine` and `nemo_engine` are thin and import what they are
+made for; nothing else here does. vLLM loads this module in each of its processes, so it opens no
+engine.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 
 import tep
 from tep.base.errors import FabricError, UsageError
+from tep.integrations.weights.member import Fabric, Meeting, Worker
 from tep.rendezvous.calls import Hello, Listener, _Answer, answer
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, enter, frame, prove
 
@@ -233,3 +234,19 @@ def test_a_port_that_is_taken_is_named_with_the_way_out() -> None:
                     pass
 
     asyncio.run(main())
+
+
+def test_the_error_of_another_hub_names_places_and_no_token() -> None:
+    """The token of the weights' hub was in the text of an error, and so in everybody's logs."""
+    worker = Worker(Fabric())
+    try:
+        meta = worker.prepare()
+        worker._rank = 1
+        with pytest.raises(tep.UsageError, match="make a new engine for another group") as caught:
+            worker.join(2, 3, [meta])
+        host, port, token = meta["hub"]
+        assert f"{host}:{port}" in str(caught.value)
+        assert token not in str(caught.value)
+        assert token not in repr(Meeting(host, port, token))
+    finally:
+        worker.close()

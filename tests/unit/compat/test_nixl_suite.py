@@ -317,6 +317,8 @@ def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
         patch.setattr(a, "_want_grant", lambda channel: None)  # its first question is lost
         assert "PROC" == a.transfer(handle)
         assert "PROC" == a.wait(handle, 0.01)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(a.wait_async(handle), 0.01))
     assert "DONE" == a.wait(handle, WAIT_S)
     b.close()
 
@@ -328,14 +330,14 @@ def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
         again()
 
 
-def test_many_wait_at_once(pair):
-    """A server has a transfer for each of its requests; coroutines wait in threads."""
+def test_many_coroutines_wait_at_once(pair):
+    """A server has a transfer for each of its requests."""
     a, _, rows = pair
 
     async def move():
         handle = a.initialize_xfer("READ", *rows, "B")
         a.transfer(handle)
-        return await asyncio.to_thread(a.wait, handle, WAIT_S)
+        return await a.wait_async(handle)
 
     async def main():
         return await asyncio.gather(*(move() for _ in range(50)))

