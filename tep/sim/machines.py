@@ -1,17 +1,21 @@
 """The machines of one timing fabric: what each takes, and what two unlike ones take together.
 
-No clock and no queue. A fabric has one transport: SRD and RC never meet on a wire. Within it nodes
-may be of different machines.
+Also the network that they stand in, as a record, and by how much rows land later than their bytes
+took: jitter, tails of sprayed paths, losses. No clock and no queue. A fabric has one transport: SRD
+and RC never meet on a wire. Within it nodes may be of different machines.
 
 Rule 1: what a NIC or a worker does takes what its own machine says. Rule 2: where both ends of a
 pair have a part (the way there, the way back), each end gives half of its machine's number. Nothing
 published tells the ends apart. Rule 3: a receiver is held for as long as its own NIC would take to
 send the same. Rule 4: every draw is a hash of (seed, row), so that one more row shifts no other's.
+Rule 5: where rows are ordered, none lands before one that was posted to the same NIC before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +26,14 @@ from tep.sim.draws import Stream
 from tep.sim.profile import FIELDS, Profile, load_profile
 from tep.sim.queues import Ints, Rate
 
-__all__ = ["Machine", "Machines", "Pairs", "ack_ps", "latency_ps"]
+__all__ = [
+    "NETWORK", "PACKET_BYTES", "InOrder", "Late", "Machine", "Machines", "Network", "Pairs",
+    "ack_ps", "latency_ps", "network_of",
+]  # fmt: skip
 
 _TRANSPORT = ("ordered", "imm_eats_recv")
-_NETWORK = ("leaf_nodes", "uplink_bps", "spine_ps")
-_PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps")
+_CONGESTION = tuple(name for name in FIELDS if name.startswith(("pause_", "ecn_")))
+_PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps", "bus_bps")
 """The numbers for which a pair of unlike machines has numbers of its own, in `Pairs`."""
 
 
@@ -51,6 +58,7 @@ class Machine:
     Attributes:
         profile, kind: as given.
         wire, dma: its rates.
+        late: delays of its NICs' rows.
     """
 
     def __init__(self, profile: Profile, kind: int, seed: int) -> None:
@@ -58,7 +66,7 @@ class Machine:
         self.kind = kind
         self.wire = Rate(profile.wire_bps)
         self.dma = Rate(profile.dma_bps)
-        self._key = stream_key(seed, Stream.TIMING)
+        self.late = Late(profile, seed)
 
     def service_ps(self, nbytes: Ints, first: npt.NDArray[np.bool_] | None = None) -> Ints:
         """The time that one of its NICs takes for each quantum.
@@ -72,14 +80,6 @@ class Machine:
         found: Ints = np.maximum(self.wire.ps(nbytes), own + self.dma.ps(nbytes))
         return found
 
-    def jitter_ps(self, numbers: Ints) -> Ints | int:
-        """Draw by how much each row lands later than its bytes took."""
-        if not self.profile.jitter_ps:
-            return 0
-        return below_array(
-            draw_array(self._key, 0, numbers.view(np.uint64)), self.profile.jitter_ps
-        )
-
 
 class Machines:
     """All machines of a fabric; a machine is found by its profile.
@@ -87,22 +87,30 @@ class Machines:
     Args:
         profiles: of the fabric; a node that names none has the first.
         seed: of the draws.
+        network: between the NICs; None: the one that the profiles say.
 
     Attributes:
         first: the machine of a node that names no profile.
         shortest_ps: the least latency of any pair: the lookahead.
         pairs: numbers of pairs; None: all machines are alike in these.
+        network: between the NICs.
 
     Raises:
         UsageError: two transports, or two networks.
     """
 
-    def __init__(self, profiles: Profile | str | Sequence[Profile | str], seed: int) -> None:
+    def __init__(
+        self,
+        profiles: Profile | str | Sequence[Profile | str],
+        seed: int,
+        network: Network | None,
+    ) -> None:
         given = [profiles] if isinstance(profiles, Profile | str) else profiles
         if not given:
             raise UsageError("a timing fabric needs one profile at the least")
         self._seed = seed
         self._known: list[Machine] = []
+        self._same = (*_TRANSPORT, *_CONGESTION, *(() if network else NETWORK))
         for profile in map(load_profile, given):
             if all(profile != machine.profile for machine in self._known):
                 self._known.append(Machine(profile, self._kind_of(profile), seed))
@@ -111,6 +119,7 @@ class Machines:
         self.pairs = Pairs(self._known) if mixed else None
         least_ps = min(profile.latency_ps for profile in self.profiles)
         self.shortest_ps = least_ps if self.pairs is None else self.pairs.shortest_ps
+        self.network = network or network_of(self.first.profile)
 
     @property
     def profiles(self) -> list[Profile]:
@@ -121,6 +130,10 @@ class Machines:
     def names(self) -> str:
         """The names of all profiles, for people."""
         return ", ".join(profile.name for profile in self.profiles)
+
+    def latency_ps(self, source: Ints, target: Ints) -> Ints | int:
+        """First byte out to first byte in."""
+        return self.shortest_ps if self.pairs is None else self.pairs.latency_ps(source, target)
 
     def seen_and_acked_ps(self, source: Ints, target: Ints, landed: Ints) -> tuple[Ints, Ints]:
         """The times when receivers see rows that land then, and when senders learn of them."""
@@ -159,7 +172,7 @@ class Machines:
         if not self._known:
             return 0
         other = self._known[0].profile
-        for name in (*_TRANSPORT, *_NETWORK):
+        for name in self._same:
             mine, its = getattr(profile, name), getattr(other, name)
             if mine != its:
                 raise UsageError(_unlike(name, profile.name, mine, other.name, its))
@@ -186,6 +199,7 @@ class Pairs:
         self._latency = np.array([[latency_ps(a, b) for b in profiles] for a in profiles])
         self._receive = np.array([profile.receive_ps for profile in profiles])
         self._ack = np.array([[ack_ps(a, b) for b in profiles] for a in profiles])
+        self._scale = np.array([one.wire.scale for one in self._kinds])
         self.shortest_ps = int(self._latency.min())
         self.kind = np.zeros(16, np.int64)
 
@@ -211,6 +225,11 @@ class Pairs:
         found: Ints = self._ack[self.kind[source], self.kind[target]]
         return found
 
+    def scale(self, target: Ints) -> Ints:
+        """The scale of each receiver's wire, as of Rate."""
+        found: Ints = self._scale[self.kind[target]]
+        return found
+
     def holds_ps(
         self, target: Ints, nbytes: Ints, first: npt.NDArray[np.bool_] | None = None
     ) -> Ints:
@@ -232,7 +251,134 @@ def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str
             "NICs cannot speak to each other; open a Cluster for each of them inside one "
             "tep.sim.run(), and join them by a program that copies from one to the other"
         )
-    return (
-        f"profiles {mine} and {its} differ in {FIELDS[name].path} ({value}, {other}), but they "
-        "stand in one network"
-    )
+    what = "they stand in one network"
+    if name in _CONGESTION:
+        what = "both ends of a pair take part in it"
+    return f"profiles {mine} and {its} differ in {FIELDS[name].path} ({value}, {other}), but {what}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The switches between the NICs; by default one perfect switch.
+
+    Attributes:
+        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
+        rails: leaves are rails instead: NIC k of every host is on rail k.
+        host_gpus: nodes of one host, each a GPU with its NICs, in the order they are started; 0: a
+            node is a host. They share nothing but rails and PCIe switches: an engine writes to the
+            other GPUs of its host over NICs, too, and NVLink belongs to applications.
+        switch_gpus: nodes of a host whose NICs share one PCIe switch, `node.bus` of their profile;
+            0: each has its own.
+        uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
+        paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
+            one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
+        spine_ps: the latency that the spine adds.
+    """
+
+    leaf_nodes: int = 0
+    rails: bool = False
+    host_gpus: int = 0
+    switch_gpus: int = 0
+    uplink_bps: int = 0
+    paths: int = 0
+    spine_ps: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        numbers = [self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps]
+        if min(*numbers, self.host_gpus, self.switch_gpus) < 0:
+            raise UsageError(f"{self}: a number below 0")
+        if self.rails and self.leaf_nodes:
+            raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
+        if self.paths and not self.uplink_bps:
+            raise UsageError(f"{self}: paths share uplink_bps, which is not limited")
+        if self.switch_gpus and self.host_gpus % self.switch_gpus:
+            raise UsageError(
+                f"{self}: host_gpus={self.host_gpus} is no multiple of "
+                f"switch_gpus={self.switch_gpus}; a switch is in one host"
+            )
+
+
+NETWORK: Final = tuple(one.name for one in fields(Network))
+"""Fields that a profile and its network have in common."""
+
+
+def network_of(profile: Profile) -> Network:
+    """The network that a profile says it stands in.
+
+    Raises:
+        UsageError: its numbers contradict each other.
+    """
+    return Network(**{name: getattr(profile, name) for name in NETWORK})
+
+
+PACKET_BYTES: Final = 4096
+_PPM: Final = 1e-6
+
+
+class Late:
+    """The delays of the rows that the NICs of one machine send.
+
+    Args:
+        profile: of the machine.
+        seed: of the draws.
+    """
+
+    def __init__(self, profile: Profile, seed: int) -> None:
+        self._profile = profile
+        self._key = stream_key(seed, Stream.TIMING)
+        self._wire = Rate(profile.wire_bps)
+
+    def extra_ps(self, numbers: Ints, nbytes: Ints) -> Ints | int:
+        """Draw the delay of each row's landing.
+
+        A lost packet costs its row the time until it is missed, and the bytes from there on once
+        more; where the packet stands is drawn. Of several losses in a row one is counted.
+        """
+        profile = self._profile
+        extra: Ints | int = 0
+        if profile.jitter_ps:
+            extra = below_array(self._bits(numbers, 0), profile.jitter_ps)
+        if profile.tail_ppm:
+            share = profile.tail_ppm * _PPM
+            drawn = self._fractions(numbers, 1)
+            late = -profile.tail_ps * np.log(np.minimum(drawn, share) / share)
+            extra = extra + late.astype(np.int64)
+        if profile.loss_ppm:
+            packets = np.maximum(1, -(-nbytes // PACKET_BYTES))
+            hit = self._fractions(numbers, 2) < 1 - (1 - profile.loss_ppm * _PPM) ** packets
+            again = (nbytes * self._fractions(numbers, 3)).astype(np.int64)
+            extra = extra + np.where(hit, profile.retry_ps + self._wire.ps(again), 0)
+        return extra
+
+    def _bits(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return draw_array(self._key, index, numbers.view(np.uint64))
+
+    def _fractions(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Even between 0 and 1, 0 left out."""
+        return (self._bits(numbers, index).astype(np.float64) + 1) / 2.0**64
+
+
+class InOrder:
+    """The latest landing of each pair, where rows are ordered: a late one holds up others."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], int] = {}
+
+    def settle(self, source: Ints, target: Ints, numbers: Ints, landed: Ints) -> Ints:
+        """Landings where none overtakes: rows of one pair of NICs in the order of their numbers."""
+        order = np.lexsort((numbers, target, source))
+        pairs = list(zip(source[order].tolist(), target[order].tolist(), strict=True))
+        found = landed.copy()
+        before, last = None, 0
+        for place, pair in zip(order.tolist(), pairs, strict=True):
+            last = max(int(landed[place]), last if pair == before else self._last.get(pair, 0))
+            found[place], before = last, pair
+        return found
+
+    def keep(self, source: Ints, target: Ints, landed: Ints) -> None:
+        """Record the landings of rows."""
+        for pair, time_ps in zip(
+            zip(source.tolist(), target.tolist(), strict=True), landed.tolist(), strict=True
+        ):
+            self._last[pair] = max(self._last.get(pair, 0), time_ps)

@@ -40,6 +40,7 @@ _FACTORS: Final[Mapping[str, Mapping[str, int]]] = {
     "bps": {"b/s": 1, "Gb/s": 10**9},
     "bytes": {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
     "count": {"1": 1},
+    "ppm": {"ppm": 1, "%": 10**4},
 }
 """Unit of a field -> units a file may use for it -> factor."""
 
@@ -108,11 +109,25 @@ class Profile:
         ack_ps: last byte in to completion visible at the sender; at least receive_ps.
         jitter_ps: extra delay of a row, even between 0 and this, where rows are unordered.
         peer_timeout_ps: until a row to a dead peer fails.
+        tail_ppm, tail_ps: where rows are unordered: of a million so many are late, by an
+            exponential time of this mean: a slow path among those that are sprayed over.
+        loss_ppm, retry_ps: where rows are ordered: of a million packets so many are lost, and how
+            long until one is missed; the rest of its row is sent again, and those behind it wait.
+        pause_bytes: a link, a NIC's or a leaf's, sends nothing while so many bytes that passed it
+            were not taken by their receivers; 0: no link pauses.
+        ecn_min_bytes, ecn_bytes, ecn_ppm: a packet that finds a queue of fewer bytes than the first
+            is not marked, of more than the second it is; between them it is marked by chance, which
+            grows from 0 to so many of a million. ecn_bytes 0: none is marked.
+        ecn_every_ps: a receiver notifies a sender of a mark at most once in this time.
+        ecn_gain_ppm, ecn_fade_ps: share of the newest notice in a sender's average of them (alpha),
+            and of what it loses once in each such time without one.
+        ecn_recover_ps, ecn_count_bytes: a rate that was cut comes back by a step after each such
+            time, and after so many bytes: to half way from where it was, and after five steps that
+            is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for an immediate; post_next_ps has the time for its completions.
-        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all are below
-            one perfect switch.
-        uplink_bps: rate of each leaf to the spine, and from the spine to it; 0: no limit.
-        spine_ps: the latency that the spine adds.
+        bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
+        leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps: the network of such
+            machines, as in `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -140,9 +155,28 @@ class Profile:
     jitter_ps: int = _at("wire.jitter", "ps", 0)
     peer_timeout_ps: int = _at("wire.peer_timeout", "ps", 1)
     numbers: Mapping[str, Number] = field(repr=False, hash=False)
+    tail_ppm: int = _at("wire.tail_share", "ppm", 0, optional=True)
+    tail_ps: int = _at("wire.tail", "ps", 0, optional=True)
+    loss_ppm: int = _at("wire.loss", "ppm", 0, optional=True)
+    retry_ps: int = _at("wire.retry", "ps", 0, optional=True)
+    pause_bytes: int = _at("wire.pause", "bytes", 0, optional=True)
+    ecn_min_bytes: int = _at("wire.ecn_min", "bytes", 0, optional=True)
+    ecn_bytes: int = _at("wire.ecn", "bytes", 0, optional=True)
+    ecn_ppm: int = _at("wire.ecn_share", "ppm", 0, optional=True)
+    ecn_every_ps: int = _at("wire.ecn_every", "ps", 0, optional=True)
+    ecn_gain_ppm: int = _at("wire.ecn_gain", "ppm", 0, optional=True)
+    ecn_fade_ps: int = _at("wire.ecn_fade", "ps", 0, optional=True)
+    ecn_recover_ps: int = _at("wire.ecn_recover", "ps", 0, optional=True)
+    ecn_count_bytes: int = _at("wire.ecn_count", "bytes", 0, optional=True)
+    ecn_grow_bps: int = _at("wire.ecn_grow", "bps", 0, optional=True)
     poll_ps: int = _at("cpu.poll", "ps", 0, optional=True)
+    bus_bps: int = _at("node.bus", "bps", 0, optional=True)
     leaf_nodes: int = _at("network.leaf_nodes", "count", 0, optional=True)
+    rails: int = _at("network.rails", "count", 0, optional=True)
+    host_gpus: int = _at("network.host_gpus", "count", 0, optional=True)
+    switch_gpus: int = _at("network.switch_gpus", "count", 0, optional=True)
     uplink_bps: int = _at("network.uplink", "bps", 0, optional=True)
+    paths: int = _at("network.paths", "count", 0, optional=True)
     spine_ps: int = _at("network.spine", "ps", 0, optional=True)
 
     def __post_init__(self) -> None:
@@ -152,9 +186,28 @@ class Profile:
                 f"profile {self.name}: ack_ps={self.ack_ps} < receive_ps={self.receive_ps}; "
                 "a sender would learn of a row before its bytes can be seen"
             )
-        if self.ordered and self.jitter_ps:
+        if self.ordered and (self.jitter_ps or self.tail_ppm):
             raise UsageError(
-                f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} would reorder rows"
+                f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} or "
+                f"tail_ppm={self.tail_ppm} would reorder rows"
+            )
+        if self.ecn_bytes and not (self.ecn_recover_ps and self.ecn_grow_bps and self.ecn_fade_ps):
+            raise UsageError(
+                f"profile {self.name}: ecn_bytes={self.ecn_bytes}, but ecn_recover_ps="
+                f"{self.ecn_recover_ps}, ecn_grow_bps={self.ecn_grow_bps} and ecn_fade_ps="
+                f"{self.ecn_fade_ps}: a rate that was cut would never come back"
+            )
+        if self.ecn_bytes and self.ecn_min_bytes >= self.ecn_bytes:
+            raise UsageError(
+                f"profile {self.name}: ecn_min_bytes={self.ecn_min_bytes} >= "
+                f"ecn_bytes={self.ecn_bytes}"
+            )
+        if self.rails > 1:
+            raise UsageError(f"profile {self.name}: rails={self.rails}; 0 or 1")
+        if self.loss_ppm and not self.ordered:
+            raise UsageError(
+                f"profile {self.name}: loss_ppm={self.loss_ppm} is modelled for ordered rows; "
+                "where paths are sprayed over, a loss is a tail"
             )
 
     def caps(self, nic: str, *, moves_bytes: bool, control_bytes: int) -> DomainCaps:

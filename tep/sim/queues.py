@@ -8,7 +8,7 @@ that its docstring describes; tests/unit/sim/test_timing_queues.py holds both ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
 from operator import itemgetter
@@ -20,7 +20,7 @@ import numpy.typing as npt
 __all__ = [
     "NEVER_PS", "Bools", "Ints", "Quanta", "Rate", "SendQueue", "Units", "Which",
     "by_value", "cut_quanta", "fifo", "fifo_grouped", "has_all", "has_any", "is_alike",
-    "round_robin",
+    "round_robin", "spans_ps",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -56,6 +56,12 @@ class Rate:
         """Time that `nbytes` take, each 0 .. 2**36."""
         found: Ints = nbytes * self.scale >> _FRACTION_BITS
         return found
+
+
+def spans_ps(nbytes: Ints, scale: Ints | int) -> Ints:
+    """Do as Rate.ps, with a scale for each; 0: no time at all."""
+    found: Ints = nbytes * scale >> _FRACTION_BITS
+    return found
 
 
 # numpy's all() and any() take 1.4 us, however few entries there are; a search of bytes takes 0.1.
@@ -294,6 +300,11 @@ class Units(NamedTuple):
     def pick(self, which: slice | Ints) -> Units:
         """Select some."""
         return Units._make([None if column is None else column[which] for column in self])
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, bool, int, int]]:
+        """All columns, a quantum each."""
+        columns = (*self[:-1], self.service if self.holds is None else self.holds)
+        return zip(*(column.tolist() for column in columns))
 
     @staticmethod
     def join(parts: list[Units]) -> Units:

@@ -34,6 +34,9 @@ Values = Mapping[str, float]
 GUESSED: Final = 1.5
 """The factor by which guessed numbers are varied, where nobody names another; itself a guess."""
 
+_EITHER: Final = ("quantum_", "pause_", "ecn_")  # more may be slow, or fast
+_NETWORK: Final = ("pause_", "ecn_", "loss_", "tail_")  # what goes wrong in a network
+
 
 class Run(NamedTuple):
     """One call: its point, its seed, and the end at which guessed numbers are, if at one."""
@@ -197,17 +200,18 @@ def interval(
 def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
     """Yield the machine as slow, and as fast, as its guessed numbers may make it.
 
-    Times, and the bytes of a lone write's fill, are `factor` times as large for the slow one, all
-    else is so many times as small. Counts stay, so does a number that would contradict another, and
-    so does the quantum: a larger one may be slower or faster.
+    Times, the bytes of a lone write's fill, and shares of what goes wrong are `factor` times as
+    large for the slow one, all else is so many times as small. Counts stay, so does a number that
+    would contradict another, and so do numbers that are not plainly slow or fast at one end: the
+    quantum, and those of pauses and congestion control (`ecn_*`).
     """
     for end in ("slow", "fast"):
         found = profile
         for field, number in profile.numbers.items():
             unit = FIELDS[field].unit
-            larger = (unit == "ps" or field == "fill_bytes") == (end == "slow")
+            larger = (unit in {"ps", "ppm"} or field == "fill_bytes") == (end == "slow")
             value = getattr(profile, field) * (factor if larger else 1 / factor)
-            varied = unit != "count" and field != "quantum_bytes"
+            varied = unit != "count" and not field.startswith(_EITHER)
             if number.confidence == "guessed" and varied:
                 with suppress(UsageError):
                     found = replace(found, **{field: max(FIELDS[field].least, round(value))})
@@ -218,10 +222,15 @@ def doubts(profile: Profile, factor: float) -> Iterator[tuple[str, Profile]]:
 def kind_of(*machines: Profile) -> Literal["fitted", "predicted", "extrapolated"]:
     """Say how the times of simulated machines are made; of several, what is least sure.
 
-    extrapolated: the rate of a NIC is guessed. fitted: it is fitted to published transfers.
-    predicted: neither.
+    extrapolated: the rate of a NIC is guessed, or a number of losses, tails, pauses or congestion
+    control that is in use. fitted: the rate is fitted to published transfers. predicted: neither.
     """
-    confidences = {machine.numbers["wire_bps"].confidence for machine in machines}
+    confidences = {
+        number.confidence
+        for machine in machines
+        for field, number in machine.numbers.items()
+        if field == "wire_bps" or (field.startswith(_NETWORK) and getattr(machine, field))
+    }
     if "guessed" in confidences:
         return "extrapolated"
     return "fitted" if "fitted" in confidences else "predicted"

@@ -23,9 +23,22 @@ import numpy as np
 from tep.backends.base import Status
 from tep.base.errors import UsageError
 from tep.sim.clock import FabricEnv, in_one_process
-from tep.sim.congestion import LAST, NUMBER, Passing, Paths, flights, no_flights
+from tep.sim.congestion import (
+    LAST,
+    NBYTES,
+    NUMBER,
+    SOURCE,
+    TARGET,
+    Marks,
+    PacedQueue,
+    Passing,
+    Paths,
+    flights,
+    is_paced,
+    no_flights,
+)
 from tep.sim.ledger import Hold
-from tep.sim.machines import Machines
+from tep.sim.machines import InOrder, Machines, Network
 from tep.sim.profile import Profile
 from tep.sim.queues import NEVER_PS, Ints, by_value, fifo_grouped, has_any
 from tep.sim.row_log import RowLog
@@ -72,6 +85,7 @@ class TimingFabric(Fabric):
         row_log: receives the events; None: they are not recorded.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
         mortal: whether NICs can die, and fence others off; costs control messages.
+        network: between the NICs; None: the profile's, mostly a perfect switch.
     """
 
     def __init__(
@@ -82,20 +96,25 @@ class TimingFabric(Fabric):
         seed: int = 0,
         row_log: RowLog | None = None,
         move_bytes: bool = True,
+        network: Network | None = None,
         mortal: bool = False,
     ) -> None:
-        machines = Machines(profile, seed)
+        machines = Machines(profile, seed, network)
         log = row_log if row_log is not None and row_log.on else None
         super().__init__(env, machines, log, move_bytes=move_bytes, mortal=mortal)
         self.profile = machines.first.profile
         self._shortest_ps = machines.shortest_ps
         self.active: dict[int, Nic] = {}
+        self.in_order = InOrder() if any(p.loss_ppm for p in machines.profiles) else None
+        self.marks = Marks(self.profile, self.pairs, seed) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
         self._polls = False
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
         ways = None if self.pairs is None else self.pairs.latency_ps
-        self.paths = Paths(self.profile, self._shortest_ps, self._receiving, ways)
+        self.paths = Paths(
+            machines.network, self._shortest_ps, self._receiving, ways, self.profile, seed
+        )
 
     # ------------------------------------------------------------------ nodes and NICs
 
@@ -126,7 +145,7 @@ class TimingFabric(Fabric):
         made, make = Node(self, name, epoch, machine), MortalNic if self.mortal else TimingNic
         made.domains = nics = [make(self, made, index) for index in range(machine.profile.nics)]
         for nic in nics:
-            self.paths.place(nic.number, name)
+            self.paths.place(nic.number, name, nic.index, len(nics), nic.profile.bus_bps)
         return made
 
     def _why_gone(self, number: int) -> Status:
@@ -190,7 +209,7 @@ class TimingFabric(Fabric):
         taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
         taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
         self._settle(taken, limit_ps)
-        due_ps = self.paths.due_ps()
+        due_ps = self._first_due_ps()
         for nic in nics:
             queue = nic.queue
             if len(queue):
@@ -212,12 +231,46 @@ class TimingFabric(Fabric):
         times. The window follows what the last pass kept.
         """
         limit_ps = NEVER_PS
+        if self.marks is not None:
+            return self._notice_ps(nics)
         for nic in nics:
             queue, at = nic.queue, nic.queue.at
             if len(queue) > self._window:
                 first_ps = int(queue.starts[at])
                 limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
         return limit_ps
+
+    def _notice_ps(self, nics: list[Nic]) -> int:
+        """No sender can learn of an unsettled quantum before this time: rule 2 of `congestion`."""
+        first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
+        return min(first_ps + self._shortest_ps, self._first_due_ps())
+
+    def _first_due_ps(self) -> int:
+        """The time when the first of what is under way lands, or may be marked."""
+        marked_ps = NEVER_PS if self.marks is None else self.marks.due_ps() + self._shortest_ps
+        return min(self.paths.due_ps(), marked_ps)
+
+    def _notify(self, marks: Marks, passing: Passing, limit_ps: int) -> None:
+        """Notify senders of quanta that were taken, and of marks."""
+        rows, done = passing.flights, passing.done
+        waited, known_ps = self.paths.waited(passing), limit_ps + self._shortest_ps
+        marked, times = marks.notices(passing, waited, known_ps)
+        if self.profile.pause_bytes:
+            rows, times = np.concatenate((marked, rows)), np.concatenate((times, done))
+        else:
+            rows = marked
+        times = times + self.machines.latency_ps(rows[:, TARGET], rows[:, SOURCE])
+        columns = [column.tolist() for column in (*rows[:, [SOURCE, TARGET, NBYTES]].T, times)]
+        queues: dict[int, PacedQueue] = {}
+        for place, (source, target, nbytes, time_ps) in enumerate(zip(*columns)):
+            if source not in queues:
+                queue = self.nic(source).queue
+                assert isinstance(queue, PacedQueue), "all of a fabric are"
+                queues[source] = queue
+            is_mark = place < len(marked)
+            queues[source].notify(time_ps, target, 0 if is_mark else nbytes, marked=is_mark)
+        for queue in queues.values():
+            queue.foresee()
 
     def _settle(self, taken: list[tuple[Nic, int]], limit_ps: int) -> None:
         """Let quanta pass, and those land that nothing can change; the pass may be shortened.
@@ -231,6 +284,7 @@ class TimingFabric(Fabric):
         rows = self._landing(passing)
         wake_ps = self._first_wake_ps(rows)
         if wake_ps < limit_ps:
+            assert self.marks is None, "a paced plan is made once"
             limit_ps = wake_ps
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
             shorter = paths.shorten(passing, limit_ps, self.free)
@@ -238,6 +292,8 @@ class TimingFabric(Fabric):
                 shorter = paths.advance(self._flights(taken), limit_ps, self.free)
             passing, rows = shorter, self._landing(shorter)
         paths.keep(passing)
+        if self.marks is not None:
+            self._notify(self.marks, passing, limit_ps)
         self.free = passing.receivers
         kept = [stop - nic.queue.at for nic, stop in taken]
         self._window = max(_WINDOW_MIN, 2 * max(kept, default=0))
@@ -259,8 +315,7 @@ class TimingFabric(Fabric):
         """The rows whose last quanta these are."""
         ends = passing.flights[:, LAST] != 0
         numbers = passing.flights[ends, NUMBER]
-        landed = passing.done[ends] + self.ledger.extra_ps[numbers - self.ledger.base]
-        return self._rows(numbers, landed)
+        return self._rows(numbers, self._late(numbers, passing.done[ends]))
 
     def _receiving(self, source: Ints, target: Ints, service: Ints) -> Ints:
         """The time that each quantum holds its receiver: its sender's time, but for slow NICs.
@@ -273,6 +328,15 @@ class TimingFabric(Fabric):
         percent[list(self.slow)] = list(self.slow.values())
         found: Ints = service * percent[target] // percent[source]
         return found
+
+    def _late(self, numbers: Ints, done: Ints) -> Ints:
+        """The landing times of rows whose last bytes are in."""
+        rows = numbers - self.ledger.base
+        landed: Ints = done + self.ledger.extra_ps[rows]
+        if self.in_order is None or not len(rows):
+            return landed
+        source, target = self.ledger.source[rows], self.ledger.target[rows]
+        return self.in_order.settle(source, target, numbers, landed)
 
     def _rows(self, numbers: Ints, landed: Ints) -> _Rows:
         """Look rows up in the ledger, as if they landed at these times."""
@@ -336,6 +400,8 @@ class TimingFabric(Fabric):
         """Record the arrivals at both ends and schedule their wake-ups."""
         ledger, batches = self.ledger, self.batches
         numbers, landed, rows, source, target, batch, seen, acked, counts, mine = found
+        if self.in_order is not None:
+            self.in_order.keep(source, target, landed)
         batches.left -= counts
         np.maximum.at(batches.seen_ps, batch, seen)
         if self._polls:

@@ -180,7 +180,7 @@ class TimingNic(Nic):
                     return
         rows = ledger.where(numbers)
         nbytes, target = ledger.nbytes[rows].copy(), ledger.target[rows].copy()
-        ledger.extra_ps[rows] = machine.jitter_ps(numbers)
+        ledger.extra_ps[rows] = machine.late.extra_ps(numbers, nbytes)
         some = nbytes[:1] if is_alike(nbytes) else nbytes  # of equal rows one says it for all
         ready = ready + machine.dma.ps(np.minimum(some, profile.fill_bytes))
         if int(some.max()) <= profile.quantum_bytes:

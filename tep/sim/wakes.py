@@ -20,6 +20,7 @@ from tep.backends.common import HostRegion
 from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv
+from tep.sim.congestion import PacedQueue, is_paced
 from tep.sim.driver import SimNic, SimNode
 from tep.sim.ledger import Agenda, Batches, Ledger
 from tep.sim.machines import Machine, Machines
@@ -189,7 +190,7 @@ class Nic(SimNic):
         )
         self.address = address_of(node.name, node.epoch, index)
         self.number = fabric.attach(self)
-        self.queue = SendQueue()
+        self.queue = PacedQueue(profile) if is_paced(profile) else SendQueue()
         self.inbox = Agenda()
         self.outbox = Agenda()
         self.sources: dict[int, Region] = {}

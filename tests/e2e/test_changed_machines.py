@@ -34,6 +34,8 @@ def dispatch_us(machine=CX7, **workload) -> float:
         ({"leaf_nodes": 8}, 0.999, 1.001),
         ({"leaf_nodes": 8, **uplink(4)}, 3, 4),
         ({"leaf_nodes": 8, "spine_ps": 5_000_000}, 1.01, 1.2),
+        ({"rails": True, "host_gpus": 8}, 0.999, 1.001),
+        ({"rails": True, "host_gpus": 8, "uplink_bps": CX7.wire_bps}, 2.5, 4),  # 7 of 8 cross
     ],
 )
 def test_changes_of_a_profile_cost_what_they_take(changed, least, most) -> None:

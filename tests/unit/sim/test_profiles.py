@@ -10,7 +10,18 @@ import pytest
 from tep.base.errors import UsageError
 from tep.sim.profile import load_profile, profile_names, read_profile
 
-NAMES = ["cx7_400", "cx8_800", "efa_1x400", "efa_2x200", "efa_4x100"]
+NAMES = [
+    "cx7_400",
+    "cx7_400_ecn",
+    "cx7_400_lossy",
+    "cx7_400_pfc",
+    "cx8_800",
+    "efa_1x400",
+    "efa_2x200",
+    "efa_2x200_congested",
+    "efa_4x100",
+    "roce_40_ecn",
+]
 
 
 def text_of(name: str) -> str:
@@ -26,7 +37,7 @@ def read(tmp_path, text: str):
 def test_the_published_machines_are_there() -> None:
     """The demo, the apps and the Cluster name them."""
     assert NAMES == profile_names()
-    assert [(1, 400), (1, 800), (1, 400), (2, 200), (4, 100)] == [
+    assert [*[(1, 400)] * 4, (1, 800), (1, 400), (2, 200), (2, 200), (4, 100), (1, 40)] == [
         (profile.nics, profile.link_bps // 10**9) for profile in map(load_profile, NAMES)
     ]
 

@@ -136,8 +136,10 @@ def test_an_end_of_a_machine_is_slow_or_fast_in_all_that_it_varies() -> None:
     assert (2 * usual.latency_ps, usual.dma_bps / 2) == (slow.latency_ps, slow.dma_bps)
     assert (usual.latency_ps / 2, 2 * usual.dma_bps) == (fast.latency_ps, fast.dma_bps)
     assert usual.wire_bps == slow.wire_bps == fast.wire_bps, "what is fitted stays"
-    filled = load_profile("cx8_800")
+    filled, paused = load_profile("cx8_800"), load_profile("cx7_400_ecn")
     assert 2 * filled.fill_bytes == dict(doubts(filled, 2))["slow"].fill_bytes, "a lone write waits"
+    for _, end in doubts(paused, 2):
+        assert (paused.pause_bytes, paused.ecn_every_ps) == (end.pause_bytes, end.ecn_every_ps)
     contradicted = replace(usual, ack_ps=usual.receive_ps)
     assert usual.receive_ps == dict(doubts(contradicted, 2))["slow"].receive_ps
 
@@ -153,10 +155,11 @@ def test_a_table_says_what_was_fitted_and_what_is_a_guess() -> None:
     """A figure of a machine that nobody has measured looks like that of a machine that somebody
     has, and one that its rate was fitted to looks like a success.
     """
-    kinds = [kind_of(load_profile(name)) for name in ("efa_4x100", *MACHINES)]
+    names = ["efa_4x100", *MACHINES, "roce_40_ecn", "cx7_400_ecn", "cx7_400_lossy"]
+    kinds = [kind_of(load_profile(name)) for name in names]
     (row,) = sweep(latency, {"profile": ["cx8_800"]}, processes=1).rows
 
-    assert ["predicted", "fitted", "extrapolated"] == kinds
+    assert ["predicted", "fitted", *4 * ["extrapolated"]] == kinds
     assert "extrapolated" == row["kind"]
     assert "extrapolated" == kind_of(*map(load_profile, MACHINES))
 

@@ -15,7 +15,9 @@ from tep.backends.base import Kind
 from tep.base.errors import UsageError
 from tep.sim import Cluster, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
+from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS
+from tests.unit.sim.test_timing_pacing import MARKED, PAUSES, slow_pacing
 from tests.unit.sim.test_timing_paths import SPINES, landings
 from tests.unit.sim.timing_seam import PLAIN, US, Seam, held, latency_of, slow_model
 
@@ -57,13 +59,27 @@ def columns(posts):
     return sorted((t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts)
 
 
-@example(BEHIND, [SMALL_QUANTA] * 4, {})
-@given(POSTS, MIXES, st.one_of(st.just({}), SPINES))
-def test_lands_when_the_slow_model_says(posts, machines, network) -> None:
+@example(BEHIND, [SMALL_QUANTA] * 4, None, False)
+@given(POSTS, MIXES, st.one_of(st.none(), SPINES), st.booleans())
+def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
     """Four machines, each of its own rates and latency: each row, to the picosecond."""
-    machines = [replace(machine, **network) for machine in machines]
+    network = None if knobs is None else Network(**knobs)
+    if buses:
+        machines[1] = replace(machines[1], bus_bps=60 * 10**9)
+        machines[3] = replace(machines[3], bus_bps=500 * 10**9)
+    expected = slow_model(machines, columns(posts), network)
 
-    assert dict(enumerate(slow_model(machines, columns(posts)))) == landings(posts, machines)
+    assert dict(enumerate(expected)) == landings(network, posts, machines)
+
+
+@settings(max_examples=30 if settings().max_examples < 1000 else 1000)
+@given(POSTS, MIXES, st.one_of(PAUSES, MARKED))
+def test_pauses_and_marks_between_unlike_machines(posts, machines, knobs) -> None:
+    """News travels the receiver's own route, and its thresholds in bytes are times there."""
+    # A plan is made one shortest latency ahead: one of nanoseconds only makes the test slow.
+    machines = [replace(m, **knobs, latency_ps=m.latency_ps + 700_000) for m in machines]
+
+    assert dict(enumerate(slow_pacing(machines, columns(posts)))) == landings(None, posts, machines)
 
 
 @settings(max_examples=10)
@@ -74,7 +90,7 @@ def test_equal_machines_said_one_by_one_are_one_machine(posts) -> None:
     seam = Seam(machines, 4)
 
     assert seam.fabric.pairs is None
-    assert landings(posts, machines) == landings(posts)
+    assert landings(None, posts, machines) == landings(None, posts)
 
 
 # ---------------------------------------------------------------- closed forms
@@ -190,6 +206,7 @@ def test_nics_of_unlike_machines_die_and_nothing_is_lost(machines) -> None:
     ("machines", "said"),
     [
         (["cx7_400", "efa_2x200"], "are of two transports .* inside one tep.sim.run"),
+        ([CX7, replace(CX8, pause_bytes=1)], "wire.pause .* both ends of a pair"),
         ([CX7, replace(CX8, uplink_bps=1)], "network.uplink .* stand in one network"),
         (["cx7_400"], "1 profiles for 2 nodes"),
     ],

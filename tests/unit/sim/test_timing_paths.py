@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.sim import load_profile
+from tep.base.errors import UsageError
 from tep.sim.cluster import Cluster
+from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS, scatter
 from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
@@ -23,8 +24,8 @@ SPINES = st.fixed_dictionaries(
 )
 
 
-def landings(posts, profile=PLAIN) -> dict[int, int]:
-    seam = Seam(profile, 4)
+def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int, int]:
+    seam = Seam(profile, nodes, network=network)
     landed = watch_landings(seam.owners)
     for post in sorted(posts):
         seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
@@ -33,38 +34,122 @@ def landings(posts, profile=PLAIN) -> dict[int, int]:
 
 
 @given(POSTS, SPINES)
-def test_lands_when_the_slow_model_says(posts, network) -> None:
+def test_lands_when_the_slow_model_says(posts, knobs) -> None:
     """Pools, passes made again and closed forms must be exact: each row, to the picosecond."""
-    profile = replace(PLAIN, **network)
+    network = Network(**knobs)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
-    expected = slow_model(profile, sorted(columns))
+    expected = slow_model(PLAIN, sorted(columns), network)
 
-    assert dict(enumerate(expected)) == landings(posts, profile)
+    assert dict(enumerate(expected)) == landings(network, posts)
+
+
+@given(POSTS, st.one_of(st.none(), SPINES), st.sampled_from([40 * 10**9, 500 * 10**9]))
+def test_nodes_with_a_bus_do_as_the_slow_model(posts, knobs, bus_bps) -> None:
+    """At an uplink, a quantum that leaves its bus late must not be overtaken by a later one."""
+    network = None if knobs is None else Network(**knobs)
+    profile = replace(PLAIN, bus_bps=bus_bps)
+    columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
+    expected = slow_model(profile, sorted(columns), network)
+
+    assert dict(enumerate(expected)) == landings(network, posts, profile)
+
+
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_nics_that_share_a_bus_get_its_rate_together(share) -> None:
+    """Closed form: 4 NICs with 1 / share of what their wires carry take `share` times as long."""
+    profile = replace(PLAIN, nics=4, bus_bps=4 * PLAIN.wire_bps // share)
+    seam = Seam(profile, 2)
+    landed = watch_landings(seam.owners)
+    for nic in range(4):
+        seam.owners[0].post([seam.owners[1]], [16 * MiB], nic=nic)
+    seam.run()
+
+    wire_ps = 16 * MiB * 8e12 / PLAIN.wire_bps
+    assert share * wire_ps == pytest.approx(max(landed.values()), rel=0.06)
 
 
 @given(POSTS)
 def test_a_network_without_limits_is_the_perfect_switch(posts) -> None:
     """Two ways to compute the same thing: what they disagree about one of them has wrong."""
-    assert landings(posts) == landings(posts, replace(PLAIN, leaf_nodes=2))
+    network = Network(leaf_nodes=2)
+
+    assert landings(None, posts) == landings(network, posts)
 
 
 def test_an_uplink_shared_by_four_flows_takes_four_times_as_long() -> None:
     """Oversubscription: what a leaf sends passes its uplink, whoever sends it."""
-    profile = replace(PLAIN, leaf_nodes=2, uplink_bps=PLAIN.wire_bps // 2)
+    network = Network(leaf_nodes=2, uplink_bps=PLAIN.wire_bps // 2)
     posts = [(0, 0, [(2, 8 * MiB)]), (1, 1, [(3, 8 * MiB)])]
-    both = max(landings(posts, profile).values())
-    lone = max(landings(posts).values())
+    both = max(landings(network, posts).values())
+    lone = max(landings(None, posts).values())
     wire_ps = 8 * MiB * 8e12 / PLAIN.wire_bps
 
     assert 4 * wire_ps == pytest.approx(both - lone + wire_ps, rel=0.02)
 
 
-def test_a_cluster_has_the_network_of_its_profile() -> None:
-    """Engines two leaves apart wait for the spine."""
+def test_rails_keep_a_nics_traffic_apart() -> None:
+    """NIC k talks to NIC k without the spine: rails that do not cross cost nothing."""
+    profile = replace(PLAIN, nics=2)
+    seams = [Seam(profile, 2, network=n) for n in (None, Network(rails=True, uplink_bps=10**9))]
     times = []
-    plain = load_profile("cx7_400")
-    for profile in (plain, replace(plain, leaf_nodes=1, spine_ps=7 * US)):
-        with Cluster(profile=profile) as cluster:
+    for seam in seams:
+        landed = watch_landings(seam.owners)
+        seam.owners[0].post([seam.owners[1]], [MiB])
+        seam.run()
+        times.append(landed[0])
+
+    assert times[0] == times[1]
+
+
+@pytest.mark.parametrize(("target", "crosses"), [(5, False), (4, True), (2, True)])
+def test_a_hosts_gpus_are_on_rails_of_their_own(target, crosses) -> None:
+    """GPU 1 of a host reaches GPU 1 of another without the spine, and no other GPU: 2 x 4 GPUs."""
+    rails = Network(rails=True, host_gpus=4, uplink_bps=PLAIN.wire_bps // 4)
+    posts = [(0, 1, [(target, 8 * MiB)])]
+    near, far = (landings(network, posts, nodes=8)[0] for network in (None, rails))
+
+    assert crosses == (far > 2 * near)
+
+
+def test_gpus_of_one_pcie_switch_share_it() -> None:
+    """Two GPUs below one switch get half of it each; those below the other keep all of theirs."""
+    profile = replace(PLAIN, bus_bps=PLAIN.wire_bps)
+    network = Network(host_gpus=4, switch_gpus=2)
+    ends = []
+    for senders in ((0, 1), (0, 2)):
+        seam = Seam(profile, 8, network=network)
+        landed = watch_landings(seam.owners)
+        for sender in senders:
+            seam.owners[sender].post([seam.owners[4 + sender]], [8 * MiB])
+        seam.run()
+        ends.append(max(landed.values()))
+
+    assert 2 == pytest.approx(ends[0] / ends[1], rel=0.02)
+    with pytest.raises(UsageError, match="no node.bus, so a PCIe switch would limit nothing"):
+        Seam(PLAIN, 8, network=network)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"leaf_nodes": -1},
+        {"rails": True, "leaf_nodes": 2},
+        {"host_gpus": 8, "switch_gpus": 3},
+        {"switch_gpus": -1},
+        {"paths": 2},
+    ],
+)
+def test_networks_that_contradict_themselves_are_refused(knobs) -> None:
+    """A typing mistake must not become a network."""
+    with pytest.raises(UsageError, match="Network"):
+        Network(**knobs)
+
+
+def test_a_cluster_has_the_network_it_is_given() -> None:
+    """Engines two leaves apart wait for the spine; the chaos fabric has no network to give."""
+    times = []
+    for network in (None, Network(leaf_nodes=1, spine_ps=7 * US)):
+        with Cluster(profile="cx7_400", network=network) as cluster:
             a, b = cluster.engines
             mr, _ = a.reg_mr(bytearray(64))
             _, desc = b.reg_mr(bytearray(64))
@@ -72,3 +157,5 @@ def test_a_cluster_has_the_network_of_its_profile() -> None:
             times.append(cluster.now_us)
 
     assert 7 == pytest.approx(times[1] - times[0], abs=0.01)
+    with pytest.raises(UsageError, match="the chaos fabric has none"):
+        Cluster(network=Network())

@@ -15,6 +15,7 @@ from tep.backends.base import Access, Kind, WriteBatch, new_completions
 from tep.memory.source import adapt
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
+from tep.sim.machines import Network
 from tep.sim.profile import Profile, load_profile
 from tep.sim.row_log import RowLog
 from tep.sim.timing import TimingFabric
@@ -100,11 +101,17 @@ class Seam:
         row_log: bool = False,
         move_bytes: bool = False,
         nbytes: int = 1 << 34,
+        network: Network | None = None,
     ) -> None:
         self.env = FabricEnv()
         self.row_log = RowLog(on=row_log)
         self.fabric = TimingFabric(
-            self.env, profile, seed=seed, row_log=self.row_log, move_bytes=move_bytes
+            self.env,
+            profile,
+            seed=seed,
+            row_log=self.row_log,
+            move_bytes=move_bytes,
+            network=network,
         )
         machines = profile if isinstance(profile, list) else [profile] * nodes
         self.owners = [Owner(self.fabric, f"n{k}", nbytes, machines[k]) for k in range(nodes)]
@@ -178,15 +185,18 @@ def ready_rows(
     return rows
 
 
-def slow_model(machines: Machines, posts: Iterable[Posted]) -> list[int]:
+def slow_model(
+    machines: Machines, posts: Iterable[Posted], network: Network | None = None
+) -> list[int]:
     """When each row lands, one quantum after the other, with all posts known beforehand."""
     rows = ready_rows(machines, posts)
     arrivals = [
         arrival for source in sorted(rows) for arrival in _send(machines, source, rows[source])
     ]
     landed = [0] * sum(map(len, rows.values()))
-    if of(machines, 0).leaf_nodes:
-        _pass(machines, arrivals, landed)
+    all_ = machines if isinstance(machines, list) else [machines]
+    if network is not None or any(profile.bus_bps for profile in all_):
+        _pass(network or Network(), machines, arrivals, landed)
         return landed
     free_at: dict[int, int] = {}
     for arrive, _, _, target, work, hold, row, last, _ in sorted(arrivals):
@@ -237,15 +247,14 @@ def _send(
     return found
 
 
-def _pass(machines: Machines, arrivals, landed: list[int]) -> None:
+def _pass(network: Network, machines: Machines, arrivals, landed: list[int]) -> None:
     """Let quanta pass the servers of a network, an event for each arrival at a server."""
-    network = of(machines, 0)
-    leaves = network.leaf_nodes
-    free: dict[tuple[str, int], int] = {}
+    leaves = network.leaf_nodes or 1 << 30
+    free: dict[tuple[str, int, int], int] = {}
     heap = []
     for arrive, source, turn, target, work, *rest in arrivals:
         start = arrive - latency_of(machines, source, target)
-        heap.append((start, source, turn, "leave", target, start + work, *rest))
+        heap.append((start, source, turn, "bus", target, start + work, *rest))
     heapify(heap)
 
     def serve(server, at: int, work: int, tail: int) -> tuple[int, int]:
@@ -258,17 +267,26 @@ def _pass(machines: Machines, arrivals, landed: list[int]) -> None:
         leaf, other = source // leaves, target // leaves
         link = _ps(size, network.uplink_bps) if network.uplink_bps else 0
         way = latency_of(machines, source, target)
+        bus_bps = of(machines, source if stage == "bus" else target).bus_bps
+        bus = _ps(size, bus_bps) if bus_bps else 0
+        if stage == "bus":
+            if bus_bps:
+                at, tail = serve(("bus", source, 0), at, bus, tail)
+            heappush(heap, (at, source, turn, "leave", target, tail, hold, row, last, size))
+            continue
         if stage == "near":
-            _, tail = serve(("nic", target), at, hold, tail)
+            if bus_bps:
+                at, tail = serve(("bus", target, 1), at, bus, tail)
+            _, tail = serve(("nic", target, 0), at, hold, tail)
             if last:
                 landed[row] = tail
             continue
         if leaf == other or stage == "below":
             if leaf != other and network.uplink_bps:
-                at, tail = serve(("down", other), at, link, tail)
+                at, tail = serve(("down", other, 0), at, link, tail)
             at, tail, stage = at + way, tail + way, "near"
         else:
             if network.uplink_bps:
-                at, tail = serve(("up", leaf), at, link, tail)
+                at, tail = serve(("up", leaf, 0), at, link, tail)
             at, tail, stage = at + network.spine_ps, tail + network.spine_ps, "below"
         heappush(heap, (at, source, turn, stage, target, tail, hold, row, last, size))
