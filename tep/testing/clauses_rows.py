@@ -404,11 +404,16 @@ class ImmsContract:
         assert {7: 180} == b.imms()
 
     def test_c08_a_burst_beyond_any_receive_queue_arrives(self, net: Net) -> None:
-        """The target may be busy elsewhere while thousands arrive: late is fine, lost is not."""
+        """The target may be busy elsewhere while thousands arrive: late is fine, lost is not.
+
+        Where the machine is held up until the target counts as dead, rows end so (C17): told of is
+        not lost.
+        """
         a, b = net.pair()
         net.write(a.batch(b), a)  # connected: to be deaf before that is C17's matter
         n = net.world.burst_rows
         batch = a.batch(b, src=[0] * n, dst=0, nbytes=8, imm=list(range(n)))
+        deaf_s = net.world.now_s()
         net.forget(b)  # nobody polls there for a while; where that stops the sender, so be it
         stopped = 0  # turns; to go on would be to wait until its NIC takes the peer for dead (C17)
         while stopped < _STOPPED_MAX:
@@ -420,8 +425,13 @@ class ImmsContract:
         net.sides.append(b)
         net.until(lambda: a.offer(batch), "the rest of the burst to be taken")
         net.settle()
+        took_s = net.world.now_s() - deaf_s
+        ended, arrived = a.rows_ended(batch.ctx), b.imms()
 
-        assert Counter(range(n)) == b.imms()
+        if 2 * took_s < a.domains[0].caps.peer_timeout_s:
+            assert {Status.OK: n} == ended
+        assert arrived <= Counter(range(n))
+        assert ended[Status.OK] <= arrived.total()
 
     def test_c08_equal_immediates_are_not_merged_away(self, net: Net) -> None:
         """Many equal immediates may come as one entry, but with their number in `count`."""

@@ -144,6 +144,24 @@ def test_a_process_that_was_held_up_does_not_bury_its_peers(turns, monkeypatch):
         assert {1: 1} == b.imms()
 
 
+def test_c08_a_burst_on_a_machine_that_is_held_up_is_not_called_lost(monkeypatch):
+    """There the target is not polled until it counts as dead, and the clause blamed the NIC."""
+    require("tcp")
+    true, late_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: true() + late_s)
+
+    def turn():
+        nonlocal late_s
+        late_s += TIMEOUT_S / 20
+
+    with FabricWorld("tcp") as world:
+        world.turn = turn
+        net = Net(world)
+        TestTcp().test_c08_a_burst_beyond_any_receive_queue_arrives(net)
+
+        assert {Status.UNREACHABLE} == {error.status for error in net.sides[0].errors()}
+
+
 @pytest.mark.xfail(strict=True, reason="libfabric does not stop a row that is being received")
 def test_c16_nothing_of_a_long_row_is_written_after_deregister():
     """Memory that went back to its owner in the middle of a row changes under it."""
