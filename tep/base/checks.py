@@ -59,7 +59,7 @@ def check_int(
     """Return a plain int: numpy's integers would count in 64 bits, and floats would be cut.
 
     Raises:
-        BadRequest: it is no integer, or outside `low` .. `high`; another class if `error` says so.
+        BadRequest, or `error`: it is no integer, or outside `low` .. `high`.
     """
     if type(value) is int:
         found = value
@@ -94,16 +94,10 @@ def check_seconds(
 ) -> float:
     """Return a time as a plain float, at least `low` and at most `high` seconds.
 
-    Args:
-        name: the argument's name, for the error.
-        value: a number of any type, no text.
-        low: the shortest time allowed.
-        high: the longest time allowed.
-        never: accept infinity and times above `high`, which mean never; return `high` for them.
-        error: the exception class to raise.
+    With `never`, infinity and times above `high` mean never; `high` is returned for them.
 
     Raises:
-        BadRequest: it is no number, not a number (nan), or out of bounds.
+        BadRequest, or `error`: it is no number, not a number (nan), or out of bounds.
     """
     found = math.nan
     if type(value) is float:  # without a `try` that could take a signal handler's exception

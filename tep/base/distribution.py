@@ -22,15 +22,10 @@ def install(extra: str) -> str:
 
 
 def need(module: str, extra: str, what: str) -> Any:  # a module of any kind
-    """Import a module that an extra brings.
-
-    Args:
-        module: name of the module.
-        extra: name of the extra in pyproject.toml; "" where none has it.
-        what: what cannot be done without it, as the subject of a sentence.
+    """Import a module that an extra brings; "" where no extra has it.
 
     Raises:
-        BackendUnavailable: it is not installed; says what installs it.
+        BackendUnavailable: `what`, the subject of its sentence, needs it; says what installs it.
     """
     try:
         return import_module(module)

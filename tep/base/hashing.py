@@ -2,7 +2,7 @@
 
 Scalar and vectorised forms are equal bit for bit. No state is kept, so an event more or less
 somewhere does not shift the draws of anything else: shrinking and bisecting a failing scenario stay
-stable. The users of this module choose what they draw for, and keep the position in a sequence.
+stable.
 
 The mixer is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 number generators", with Stafford's variant 13 of the constants), over a sum with two odd constants.

@@ -71,10 +71,8 @@ def raise_escaped() -> None:
 class Process:
     """The facts of this process that drivers cache, since each costs a system call.
 
-    Attributes:
-        forks: number of forks between the first process and this one; a driver keeps the number
-            of the process that made it.
-        main: the id of its main thread.
+    `main` is the id of its main thread. A driver keeps the number of `forks` of the process that
+    made it.
     """
 
     forks = 0
@@ -92,14 +90,13 @@ os.register_at_fork(after_in_child=Process.note_fork)
 
 
 class _Handlers:
-    """The signal handlers of this process.
+    """The signal handlers of this process: (signal, handler) of each written in Python is `caught`.
 
     An object and not class attributes: a change of these would invalidate the interpreter's
     caches of the class, which costs each use 0.5 us.
 
     Attributes:
         known: handlers of SIGINT, SIGALRM and SIGTERM when all signals were last looked at.
-        caught: (signal, handler) of each handler written in Python.
         replaced: True while they are replaced; a nested `Interrupts` does nothing.
     """
 
@@ -130,13 +127,8 @@ class Interrupts:
     SIGINT, SIGALRM and SIGTERM are looked at each time; the others when a handler of these three
     changes and when an engine is opened, since each look takes 0.05 us.
 
-    One object may be entered repeatedly, but not within itself.
-
-    Args:
-        bell: an eventfd that wakes the stepping thread from its sleep; negative: none.
-
-    Attributes:
-        came: True if a signal came.
+    One object may be entered repeatedly, but not within itself. `bell` is an eventfd that wakes the
+    stepping thread from its sleep; `came` says whether a signal came.
     """
 
     __slots__ = ("_bell", "_noted", "_swapped", "came")

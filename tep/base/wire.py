@@ -148,9 +148,6 @@ def _payload(cls: type[_Wire], data: bytes) -> bytes:
 class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The address of one engine: all NICs of its group, and the engine's incarnation.
 
-    The paper's NetAddr names one NIC, which forces equal NIC counts on both sides. Ours names them
-    all, so that a peer group is resolved before any descriptor is seen.
-
     Attributes:
         backend: the registry's name; peers must agree.
         name: the engine's name in reports.

@@ -146,10 +146,10 @@ class Staged:
     Args:
         engine: the engine that registers the copy.
         buffer: memory on a GPU that reg_mr takes.
-        access: same as for reg_mr; None = peers may write.
+        access: as for reg_mr; None = peers may write.
 
     Attributes:
-        mr, desc: the copy's handle and descriptor, for submits here and for the peers.
+        mr, desc: the copy's, for submits here and for the peers.
     """
 
     def __init__(

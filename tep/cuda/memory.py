@@ -48,10 +48,10 @@ class Pointer(NamedTuple):
 
     Attributes:
         kind: "device", "pinned", "managed", or "pageable" for memory that CUDA does not know.
-        device: number of the GPU that it belongs to; -1 for pageable memory.
+        device: number of its GPU; -1 for pageable memory.
         start, nbytes: the allocation that it is in, or the mapped part of it; 0: none.
-        is_pooled: True if it comes from a stream-ordered pool.
-        is_capable: True if the driver gives NICs access to it.
+        is_pooled: it comes from a stream-ordered pool.
+        is_capable: the driver gives NICs access to it.
     """
 
     kind: str
@@ -212,11 +212,7 @@ def set_sync_memops(memory: Memory) -> None:
 
 
 def needs_flush(device: int) -> bool:
-    """Return True if a NIC's writes need `flush` before a kernel of this GPU reads them.
-
-    Raises:
-        BackendUnavailable: no driver, or no such GPU.
-    """
+    """Return True if a NIC's writes need `flush` before a kernel of this GPU reads them."""
     return driver().attribute(device, "GPU_DIRECT_RDMA_WRITES_ORDERING") < _ORDERED_FOR_OWNER
 
 
@@ -254,10 +250,7 @@ _FLAG_BYTES = 8
 
 
 def pinner(device: str) -> Callable[[Memory], int]:
-    """Make a function that maps host memory for a GPU's kernels until its owner is freed.
-
-    That function raises FabricError or BackendUnavailable if the memory cannot be mapped.
-    """
+    """Make a function that maps host memory for a GPU's kernels until its owner is freed."""
     index = device_number(device)
 
     def pin(memory: Memory) -> int:

@@ -92,8 +92,7 @@ cuMemGetHandleForAddressRange, returns the offset at which the memory begins.
 def exported(export: DmabufExport, memory: Memory) -> Iterator[tuple[int, int]]:
     """Give (descriptor, offset) of device memory for its registration; always close it after.
 
-    Raises:
-        BadRequest: the exporter returned no such pair, or the memory is not within the dma-buf.
+    Raises BadRequest if the exporter returned no such pair, or the memory is not in the dma-buf.
     """
     found = export(memory)
     match found:
@@ -294,15 +293,12 @@ class Exporter(Protocol):
 
 
 class Tensor(NamedTuple):
-    """The fields of a capsule.
+    """The fields of a capsule, which keeps the memory alive.
 
     Attributes:
         ptr: address of the first element, `byte_offset` included.
-        nbytes: elements times their size.
-        shape, strides: in elements; strides is None for a C-contiguous tensor.
+        strides: in elements; None for a C-contiguous tensor.
         device: (DLDeviceType, device_id).
-        readonly: True if the exporter forbids writing.
-        capsule: keeps the memory alive.
     """
 
     ptr: int

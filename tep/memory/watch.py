@@ -28,12 +28,11 @@ Callback = Callable[[int, int], object]
 
 
 class WatchPage:
-    """All watched words of one engine.
+    """All watched words of one engine, by index.
 
     Attributes:
-        callbacks: the callback of each watched word, by index.
         pin: maps the page for a GPU; None = no GPU, and only the host writes words.
-        device_ptr: the page's address for kernels, once it is pinned; else None.
+        device_ptr: the page's address for kernels, once it is pinned.
     """
 
     def __init__(self) -> None:
@@ -77,11 +76,7 @@ class WatchPage:
             self._why_not = f"pinning failed: {error}"
 
     def device_address(self) -> int:
-        """Return the page's address for kernels.
-
-        Raises:
-            BackendUnavailable: it is pageable memory, which no kernel can write; says why.
-        """
+        """Return the page's address for kernels; raise if it is pageable memory."""
         if self.device_ptr is None:
             raise BackendUnavailable(f"watched words are in pageable memory: {self._why_not}")
         return self.device_ptr

@@ -22,13 +22,9 @@ _Values = Iterator[tuple[tuple[str, ...], float]]
 
 
 class Metric(NamedTuple):
-    """One metric.
+    """One metric, with name and unit in OpenTelemetry's form.
 
     Attributes:
-        name: OpenTelemetry's form, e.g. "tep.nic.io".
-        kind: its type.
-        unit: OpenTelemetry's form: "By", "s", "{row}", "1".
-        text: its description.
         labels: attributes beside the engine's name.
         read: gives (values of the labels, number) from statistics; a histogram has none.
         bounds: the upper bounds of a histogram's buckets.
@@ -65,25 +61,17 @@ def _moved(what: Literal["rows", "nbytes"]) -> Callable[[EngineStats], _Values]:
     return read
 
 
-def _each_nic(field: str) -> Callable[[EngineStats], _Values]:
+def _field(name: str) -> Callable[[EngineStats], _Values]:
+    """Read a field: a number, a number for each NIC, or (label, number) pairs."""
+
     def read(stats: EngineStats) -> _Values:
-        for k, value in enumerate(getattr(stats, field)):
-            yield (f"{k}",), float(value)
-
-    return read
-
-
-def _pairs(field: str) -> Callable[[EngineStats], _Values]:
-    def read(stats: EngineStats) -> _Values:
-        for key, value in getattr(stats, field):
-            yield (key,), value
-
-    return read
-
-
-def _one(field: str) -> Callable[[EngineStats], _Values]:
-    def read(stats: EngineStats) -> _Values:
-        yield (), getattr(stats, field)
+        found = getattr(stats, name)
+        if not isinstance(found, tuple):
+            yield (), found
+            return
+        for k, one in enumerate(found):
+            label, value = one if isinstance(one, tuple) else (f"{k}", float(one))
+            yield (label,), value
 
     return read
 
@@ -110,31 +98,31 @@ METRICS: Final = (
     Metric("tep.nic.rows", "counter", "{row}", "Rows that a NIC has taken.",
            ("nic", "direction"), _moved("rows")),
     Metric("tep.nic.in_flight", "gauge", "{row}", "Rows that a NIC has now.",
-           ("nic",), _each_nic("rows_outstanding")),
+           ("nic",), _field("rows_outstanding")),
     Metric("tep.nic.up", "gauge", "1", "1: the NIC is up; 0: it is down.",
-           ("nic",), _each_nic("nics_up")),
+           ("nic",), _field("nics_up")),
     Metric("tep.rows.queued", "gauge", "{row}", "Rows that wait for a NIC.",
-           (), _one("rows_backlog")),
+           (), _field("rows_backlog")),
     Metric("tep.reads.retried", "counter", "{row}", "Rows of reads that were posted again.",
-           (), _one("reads_again")),
+           (), _field("reads_again")),
     Metric("tep.immediates", "counter", "{immediate}", "Immediates that were counted.",
-           (), _one("imms_counted")),
+           (), _field("imms_counted")),
     Metric("tep.expectations", "gauge", "{expectation}", "Expectations that are not reached.",
-           (), _one("expectations")),
-    Metric("tep.peers", "gauge", "{peer}", "Peers that are known.", (), _one("peers")),
-    Metric("tep.regions", "gauge", "{region}", "Registered regions.", (), _one("regions")),
+           (), _field("expectations")),
+    Metric("tep.peers", "gauge", "{peer}", "Peers that are known.", (), _field("peers")),
+    Metric("tep.regions", "gauge", "{region}", "Registered regions.", (), _field("regions")),
     Metric("tep.imms.burnt", "gauge", "{immediate}",
-           "Immediates under which something failed.", (), _one("imms_burnt")),
+           "Immediates under which something failed.", (), _field("imms_burnt")),
     Metric("tep.quarantine", "gauge", "By",
            "Bytes here that a NIC may touch although nothing is open.",
-           (), _one("bytes_quarantined")),
+           (), _field("bytes_quarantined")),
     Metric("tep.faults", "counter", "{fault}", "Faults, and what mended them, by kind.",
-           ("kind",), _pairs("faults")),
+           ("kind",), _field("faults")),
     Metric("tep.control.dropped", "counter", "{message}",
            "Control messages of peers that were dropped.",
-           ("reason",), _pairs("control_dropped")),
+           ("reason",), _field("control_dropped")),
     Metric("tep.callback.errors", "counter", "{error}", "Callbacks that raised.",
-           (), _one("callback_errors")),
+           (), _field("callback_errors")),
 )  # fmt: skip
 """Every metric. The engine's name is a label of each."""
 

@@ -16,12 +16,8 @@ __all__ = ["progress"]
 def progress(what: str, total: int | None, *, quiet: bool = False) -> Iterator[Progress]:
     """Show a bar while something runs that may take more than two seconds.
 
-    It is shown on stderr if that is a terminal, and in a notebook that has ipywidgets.
-
-    Args:
-        what: a few words, which stand before it.
-        total: steps; the bar's one task is number 0, and `advance(0)` moves it. None: unknown.
-        quiet: show nothing.
+    It is shown on stderr if that is a terminal, and in a notebook that has ipywidgets. Its one task
+    is number 0: `advance(0)` moves it. `total` counts its steps; None: unknown.
     """
     console = Console(stderr=True)
     counted = [] if total is None else [MofNCompleteColumn()]
