@@ -494,9 +494,9 @@ class Posting:
         """A NIC did not take all of a batch that was in no queue: go on as post() would."""
         domain = pending.domain
         queue = self._queues[domain]
-        for waiting in rest:
+        is_first = not taken and (error is not None or self._is_full(domain))
+        for waiting in (pending, *rest) if is_first else (*rest, pending):
             self._queues[waiting.domain].append(waiting)
-        queue.append(pending)
         self.backlog += pending.batch.n + sum(waiting.batch.n for waiting in rest)
         if error is not None:
             self.give_up(domain, error)

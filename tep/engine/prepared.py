@@ -31,11 +31,10 @@ from tep.core.requests import (
     imm_column,
     paged_job,
     scatter_job,
-    single_job,
 )
 from tep.engine.machine import Machine
 
-__all__ = ["Prepared", "prepared_barrier", "prepared_pages", "prepared_scatter", "prepared_single"]
+__all__ = ["Prepared", "prepared_barrier", "prepared_pages", "prepared_scatter"]
 
 Key = tuple[int | None, int, int]
 
@@ -68,9 +67,8 @@ class _Base(NamedTuple):
 class Prepared:
     """A request whose checks and columns are made once; each `submit` only posts it.
 
-    Made by `engine.prepare_single_write`, `prepare_paged_writes`, `prepare_scatter` and
-    `prepare_barrier`. It holds no room at the NICs; drop it when it is not needed any more. Any
-    thread may submit.
+    Made by `engine.prepare_paged_writes`, `prepare_scatter` and `prepare_barrier`. It holds no room
+    at the NICs; drop it when it is not needed any more. Any thread may submit.
 
     Attributes:
         verb: the verb that it stands for.
@@ -214,27 +212,6 @@ class Prepared:
         found = Ready(job, laid, here, there, known)
         self._last = (known, here, there), found
         return found
-
-
-def prepared_single(
-    machine: Machine,
-    nbytes: int,
-    src: tuple[MrHandle, int],
-    dst: tuple[MrDesc, int],
-    routing: Routing,
-) -> Prepared:
-    """Prepare a single write."""
-    mr, nlocal = src[0], len(machine.domains)
-
-    def job(remotes: Remote | Targets, here: int, there: int, imm: ImmArg) -> Job:
-        assert isinstance(remotes, Remote)
-        places = src[1], dst[1]
-        if here or there:  # else they may be no numbers yet
-            places = src[1] + here, dst[1] + there
-        return single_job(nbytes, (mr, places[0]), remotes, places[1], _one(imm), routing, nlocal)
-
-    verb = _Verb("submit_single_write", job, lambda imm, _: _one(imm))
-    return Prepared(machine, mr, dst[0], verb)
 
 
 def prepared_pages(

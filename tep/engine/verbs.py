@@ -55,7 +55,6 @@ from tep.engine.prepared import (
     prepared_barrier,
     prepared_pages,
     prepared_scatter,
-    prepared_single,
 )
 from tep.memory.source import Buffer, Memory, adapt, copied
 from tep.memory.watch import Watcher
@@ -436,22 +435,6 @@ class TransferEngine:
         return self._machine.submit(job, on_done)
 
     # ------------------------------------------------------------------ prepared transfers
-
-    def prepare_single_write(
-        self,
-        nbytes: int,
-        src: tuple[MrHandle, int],
-        dst: tuple[MrDesc, int],
-        *,
-        routing: Routing = DEFAULT,
-    ) -> Prepared:
-        """Check a single write once, to submit it again and again: `prepared.submit(imm=...)`.
-
-        Arguments and errors are those of `submit_single_write`; offsets given to `submit` are added
-        to these. Peers, NICs and regions may come and go meanwhile: see Prepared.
-        """
-        check_pair("prepare_single_write", src, dst, "offset")
-        return prepared_single(self._machine, nbytes, src, dst, routing)
 
     def prepare_paged_writes(
         self,

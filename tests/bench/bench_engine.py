@@ -70,8 +70,7 @@ def _figures(rounds: int) -> Iterator[Figure]:
             best=whole.best - null.best,
         )
     for nics in (1, 2, 4):
-        for prepared in (False, True):
-            yield from _single(nics, rounds * 50, prepared=prepared)
+        yield from _single(nics, rounds * 50)
     for nics in (1, 2, 4):
         for prepared in (False, True):
             yield _scatter(nics, rounds * 25, prepared=prepared)
@@ -173,7 +172,7 @@ def kind_of(prepared: bool) -> str:
     return "prepared " if prepared else ""
 
 
-def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
+def _single(nics: int, rounds: int) -> Iterator[Figure]:
     """Measure one 4 KiB write, us: submit to the return of the post, the same with the poll and
     the settling after it, and write to counted immediate and back to done.
     """
@@ -182,11 +181,11 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
         "submit to post (with the poll after it)",
         "write to counted immediate and back to done",
     )
-    aims = (3.5 if prepared else 6.0, None, 8.0)
+    aims = (6.0, None, 8.0)
     for which, (what, aim) in enumerate(zip(whats, aims, strict=True)):
-        median, best = summary(_single_ns(which, nics, rounds, prepared=prepared))
+        median, best = summary(_single_ns(which, nics, rounds))
         yield Figure(
-            what=f"{kind_of(prepared)}single write, {nics} NICs: {what}",
+            what=f"single write, {nics} NICs: {what}",
             value=median / 1e3,
             best=best / 1e3,
             unit="us",
@@ -194,7 +193,7 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
         )
 
 
-def _single_ns(which: int, nics: int, rounds: int, *, prepared: bool) -> list[int]:
+def _single_ns(which: int, nics: int, rounds: int) -> list[int]:
     """Measure each round of one of the figures; only the first needs NICs with a clock."""
     ring: list[Machine] = []
     wire: list[NullDomain] = []
@@ -203,16 +202,12 @@ def _single_ns(which: int, nics: int, rounds: int, *, prepared: bool) -> list[in
     a, b = _engine("a", here, ring), _engine("b", there, ring)
     mr, _ = a.reg_mr(null_memory(1 << 30))
     _, desc = b.reg_mr(null_memory(1 << 30))
-    ready = a.prepare_single_write(PAGE_BYTES, (mr, 0), (desc, 0))
     times: list[int] = []
     for _ in range(rounds):
         got = b.expect_imm_count(7, 1)
         b._machine.step()
         start = time.thread_time_ns()
-        if prepared:
-            sent = ready.submit(7)
-        else:
-            sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
+        sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
         a._machine.step()
         end = time.thread_time_ns() if which == 1 else 0
         a._machine.deliver()

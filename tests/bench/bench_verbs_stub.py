@@ -63,8 +63,7 @@ def verbs_stub_figures(rounds: int = 40) -> Iterator[Figure]:
         yield _paged(stub, npages, aim, rounds * 4, 1, prepared=True)
     yield _receive(stub, 0, 40.0, "equal", rounds * 10)
     yield _receive(stub, 1, 40.0, "all different", rounds * 10)
-    for prepared in (False, True):
-        yield _single(stub, rounds * 50, prepared=prepared)
+    yield _single(stub, rounds * 50)
     for prepared in (False, True):
         yield _scatter(stub, rounds * 25, prepared=prepared)
     yield from _busy(stub, max(3, rounds // 4))
@@ -206,18 +205,17 @@ def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) ->
     )
 
 
-def _single(stub: Stub, rounds: int, *, prepared: bool) -> Figure:
+def _single(stub: Stub, rounds: int) -> Figure:
     rig = _Rig(stub, 1, 1 << 20)
     here, ends = rig.here, ((rig.mr, 0), (rig.descs[0], 0))
-    ready = here.prepare_single_write(65536, *ends)
 
     def submit() -> object:
-        return ready.submit(7) if prepared else here.submit_single_write(65536, *ends, imm=7)
+        return here.submit_single_write(65536, *ends, imm=7)
 
     found = median_ns(lambda: _timed(rig, submit), rounds)
     rig.close()
     return Figure(
-        what=f"{kind_of(prepared)}single write of 64 KiB, submit to post",
+        what="single write of 64 KiB, submit to post",
         value=found[0] / 1000,
         best=found[1] / 1000,
         unit="us",

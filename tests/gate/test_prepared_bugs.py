@@ -101,9 +101,9 @@ def batches_in_use_are_posted() -> list[Change]:
     """The batches of the submit before are filled anew while NICs still have rows of them."""
     posts = Dealt.posts
 
-    def posted(self, transfer, job, *, moves):
+    def posted(self, transfer, job):
         if not self.kept:
-            return posts(self, transfer, job, moves=moves)
+            return posts(self, transfer, job)
         self._move(self.kept, job.here, job.there)
         return self.kept
 

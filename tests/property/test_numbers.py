@@ -142,7 +142,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "dst": lambda v: read(8, dst=(p.mr, v)),
         },
         "submit_paged_reads": lists(reads, "imm"),
-        "prepare_single_write": singles(e.prepare_single_write, p.mr, p.desc),
         "prepare_paged_writes": lists(prepare_pages),
         "prepare_scatter": {
             **other,

@@ -150,7 +150,7 @@ class Sender:
         prepare: Any
         match spec.kind:
             case "single":
-                verb, prepare = engine.submit_single_write, engine.prepare_single_write
+                verb, prepare = engine.submit_single_write, None
                 what = spec.size, (mr, area.start), (targets[0], area.start)
             case "paged" | "per_page":
                 verb, prepare = engine.submit_paged_writes, engine.prepare_paged_writes
@@ -173,7 +173,7 @@ class Sender:
                 verb, prepare = engine.submit_barrier, engine.prepare_barrier
                 what = ([host.desc for host in hosts],)
                 how["group"] = self._group(spec, hosts)
-        if not spec.prepared:
+        if prepare is None or not spec.prepared:
             sent: Transfer = verb(*what, imm, **how)
             return sent
         key = run.place, mr, area.src_indices, area.dst_indices, len(stage.removals)

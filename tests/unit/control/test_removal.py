@@ -363,7 +363,7 @@ NAMED = {
     "a read": lambda w: w.a.submit_single_read(8, (w.there, 0), (w.sink, 0)),
     "a barrier": lambda w: w.a.submit_barrier([w.there], 5),
     "a sender": lambda w: w.a.expect_imm_count(5, 1, sender=w.b.main_address),
-    "a prepared write": lambda w: w.a.prepare_single_write(8, (w.sink, 0), (w.there, 0)),
+    "a prepared write": lambda w: w.a.prepare_barrier([w.there]),
 }
 NOT_NAMED = {
     "a message": lambda w: w.a.submit_send(w.b.main_address, b"x"),

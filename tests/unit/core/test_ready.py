@@ -19,8 +19,9 @@ OFFSETS = ((0, 0), (64, 64), (128, 8), (8, 128), (0, 256), (256, 256), (16, 24),
 def prepared(e: Ends, kind: str):
     """A write of `kind`, and (source, target) of its rows at no offset."""
     match kind:
-        case "single":
-            ready = e.engine.prepare_single_write(8, (e.mr, 512), (e.descs[0], 1024))
+        case "page":
+            page, place = Pages([0], offset=512), Pages([0], offset=1024)
+            ready = e.engine.prepare_paged_writes(8, (e.mr, page), (e.descs[0], place))
             return ready, [(512, 1024)]
         case "pages":
             pages, places = Pages(range(ROWS)), Pages(range(ROWS)[::-1])
@@ -31,7 +32,7 @@ def prepared(e: Ends, kind: str):
 
 
 @pytest.mark.parametrize("nics", [(1, (1,)), (2, (2,)), (2, (4, 4, 4)), (3, (2, 1))])
-@pytest.mark.parametrize("kind", ["single", "pages", "scatter"])
+@pytest.mark.parametrize("kind", ["page", "pages", "scatter"])
 def test_the_batches_of_a_submit_are_posted_again_at_new_places(
     kind: str, nics: tuple[int, tuple[int, ...]]
 ) -> None:
