@@ -142,9 +142,9 @@ def test_unfinished_notes_are_bounded(engines, monkeypatch):
         send(5, 1, parts)
     send(6, 0, 2, b"x" * (cache.NOTE_BYTES + 1))
     until(lambda: blocks.garbled >= 3)
-    (kept,) = blocks._pieces.values()
-    assert len(kept.notes) <= 8
-    assert kept.count == sum(map(len, kept.notes.values())) <= 64
+    (kept,) = blocks._unfinished.values()
+    assert len(kept) <= 8
+    assert sum(map(len, kept.values())) <= 64
     honest = blocks_of(friend)
     for number in range(50):
         honest.send_note(victim.main_address, number, bytes([number]) * (3 * cache.NOTE_BYTES))

@@ -19,7 +19,7 @@ def test_the_limits_on_the_page_are_those_of_the_code():
     rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
     limits = {
         "unfinished notes": (
-            *(cache.NOTES_PEER_MAX, cache.PIECES_PEER_MAX, cache.NOTE_BYTES, cache.NOTES_MAX),
+            *(cache.NOTES_PEER_MAX, cache.PIECES_PEER_MAX, cache.NOTE_BYTES, cache.UNFINISHED_MAX),
         ),
         "answers on their way": (cache.OUT_MAX,),
         "loads of one key": (holds.SENDS_MAX,),

@@ -41,12 +41,12 @@ NOTE_BYTES = 6 * 1024
 NOTE_PARTS = 4096
 """Most pieces of a note: 24 MiB."""
 
-NOTES_MAX = 1024
-"""Limit of incomplete notes of all peers; beyond it no new note is accepted."""
-
 NOTES_PEER_MAX = 64
 PIECES_PEER_MAX = 2 * NOTE_PARTS
-"""Such notes of one peer, and their pieces; the peer's oldest note makes room."""
+"""Unfinished notes of one engine, and their pieces; its oldest note makes room."""
+
+UNFINISHED_MAX = 1024
+"""Engines with unfinished notes; the one that was silent longest makes room."""
 
 OUT_MAX = 2 * NOTE_PARTS
 """Messages on their way to one peer; beyond them its answers count as lost."""
@@ -126,19 +126,6 @@ class PeerCache:
         self.descs = [msgspec.structs.replace(desc, addr=self.addr) for desc in descs]
 
 
-class _Pieces:
-    """The pieces of unfinished notes of one peer, by (number, parts); the oldest note is first."""
-
-    def __init__(self) -> None:
-        self.notes: dict[tuple[int, int], dict[int, bytes]] = {}
-        self.count = 0
-
-    def drop(self, key: tuple[int, int]) -> dict[int, bytes]:
-        pieces = self.notes.pop(key)
-        self.count -= len(pieces)
-        return pieces
-
-
 class KvBlocks:
     """The KV cache of one rank, for engines that own their memory and their block tables.
 
@@ -170,7 +157,8 @@ class KvBlocks:
         self._under_way: dict[Hashable, tuple[int, int]] = {}
         self._out: Counter[tuple[str, int]] = Counter()
         self._handlers: dict[type[Message], Callable[..., object]] = {}
-        self._pieces: dict[bytes, _Pieces] = {}  # by engine
+        # Of each engine the unfinished notes by number and parts, and of each note its pieces.
+        self._unfinished: dict[bytes, dict[tuple[int, int], dict[int, bytes]]] = {}
         self._spoken: dict[bytes, NetAddr] = {}  # by engine: what it said first that it is
         self._names: dict[str, NetAddr] = {}  # those of them that have each name
         self._lost: set[NetAddr] = set()
@@ -366,23 +354,19 @@ class KvBlocks:
             return None
         if note.parts == 1:
             return note.body
-        mine, key = self._pieces.get(engine), (note.claim, note.parts)
-        if mine is None or key not in mine.notes:
-            if sum(len(one.notes) for one in self._pieces.values()) >= NOTES_MAX:
-                return None  # whoever needs it sends it again
-            mine = self._pieces.setdefault(engine, _Pieces())
-            mine.notes[key] = {}
-        pieces = mine.notes[key]
-        mine.count += note.part not in pieces
+        notes, key = self._unfinished.pop(engine, {}), (note.claim, note.parts)
+        pieces = notes.setdefault(key, {})
         pieces[note.part] = note.body
         whole = len(pieces) == note.parts
         if whole:
-            mine.drop(key)
-        while len(mine.notes) > NOTES_PEER_MAX or mine.count > PIECES_PEER_MAX:
-            mine.drop(next(iter(mine.notes)))
-        if not mine.notes:
-            del self._pieces[engine]
-        return b"".join(pieces[part] for part in sorted(pieces)) if whole else None
+            del notes[key]
+        while len(notes) > NOTES_PEER_MAX or sum(map(len, notes.values())) > PIECES_PEER_MAX:
+            del notes[next(iter(notes))]
+        if notes:
+            self._unfinished[engine] = notes
+        while len(self._unfinished) > UNFINISHED_MAX:
+            del self._unfinished[next(iter(self._unfinished))]
+        return b"".join(pieces[part] for part in range(note.parts)) if whole else None
 
     # ------------------------------------------------------------------ who speaks
 
