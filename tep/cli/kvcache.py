@@ -161,10 +161,6 @@ def ttft(
     tokens: Annotated[
         list[int] | None, typer.Argument(help="Lengths of prompts; none: the published ones.")
     ] = None,
-    layer_ms: Annotated[
-        float | None,
-        typer.Option("--layer-ms", help="Compute of one layer of the last chunk, if you know it."),
-    ] = None,
     cold: Annotated[
         bool, typer.Option("--cold", help="Prefiller and decoder never met before.")
     ] = False,
@@ -179,12 +175,9 @@ def ttft(
     rows = list[dict[str, object]]()
     with progress("prompts", len(lengths), quiet=json) as bar:
         for length in lengths:
-            model = PUBLISHED
-            if layer_ms is not None:
-                model = model.with_last_layer(length, layer_ms / 1e3)
-            chunks = model.chunks(length)
-            last_s = model.chunk_layer_s(chunks[-1])
-            plant = Plant(prefillers=1, decoders=1, model=model, cold=cold)
+            chunks = PUBLISHED.chunks(length)
+            last_s = PUBLISHED.chunk_layer_s(chunks[-1])
+            plant = Plant(prefillers=1, decoders=1, cold=cold)
             found = first_token(length, plant)
             ends = _ends(partial(first_token, length), plant, found, guessed)
             rows.append(
@@ -192,11 +185,11 @@ def ttft(
                     "tokens": length,
                     "chunks": len(chunks),
                     "layer compute ms": round(last_s * 1e3, 3),
-                    "TTFT same node ms": round(model.compute_s(length) * 1e3, 1),
+                    "TTFT same node ms": round(PUBLISHED.compute_s(length) * 1e3, 1),
                     "TTFT disaggregated ms": round(found.ttft_s() * 1e3, 1),
                     "added ms": round(found.added_s() * 1e3, 1),
                     "added interval": span(ends["added"]),
-                    "kind": kind_of(length, cold=cold) if layer_ms is None else "extrapolated",
+                    "kind": kind_of(length, cold=cold),
                 }
             )
             bar.advance(bar.task_ids[0])

@@ -157,7 +157,18 @@ class FreePaint:
         self.violations: list[str] = []
         self._memory = memory
         self.on_free(np.arange(memory.npages))
-        pool.on_take, pool.on_free = self.on_take, self.on_free
+        pop, free = pool._pop, pool.free
+
+        def take(n: int) -> PageIndices:
+            found = pop(n)
+            self.on_take(found)
+            return found
+
+        def give_back(pages: PageIndices) -> None:
+            self.on_free(pages)
+            free(pages)
+
+        pool._pop, pool.free = take, give_back
 
     def on_free(self, pages: PageIndices) -> None:
         """Paint pages."""

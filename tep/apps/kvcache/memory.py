@@ -36,8 +36,6 @@ class PagePool:
     Attributes:
         npages: as given.
         nfree: how many of them are free.
-        on_take: called with the pages that are handed out; None: nothing.
-        on_free: called with the pages that come back, before they can be handed out again.
     """
 
     def __init__(self, npages: int) -> None:
@@ -52,8 +50,6 @@ class PagePool:
         self._turn = asyncio.Lock()  # of those who wait for pages, in the order of asking
         self._changed = asyncio.Event()
         self._closed = False
-        self.on_take: Callable[[PageIndices], object] | None = None
-        self.on_free: Callable[[PageIndices], object] | None = None
 
     async def acquire(self, n: int) -> PageIndices:
         """Hand out n pages, in the order of asking; waits for those that are missing.
@@ -84,8 +80,6 @@ class PagePool:
             return
         assert self._held[pages].all(), f"freed twice: {pages[~self._held[pages]]}"
         self._held[pages] = False
-        if self.on_free is not None:
-            self.on_free(pages)
         self._stack[self.nfree : self.nfree + n] = pages
         self.nfree += n
         self._changed.set()
@@ -95,8 +89,6 @@ class PagePool:
         found = self._stack[self.nfree - n : self.nfree].copy()
         self.nfree -= n
         self._held[found] = True
-        if self.on_take is not None:
-            self.on_take(found)
         return found
 
 

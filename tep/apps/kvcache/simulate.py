@@ -248,7 +248,9 @@ class TimedModel:
             new = chunk.stop - start
             layer_s = model.layer_compute_s(start, new) if new else 0.0
             spent_s += work.layers * layer_s
-            await _repeat(work.layers, layer_s + overhead.start_s, work.layer_done)
+            for _ in range(work.layers):
+                await asyncio.sleep(layer_s + overhead.start_s)
+                work.layer_done()
         self.compute_s[work.request.name] = spent_s
 
     async def decode(self, work: DecodeWork) -> Sequence[int]:
@@ -419,33 +421,6 @@ async def _client(
     if isinstance(model, TimedModel) and done.ok:
         done = replace(done, ttft_s=model.first_s.pop(request.name) - start_s)
     completions.append(done)
-
-
-async def _repeat(times: int, pause_s: float, call: Callable[[], object]) -> None:
-    """Call so many times, with a pause before each; asyncio.sleep() takes twice the CPU time."""
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-    left, timers = times, list[asyncio.TimerHandle]()
-
-    def tick() -> None:
-        nonlocal left
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            if not over.done():
-                over.set_exception(error)
-            return
-        left -= 1
-        if left:
-            timers[:] = [loop.call_later(pause_s, tick)]
-        elif not over.done():
-            over.set_result(None)
-
-    timers.append(loop.call_later(pause_s, tick))
-    try:
-        await over
-    finally:
-        timers[0].cancel()
 
 
 async def _at(at_s: float, event: Event, world: World) -> None:

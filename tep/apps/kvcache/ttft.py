@@ -95,18 +95,6 @@ class TtftModel:
         rows = sum(buffer.planes * buffer.heads for buffer in self.layout.buffers)
         return self.layout.npages(last.stop - last.start) * rows
 
-    def with_last_layer(self, ntokens: int, layer_s: float) -> TtftModel:
-        """Return the model by which a layer of the last chunk of such a prompt takes so long.
-
-        Raises:
-            UsageError: then a layer of an earlier chunk would take no time.
-        """
-        chunks = self.chunks(ntokens)
-        first, last = self.chunk_layer_s(chunks[0]), self.chunk_layer_s(chunks[-1])
-        if first + layer_s - last <= 0 or layer_s <= 0:
-            raise UsageError(f"a layer of {layer_s} s: the others would take no time")
-        return replace(self, layer_s=self.layer_s + layer_s - last)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:

@@ -31,8 +31,7 @@ from tep.apps.moe.predict import (
 )
 from tep.apps.rl import study
 from tep.apps.rl.predict import Prediction as Update
-from tep.base.units import PS_PER_US, KiB
-from tep.bench.reproduce.hosts import alltoall_gib_s
+from tep.base.units import PS_PER_US, GiB, KiB
 from tep.bench.reproduce.tables import NIC_PROFILES, Outcome, load_table
 from tep.sim.sweeps import interval
 
@@ -67,7 +66,7 @@ def reproduce(name: str, guessed: float = 1.0) -> Iterator[Outcome]:
 
 def reproduce_at(name: str, **keys: str) -> float:
     """Simulate a point that need not be published; the keys are the table's columns."""
-    return _RUNS[name](keys, seed=0, **_GIVEN[name](keys))
+    return _RUNS[name](keys, **_GIVEN[name](keys))
 
 
 # ---------------------------------------------------------------- point to point
@@ -107,7 +106,7 @@ def paged_us(
         return cluster.now_us
 
 
-def _p2p(keys: Keys, machine: sim.Profile, seed: int) -> float:
+def _p2p(keys: Keys, machine: sim.Profile, seed: int = 0) -> float:
     nbytes = int(keys["bytes"])
     if keys["kind"] == "single":
         return nbytes * 8 / single_us(machine, nbytes, seed) / 1000
@@ -123,7 +122,7 @@ def _first(ntokens: int, machine: sim.Profile, overhead: Overhead, seed: int) ->
     return first_token(ntokens, plant, seed)
 
 
-def _kvcache(keys: Keys, machine: sim.Profile, overhead: Overhead, seed: int) -> float:
+def _kvcache(keys: Keys, machine: sim.Profile, overhead: Overhead, seed: int = 0) -> float:
     ntokens = int(keys["ntokens"])
     last = PUBLISHED.chunks(ntokens)[-1]
     pages = PUBLISHED.last_pages(ntokens)
@@ -158,7 +157,7 @@ def _update(deployment: study.Deployment, seed: int) -> Update:
     return deployment.predict(seed=seed)
 
 
-def _rl(keys: Keys, deployment: study.Deployment, seed: int) -> float:
+def _rl(keys: Keys, deployment: study.Deployment, seed: int = 0) -> float:
     found = _update(deployment, seed)
     values = found.stages | {"total": found.total_ms, "wait": found.wait_ms}
     return values[keys["operation"]]
@@ -182,7 +181,7 @@ def _layer(keys: Keys) -> Workload:
 
 
 def _moe(
-    keys: Keys, machine: sim.Profile, gpu: Gpu, seed: int, figure: str = "", **changes: Any
+    keys: Keys, machine: sim.Profile, gpu: Gpu, seed: int = 0, figure: str = "", **changes: Any
 ) -> float:
     """One figure of a layer; of the point's half, if it is not named."""
     way = per_token if keys["nic"].startswith("DeepEP") else predict
@@ -206,30 +205,77 @@ def _private(keys: Keys, **given: Any) -> float:
     return 100 * (private / usual - 1)
 
 
-def _hosts(keys: Keys, machine: sim.Profile, seed: int) -> float:
-    return alltoall_gib_s(machine, int(keys["bytes"]), rail=keys["traffic"] == "rail", seed=seed)
-
-
-def _kernels(keys: Keys, seed: int) -> float:  # noqa: ARG001  # nothing is drawn
+def _kernels(keys: Keys) -> float:
     seconds: float = getattr(load_gpu(keys["nic"].lower()), keys["kernel"])
     return seconds * 1e6
+
+
+# ---------------------------------------------------------------- two hosts
+
+# Each GPU writes messages of one size in an order that all have: by GPU of the other host in turn,
+# or all to the one of its own number ("rail"). Its NICs take turns, `_STRIPE` messages to each GPU,
+# and it does not pass over a NIC that has `_WINDOW` in flight. So with eight GPUs in turn half of a
+# host's NICs wait: that is the published benchmark's own doing, and not the network's.
+# Source: UCCL, ep/bench/alltoall, commit 98831013: test_alltoall.cpp and test_alltoall_rail.cpp.
+
+_GPUS: Final = 8
+_STRIPE: Final = 64
+_WINDOW: Final = 256
+_ROUNDS: Final = 1000
+"""Rounds of eight messages; a round is one scatter, so that a window opens a round at a time."""
+
+
+async def _after(write: tep.Transfer, window: asyncio.Semaphore) -> None:
+    await write
+    window.release()
+
+
+def _hosts(keys: Keys, machine: sim.Profile, seed: int = 0) -> float:
+    """GiB/s that each GPU of one host sends; the other host's traffic is the same."""
+    nbytes, rail = int(keys["bytes"]), keys["traffic"] == "rail"
+    with sim.Cluster(2 * _GPUS, profile=machine, seed=seed, move_bytes=False) as cluster:
+        regions = [engine.reg_mr((1 << 40, _GPUS * nbytes, "cpu")) for engine in cluster.engines]
+        nics = len(cluster.engines[0].main_address.domains)
+        stripe = _STRIPE // _GPUS if rail else _STRIPE
+
+        async def one(gpu: int) -> None:
+            peers = [_GPUS + gpu] * _GPUS if rail else range(_GPUS, 2 * _GPUS)
+            dsts = [
+                tep.ScatterDst(nbytes, 0, (regions[peer][1], slot * nbytes))
+                for slot, peer in enumerate(peers)
+            ]
+            windows = [asyncio.Semaphore(_WINDOW // _GPUS) for _ in range(nics)]
+            sent = []
+            for turn in range(_ROUNDS):
+                nic = turn // stripe % nics
+                await windows[nic].acquire()
+                way = tep.Routing(domain=nic)
+                write = cluster.engines[gpu].submit_scatter(regions[gpu][0], dsts, routing=way)
+                sent.append(asyncio.ensure_future(_after(write, windows[nic])))
+            await asyncio.gather(*sent)
+
+        async def main() -> None:
+            await asyncio.gather(*map(one, range(_GPUS)))
+
+        cluster.run(main())
+        return _ROUNDS * _GPUS * nbytes / cluster.now_us * 1e6 / GiB
 
 
 # ---------------------------------------------------------------- the host's CPU
 
 
-def _scatter(keys: Keys, machine: sim.Profile, seed: int) -> float:  # noqa: ARG001  # as above
+def _scatter(keys: Keys, machine: sim.Profile, seed: int = 0) -> float:
     if keys["stage"] != "post_all":
         # Their sum is the profile's: enqueue, and the worker's pick-up.
         parts = {"enqueue": 0.120, "worker_pickup": 0.855}
         return machine.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
-    return post_all_us(machine, int(keys["ep"]) - 1)
+    return post_all_us(machine, int(keys["ep"]) - 1, seed)
 
 
-def post_all_us(profile: sim.Profile, peers: int) -> float:
+def post_all_us(profile: sim.Profile, peers: int, seed: int = 0) -> float:
     """Measure from before the first write of a scatter to after its last, on the worker's CPU."""
     machine = replace(profile, jitter_ps=0)
-    with sim.Cluster(peers + 1, profile=machine, move_bytes=False) as cluster:
+    with sim.Cluster(peers + 1, profile=machine, seed=seed, move_bytes=False) as cluster:
         first, *others = cluster.engines
         mr, _ = first.reg_mr((1 << 40, 1 << 20, "cpu"))
         descs = [engine.reg_mr((1 << 41, 1 << 20, "cpu"))[1] for engine in others]
@@ -249,7 +295,7 @@ def post_all_us(profile: sim.Profile, peers: int) -> float:
     return max(seen) - min(seen) + machine.post_first_ps / PS_PER_US
 
 
-def _uvm(keys: Keys, seed: int) -> float:  # noqa: ARG001  # the one point that is not left out
+def _uvm(_: Keys) -> float:
     return load_gpu("cx7").watch * 1e6
 
 
@@ -267,7 +313,7 @@ _RUNS: Final[Mapping[str, Callable[..., float]]] = {
     "scatter": _scatter,
     "uvm": _uvm,
 }
-"""Table -> the value of a point: its keys, a seed, and what `_GIVEN` has for it."""
+"""Table -> the value of a point: its keys, and by name what `_GIVEN` has for it, and a seed."""
 
 
 def _nic(keys: Keys) -> dict[str, Any]:

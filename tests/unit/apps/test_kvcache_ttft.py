@@ -117,24 +117,10 @@ def test_rows_that_do_not_determine_the_constants_are_refused() -> None:
         fit(QWEN3_235B, 16384, [])
 
 
-def test_a_known_layer_time_replaces_the_models() -> None:
-    """A user who knows the time of one layer must not have to fit a model of a machine."""
-    slow = PUBLISHED.with_last_layer(10_000, 0.1)
-
-    assert 9.4 == pytest.approx(slow.compute_s(10_000), rel=1e-9)
-    own_s = PUBLISHED.layer_compute_s(32768, 40_000 - 32768)
-    assert PUBLISHED.compute_s(40_000) == pytest.approx(
-        PUBLISHED.with_last_layer(40_000, own_s).compute_s(40_000)
-    )
-
-
 def test_impossible_questions_are_refused() -> None:
     """An answer to them would be a number that means nothing."""
     with pytest.raises(UsageError, match="ntokens=0"):
         first_token(0)
-    for ntokens, layer_s in ((100, -1.0), (131_072, 1e-3)):
-        with pytest.raises(UsageError, match="the others would take no time"):
-            PUBLISHED.with_last_layer(ntokens, layer_s)
 
 
 def test_the_time_of_all_requests_is_that_of_the_slowest() -> None:
