@@ -271,12 +271,10 @@ class DomainCaps:
         backend: the registry's name, for people to read; no code may branch on it.
         nic: the device's own name, e.g. "mlx5_0", "127.0.0.1", "a/0".
         link_bps: nominal rate in bits a second, both directions each; 0 where unknown.
-        imm_bits: bits of an immediate that arrive unchanged; 32 at the least.
         sq_depth: rows that post() may have outstanding at the most.
         max_write_bytes: longest single row, written or read.
         max_msg_bytes: longest message of post_send().
         ordered: whether rows to one peer land in posting order; nothing above may rely on it.
-        imm_eats_recv: whether an immediate consumes a receive (RC); the backend posts these itself.
         memory_kinds: devices whose memory can be registered: "cpu", "cuda".
         peer_timeout_s: a dead peer ends in an error completion within this time (C17).
         moves_bytes: False on a model that keeps time only, and copies nothing.
@@ -293,12 +291,10 @@ class DomainCaps:
     backend: str
     nic: str
     link_bps: int
-    imm_bits: int = 32
     sq_depth: int
     max_write_bytes: int
     max_msg_bytes: int
     ordered: bool
-    imm_eats_recv: bool
     memory_kinds: tuple[str, ...] = ("cpu",)
     peer_timeout_s: float
     moves_bytes: bool = True

@@ -602,7 +602,6 @@ def open_domains(
             max_write_bytes=1 << 40,
             max_msg_bytes=MiB,
             ordered=True,
-            imm_eats_recv=False,
             peer_timeout_s=1.0,
             control_bytes=_CONTROL_BYTES,
             imm_source=True,

@@ -385,7 +385,6 @@ class ChaosTarget(SimNic):
             max_write_bytes=2 * GiB,
             max_msg_bytes=8 * KiB,
             ordered=chaos.ordered,
-            imm_eats_recv=chaos.ordered,
             peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
             control_bytes=CONTROL_BYTES,
             imm_source=True,

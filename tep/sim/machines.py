@@ -31,7 +31,6 @@ __all__ = [
     "ack_ps", "latency_ps", "network_of",
 ]  # fmt: skip
 
-_TRANSPORT = ("ordered", "imm_eats_recv")
 _CONGESTION = tuple(name for name in FIELDS if name.startswith(("pause_", "ecn_")))
 _PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps", "bus_bps")
 """The numbers for which a pair of unlike machines has numbers of its own, in `Pairs`."""
@@ -110,7 +109,7 @@ class Machines:
             raise UsageError("a timing fabric needs one profile at the least")
         self._seed = seed
         self._known: list[Machine] = []
-        self._same = (*_TRANSPORT, *_CONGESTION, *(() if network else NETWORK))
+        self._same = ("ordered", *_CONGESTION, *(() if network else NETWORK))
         for profile in map(load_profile, given):
             if all(profile != machine.profile for machine in self._known):
                 self._known.append(Machine(profile, self._kind_of(profile), seed))
@@ -245,7 +244,7 @@ class Pairs:
 
 def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str:
     """Why two machines cannot be on one fabric."""
-    if name in _TRANSPORT:
+    if name == "ordered":
         return (
             f"profiles {mine} and {its} are of two transports ({name}: {value}, {other}), whose "
             "NICs cannot speak to each other; open a Cluster for each of them inside one "

@@ -60,8 +60,7 @@ def _at(path: str, unit: str, least: int, *, optional: bool = False) -> int:
     return found
 
 
-_FLAGS: Final = ("ordered", "imm_eats_recv")
-_HEAD: Final = ("name", "summary", *_FLAGS)
+_HEAD: Final = ("name", "summary", "ordered")
 
 
 class Number(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +89,6 @@ class Profile:
         name: of the profile, e.g. "cx7_400".
         summary: one line for people.
         ordered: whether rows to one peer arrive in posting order.
-        imm_eats_recv: whether an immediate consumes a receive.
         nics: NICs of one device.
         step_delay_ps: from a submit, or a completion, to the worker's turn.
         post_first_ps: worker's CPU time for a row to another peer than the row before it.
@@ -134,7 +132,6 @@ class Profile:
     name: str
     summary: str
     ordered: bool
-    imm_eats_recv: bool
     nics: int = _at("node.nics", "count", 1)
     step_delay_ps: int = _at("cpu.step_delay", "ps", 0)
     post_first_ps: int = _at("cpu.post_first", "ps", 0)
@@ -220,7 +217,6 @@ class Profile:
             max_write_bytes=self.max_write_bytes,
             max_msg_bytes=self.max_msg_bytes,
             ordered=self.ordered,
-            imm_eats_recv=self.imm_eats_recv,
             memory_kinds=("cpu",) if moves_bytes else ("cpu", "cuda"),
             peer_timeout_s=self.peer_timeout_ps / PS_PER_S + 0.001,
             moves_bytes=moves_bytes,
@@ -287,7 +283,7 @@ def write_profile(profile: Profile, path: str | PathLike[str]) -> None:
     lines = [
         f"name = {_quoted(profile.name)}",
         f"summary = {_quoted(profile.summary)}",
-        *(f"{flag} = {str(getattr(profile, flag)).lower()}" for flag in _FLAGS),
+        f"ordered = {str(profile.ordered).lower()}",
     ]
     for name, number in profile.numbers.items():
         spec = FIELDS[name]
@@ -327,15 +323,15 @@ def _parse(text: str, where: str) -> Profile:
                 f"profile {where}: unknown key {section!r}; known: base, {', '.join(_HEAD)}"
             )
         given |= {f"{section}.{key}": table for key, table in content.items()}
-    if base is not None:
-        tables |= {flag: getattr(base, flag) for flag in _FLAGS if tables[flag] is None}
+    if base is not None and tables["ordered"] is None:
+        tables["ordered"] = base.ordered
     known = {} if base is None else dict(base.numbers)
     paths = {spec.path for spec in FIELDS.values()}
     missing = [key for key, value in tables.items() if value is None]
     left_out = {FIELDS[name].path for name in {*_OPTIONAL, *known}} - set(given)
     _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD} - left_out)
     for key, value in tables.items():
-        kind = bool if key in _FLAGS else str
+        kind = bool if key == "ordered" else str
         if not isinstance(value, kind):
             raise UsageError(f"profile {where}: {key} = {value!r} is not a {kind.__name__}")
     numbers = known | {

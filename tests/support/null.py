@@ -55,7 +55,6 @@ class NullDomain:
             max_write_bytes=1 << 40,
             max_msg_bytes=0,
             ordered=True,
-            imm_eats_recv=False,
             peer_timeout_s=1.0,
             moves_bytes=False,
             reads=1 << 30,

@@ -119,7 +119,6 @@ class Nic:
             max_write_bytes=1 << 20,
             max_msg_bytes=64,
             ordered=False,
-            imm_eats_recv=False,
             peer_timeout_s=1.0,
             control_bytes=1024,
             imm_source=True,

@@ -66,7 +66,6 @@ class ScriptNic:
             max_write_bytes=max_write_bytes,
             max_msg_bytes=64,
             ordered=False,
-            imm_eats_recv=False,
             peer_timeout_s=1.0,
             reads=reads,
         )

@@ -135,7 +135,6 @@ def _caps(nic: Nic, rules: Rules, peer_timeout_s: float, *, cuda: bool) -> Domai
         max_write_bytes=min(ROW_BYTES_MAX, nic.attr.max_rdma_size or ROW_BYTES_MAX),
         max_msg_bytes=rules.msg_bytes_max,
         ordered=False,
-        imm_eats_recv=False,
         memory_kinds=("cpu", "cuda") if cuda else ("cpu",),
         peer_timeout_s=peer_timeout_s,
         wakes=bool(nic.wait_fds),

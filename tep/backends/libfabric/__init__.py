@@ -455,7 +455,6 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     rules, info = how.rules, offer.info.contents
     if rules.software:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
-    imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
     # Room for all that can be in it: what a full queue of the device drops is lost.
     queues = int(info.tx_attr.contents.size) + int(info.rx_attr.contents.size)
     nic = Nic(
@@ -472,12 +471,10 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             backend="libfabric",
             nic=offer.nic,
             link_bps=offer.link_bps,
-            imm_bits=min(imm_bits, 32),
             sq_depth=2 * rules.window_rows,
             max_write_bytes=offer.row_bytes_max,
             max_msg_bytes=rules.msg_bytes_max,
             ordered=rules.ordered,
-            imm_eats_recv=False,
             memory_kinds=("cpu", "cuda") if how.cuda else ("cpu",),
             peer_timeout_s=how.peer_timeout_s,
             wakes=bool(nic.wait_fds),

@@ -526,7 +526,6 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         max_write_bytes=1 << 40,
         max_msg_bytes=MESSAGE_BYTES_MAX,
         ordered=True,
-        imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
         control_bytes=CONTROL_BYTES_MAX,
         reads=sq_depth,

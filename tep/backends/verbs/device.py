@@ -428,7 +428,6 @@ class Device:
             max_write_bytes=int(port.max_msg_sz),
             max_msg_bytes=min(_MSG_BYTES_MAX, int(port.max_msg_sz)),
             ordered=True,
-            imm_eats_recv=True,
             memory_kinds=memory_kinds,
             peer_timeout_s=settings.peer_timeout_s,
             control_bytes=longest_control,

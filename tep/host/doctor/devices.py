@@ -351,7 +351,7 @@ def _move(backend: str, options: dict[str, Any], *, shared: bool = False) -> str
         return (
             f"{len(caps)} NIC{'s' * (len(caps) > 1)} ({', '.join(one.nic for one in caps[:4])}), "
             f"{source.nbytes / took_s / 1e9:.2f} GB/s to itself, write to count "
-            f"{statistics.median(pings) * 1e6:.0f} us, immediates of {caps[0].imm_bits} bits, rows "
+            f"{statistics.median(pings) * 1e6:.0f} us, rows "
             f"to {size_text(longest)}, messages to {size_text(caps[0].max_msg_bytes)}, "
             f"memory {'/'.join(caps[0].memory_kinds)}"
         )
