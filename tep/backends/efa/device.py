@@ -36,7 +36,7 @@ _RNR_FOR_EVER: Final = 7
 
 
 class Sizes(NamedTuple):
-    """The sizes of the queues: requests out, receives posted, completions kept."""
+    """The entries of the queues: requests out, receives posted, completions kept."""
 
     send: int
     receive: int
@@ -54,8 +54,7 @@ class Place(NamedTuple):
     """The place of a peer's queue pair.
 
     Attributes:
-        ah: our address handle to its NIC, a pointer.
-        ahn: the number by which entries name that handle.
+        ah, ahn: our address handle to its NIC, as a pointer, and as entries name it.
         qpn, qkey: its queue pair.
     """
 
@@ -123,15 +122,12 @@ class Nic:
     """One NIC with one SRD queue pair, ready to post.
 
     Args:
-        lib: both libraries.
-        name: of the device.
         sizes: what is wished; the device may have less.
 
     Attributes:
         attr: what the device can do.
         sizes: what it got.
         gid, qpn, qkey: its address.
-        qp, cq: the queue pair and the completion queue, as pointers.
         link_bps: nominal rate, bits a second; 0 = unknown.
         closed: whether it was closed, or belongs to the parent of this process.
         failure: why it is lost; "" = it lives.

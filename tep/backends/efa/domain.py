@@ -60,14 +60,7 @@ _READY: Final = State.READY  # looking it up in its class takes 0.1 us
 
 
 class EfaDomain(FabricDomain):
-    """One NIC.
-
-    Args:
-        nic: opened; this object closes it.
-        way: its queues.
-        rules: how its peers are treated, and how many rows may be out.
-        caps, epoch, dmabuf, about: as for `FabricDomain`.
-    """
+    """One NIC, opened, which this object closes; the rest as for `FabricDomain`."""
 
     _lone_reads_are_simple = True
     _slots: Slots
@@ -186,12 +179,8 @@ class Slots(slots.Slots):
     """Rows in flight.
 
     Request ids are handed out in turn, so that those of one post lie side by side; ids whose rows
-    have not come back are passed over.
-
-    Args:
-        rows_max: rows that may be in flight; the queue holds them and the messages.
-        way: how rows are posted.
-        nic: where peers are.
+    have not come back are passed over. `rows_max` rows may be in flight: the queue holds them and
+    the messages.
     """
 
     chunk_rows = 4096
@@ -399,12 +388,7 @@ _OK: Final = int(Status.OK)
 
 
 class Regions(objects.Regions):
-    """Registered memory.
-
-    Args:
-        nic: where.
-        dmabuf: exports device memory; without it only the CPU's can be registered.
-    """
+    """Registered memory; without `dmabuf`, which exports a device's, only the CPU's."""
 
     def __init__(self, nic: Nic, dmabuf: DmabufExport | None = None) -> None:
         self._device = nic
@@ -445,8 +429,6 @@ class Mailbox(completions.Mailbox):
     """Message buffers; an immediate takes a receive as well, which is posted again.
 
     Args:
-        nic: whose.
-        way: how they are posted.
         frame_bytes: of the longest message.
         receives, sends: buffers for each direction.
         first: the first request id of messages that go out.
@@ -521,9 +503,6 @@ class Queue(completions.Queue):
 
     What is kept for want of memory stays where the device put it. It is taken in the device's
     order: the device writes over an entry only after all before it have been taken.
-
-    Args:
-        nic, way, slots, mailbox: of one NIC.
     """
 
     _slots: Slots

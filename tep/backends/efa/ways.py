@@ -166,9 +166,6 @@ def _nothing() -> None:
 class Columns:
     """The mapped queues of one NIC.
 
-    Args:
-        nic: whose.
-
     Attributes:
         batch_max: entries between two doorbells; `device_batch_max` is the device's own limit.
         more: the last poll stopped before the first entry that is not there yet.

@@ -461,16 +461,9 @@ class Library:
         return rc == 0
 
     def ok(self, name: str, *arguments: object, what: str = "", **context: object) -> None:
-        """Make a call that returns 0 or an errno.
+        """Make a call that returns 0 or an errno; raise FabricError, code "PROVIDER", if it failed.
 
-        Args:
-            name: of the call.
-            *arguments: as in C.
-            what: the step in words, for the message.
-            **context: values that help whoever reads the message, e.g. qpn=7.
-
-        Raises:
-            FabricError: it failed; code "PROVIDER".
+        Its message has `what`, the step in words, and `context`, values that help, e.g. qpn=7.
         """
         rc = int(getattr(self._lib, name)(*arguments))
         if rc:
@@ -694,11 +687,7 @@ def rights(access: Access) -> int:
 
 
 class Events:
-    """The news of a device: of its completion queue, and of itself.
-
-    Args:
-        lib: the library.
-        context: of the device.
+    """The news of an open device: of its completion queue, and of itself.
 
     Attributes:
         channel: for ibv_create_cq; who made this object destroys it, after the completion queue.

@@ -58,7 +58,7 @@ _MIN_RNR_TIMER: Final = 12
 
 
 def tag(kind: int, number: int = 0) -> int:
-    """The id of row 0 of an object; add the row."""
+    """The id of an object's row 0; add the row."""
     return kind << KIND_SHIFT | number << NUMBER_SHIFT
 
 
@@ -85,10 +85,8 @@ class Queues(NamedTuple):
     """The queues that all queue pairs of one NIC share.
 
     Attributes:
-        cq: completion queue of everything.
-        imm_srq: shared receive queue for immediates; its receives have no buffers.
-        msg_srq: shared receive queue for messages.
-        depths: of all of them.
+        cq: for the completions of everything.
+        imm_srq, msg_srq: shared receive queues; receives for immediates have no buffers.
     """
 
     cq: int
@@ -109,10 +107,9 @@ class Conn:
     posted: on one queue pair an immediate would eat a message's buffer.
 
     Args:
-        peer: PeerId of who it is with.
-        number: of this connection on its NIC.
-        rows: False = for messages only.
+        peer: PeerId of its far end.
         rng: draws packet sequence numbers.
+        rows: False = for messages only.
 
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
@@ -130,13 +127,11 @@ class Conn:
         device: Device,
         queues: Queues,
         peer: int,
-        number: int,
         rng: random.Random,
         *,
         rows: bool,
     ) -> None:
         self.peer = peer
-        self.number = number
         self.lost = self.gone = False
         self.reads = 0
         self.quiet_s = self.deadline_s = 0.0
@@ -248,12 +243,12 @@ class Draining:
 
     Args:
         holds: whether something that was posted on a connection has not come back.
-        ready: where entries for poll() go.
+        ready: takes entries for poll().
         depth: completions that the queue holds.
         retire: what to do with a connection that has drained (True), or did not in time (False).
 
     Attributes:
-        conns: by their own number.
+        conns: with the round of reading the queue in which each may go; inf = it has not drained.
         fences: (peer, ctx) of those that do not hold yet: FENCED is said once nothing of the peer
             is left. It has no connection for rows any more.
         blurred: numbers of peers whose rows have landed here or not, nobody knows.
@@ -266,7 +261,7 @@ class Draining:
         depth: int,
         retire: Callable[[Conn, bool], object],
     ) -> None:
-        self.conns: dict[int, Conn] = {}
+        self.conns: dict[Conn, float] = {}
         self.blurred: set[int] = set()
         self._holds = holds
         self._ready = ready
@@ -274,33 +269,33 @@ class Draining:
         self._retire = retire
         self._rounds = 0  # how often the completion queue was read to its end
         self._left = depth
-        self._due: dict[int, int] = {}  # the round in which a connection may go
         self.fences: list[tuple[int, int]] = []
 
     def add(self, conn: Conn, now_s: float) -> None:
         """Let a connection fail."""
         conn.fail(now_s)
-        self.conns[conn.number] = conn
+        self.conns[conn] = math.inf
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
-        """Take note of a read of `n` completions, `whole` if that was all there were."""
+        """Count a read of `n` completions, `whole` if there were no more; end what may end."""
         self._left -= n
         if whole or self._left <= 0:
             self._rounds += 1
             self._left = self._depth
-        for conn in list(self.conns.values()):
+        for conn, due in list(self.conns.items()):
             drained = now_s >= conn.quiet_s and not self._holds(conn)
             if not drained and now_s < conn.deadline_s:
                 continue
-            # This round may have begun before the last completion came: read another.
-            if self._rounds >= self._due.setdefault(conn.number, self._rounds + 2):
-                del self.conns[conn.number], self._due[conn.number]
+            if due == math.inf:  # this round may have begun before the last completion came
+                self.conns[conn] = self._rounds + 2
+            elif self._rounds >= due:
+                del self.conns[conn]
                 self._retire(conn, drained)
         if self.fences:
             self._say_fenced()
 
     def _say_fenced(self) -> None:
-        open_ = {conn.peer for conn in self.conns.values()}
+        open_ = {conn.peer for conn in self.conns}
         for peer, ctx in self.fences[:]:
             if peer not in open_:
                 self.fences.remove((peer, ctx))
@@ -309,9 +304,6 @@ class Draining:
 
     def next_s(self, now_s: float) -> list[float]:
         """The times when progress() has something to do though nothing came."""
-        if self._due or (self.fences and not self.conns):
+        if any(due < math.inf for due in self.conns.values()) or (self.fences and not self.conns):
             return [now_s]
-        return [
-            conn.quiet_s if now_s < conn.quiet_s else conn.deadline_s
-            for conn in self.conns.values()
-        ]
+        return [conn.quiet_s if now_s < conn.quiet_s else conn.deadline_s for conn in self.conns]

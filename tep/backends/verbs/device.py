@@ -1,9 +1,7 @@
 """One RDMA device: opened, its port, address and partition chosen, its queues as deep as it can.
 
-What is made on it (queues, regions, queue pairs) is held here until close, so that nothing is freed
-while something that needs it lives. The settings of the backend stand here too, by the user or
-NCCL's environment: values only. Defaults suit ConnectX and Soft-RoCE alike; each says where it
-comes from.
+The settings of the backend stand here too, by the user or NCCL's environment. Defaults suit
+ConnectX and Soft-RoCE alike; each says where it comes from.
 
 Rule: the completion queue holds the sum of all that can be in it at once, so it cannot overflow.
 """
@@ -184,19 +182,13 @@ _NO_EX: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class Device:
-    """An open device.
-
-    Args:
-        lib: the library.
-        name: of the device, e.g. "mlx5_0".
-        settings: which port, which address.
+    """An open device, e.g. "mlx5_0".
 
     Attributes:
         dead: it has failed for good; freeing what is on it may fail too, and is no error.
         is_ib: the port is InfiniBand and not Ethernet.
-        reads_asked: reads that one queue pair may have on the wire at a time; more of them wait.
-        reads_served: reads of its peer's that one queue pair can answer at a time.
-        traffic_class, service_level: of packets, see Settings.
+        reads_asked, reads_served: reads that one queue pair may have on the wire, and can answer,
+            at a time.
         inline_max: bytes of a row that the provider copies into its request; 0: none.
 
     Raises:
@@ -343,11 +335,7 @@ class Device:
         return found
 
     def make_rc(self, cq: int, srq: int, requests: int) -> int:
-        """Make a reliable queue pair for `requests`.
-
-        Raises:
-            FabricError: the device refuses.
-        """
+        """Make a reliable queue pair for `requests`; raise FabricError if the device refuses."""
         attr = C.ibv_qp_init_attr_ex(send_cq=cq, recv_cq=cq, srq=srq or None, qp_type=_RC)
         attr.cap.max_send_wr, attr.cap.max_send_sge = requests, 1
         attr.cap.max_inline_data = _INLINE_BYTES
@@ -374,11 +362,7 @@ class Device:
         return self.lib.make(name, *arguments, device=self.name, **context)
 
     def try_queue_pair(self, requests: int) -> None:
-        """Make a queue pair for so many requests, and free it again.
-
-        Raises:
-            FabricError: the device refuses.
-        """
+        """Make a queue pair for so many requests, and free it again; raises as make_rc()."""
         cq = self._make("ibv_create_cq", self.context, 1, None, None, 0)
         try:
             self.free("ibv_destroy_qp", self.make_rc(cq, 0, requests))
@@ -477,8 +461,7 @@ class Depths(NamedTuple):
 
     Attributes:
         rows, reads: outstanding; a queue pair for rows has room for all of both.
-        imms: receives that wait for immediates.
-        messages_in: receives that wait for messages.
+        imms, messages_in: receives that wait for immediates, and for messages.
         cq: completions that the completion queue holds.
     """
 
@@ -492,11 +475,8 @@ class Depths(NamedTuple):
 def plan_depths(device: Device) -> Depths:
     """Choose the depths for one NIC.
 
-    A depth that the user names is kept or refused; one that is left open follows the device.
-
-    Raises:
-        UsageError: a depth that is named is more than the device can do; says how much it can.
-        FabricError: the device refuses even the shortest queue.
+    A depth that the user names is kept or refused (UsageError); one that is left open follows the
+    device, which may refuse even the shortest queue (FabricError).
     """
     settings, attr = device.settings, device.attr
     rows, reads = _find_rows(device)

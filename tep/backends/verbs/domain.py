@@ -71,16 +71,13 @@ class VerbsDomain:
 
     Args:
         device: opened for this domain alone, which closes it.
-        name: of the engine; with `nic` the identity that outlives a restart.
-        nic: index in its engine.
-        epoch: of its engine's incarnation.
+        name, nic, epoch: of the engine, its NIC, and its incarnation; the first two are the
+            identity that outlives a restart.
         export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
         cuda: whether CUDA memory can be registered.
 
     Attributes:
-        peers: who it knows, and the connections with them.
         spares: devices of the engine's other NICs.
-        depths: of its queues.
     """
 
     def __init__(

@@ -59,10 +59,8 @@ class Address(
     Attributes:
         link: 1 = InfiniBand, 2 = Ethernet, as the library numbers link layers.
         lid: InfiniBand only, else 0.
-        gid: of the port, the entry in use.
         gid_type: 0 = InfiniBand, 1 = RoCE v1, 2 = RoCE v2.
-        ud_qpn: queue pair that takes handshake datagrams.
-        qkey: that it asks of them.
+        ud_qpn, qkey: queue pair that takes handshake datagrams, and the key that it asks of them.
         epoch: of the engine's incarnation.
         identity: hash of engine name and NIC number, which outlives a restart.
     """
@@ -82,11 +80,7 @@ class Address(
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
-        """Read it, strictly.
-
-        Raises:
-            BadDescriptor: these bytes cannot be such an address.
-        """
+        """Read it strictly; raise BadDescriptor for what cannot be such an address."""
         return read_message(_ADDRESS, data, "the address of a verbs NIC")
 
     @property
@@ -194,14 +188,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """One datagram.
 
     Attributes:
-        kind: of datagram.
-        sender: its address.
         target: epoch of the incarnation that is meant.
         attempt: the sender's.
         echo: attempt of the receiver that this answers, or 0; number of a control message.
         mtu: the port's, as the library numbers them.
-        qps: of REQ and REP: the queue pairs; messages, then rows.
-        reads: how many each of these answers at a time.
+        qps, reads: of REQ and REP: the queue pairs, for messages and for rows; how many reads each
+            answers at a time.
         payload: of CONTROL: what it says; of CHECK and CHECKED: the question's own 4 bytes.
     """
 
@@ -221,11 +213,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
-        """Read it, strictly.
-
-        Raises:
-            BadDescriptor: these bytes cannot be such a datagram.
-        """
+        """Read it strictly; raise BadDescriptor for what cannot be such a datagram."""
         found = read_message(_HELLO, data, "a handshake")
         if bool(found.qps) != (found.kind in {Kind.REQ, Kind.REP}):
             raise BadDescriptor(f"handshake {found.kind.name}: queue pairs {found.qps}")
@@ -314,10 +302,9 @@ class Negotiation(Patience):
     """One side's view of one peer; `next_s` is when tick() wants to be called, or None.
 
     Args:
-        actions: what is done about it.
+        actions: the owner.
         attempts: numbers for our attempts, each larger than the one before.
-        patience_s: give up after so long, seconds.
-        resend_s: first pause before repeating, seconds.
+        patience_s, resend_s: as of Patience.
     """
 
     def __init__(

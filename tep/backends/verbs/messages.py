@@ -116,13 +116,7 @@ class _Requests:
 
 
 class Messages(_Requests):
-    """The messages of one NIC.
-
-    Args:
-        device: where.
-        recvs_max: receive buffers posted at a time.
-        ready: where entries for poll() go.
-    """
+    """The messages of one NIC; `recvs_max` receive buffers are posted at a time."""
 
     def __init__(self, device: Device, recvs_max: int, ready: deque[Entry]) -> None:
         super().__init__(device)
@@ -144,8 +138,7 @@ class Messages(_Requests):
     def reserve(self, payload: bytes, ctx: int) -> int | None:
         """Copy a message into a slot; None = all are in use.
 
-        Raises:
-            FabricError: the device registers no memory for it.
+        Raises FabricError where the device registers no memory for it.
         """
         if not self._free:
             return None
@@ -178,7 +171,7 @@ class Messages(_Requests):
         return rc == 0
 
     def sent(self, slot: int, status: int) -> None:
-        """A message has ended."""
+        """End a message."""
         out = self._out.pop(slot)
         if out.large is not None:
             self._device.dereg_mr(out.large.mr)
@@ -222,7 +215,7 @@ class Messages(_Requests):
         return self._came[slot][1]
 
     def done(self, slot: int) -> None:
-        """A buffer's message was read."""
+        """Post a buffer again, whose message was read."""
         del self._came[slot]
         self._idle.append(slot)
         self._fill()
@@ -259,16 +252,7 @@ class Messages(_Requests):
 
 
 class Datagrams(_Requests):
-    """The UD queue pair of one NIC.
-
-    Args:
-        device: where.
-        cq: completion queue.
-        qkey: that others must know to reach it.
-
-    Attributes:
-        routes: to peers.
-    """
+    """The UD queue pair of one NIC; others must know its `qkey` to reach it."""
 
     def __init__(self, device: Device, cq: int, qkey: int) -> None:
         super().__init__(device)
@@ -302,7 +286,7 @@ class Datagrams(_Requests):
             self._free.append(slot)
 
     def sent(self, slot: int) -> None:
-        """A datagram has left."""
+        """Take the completion of a datagram: it has left."""
         self._free.append(slot)
 
     @property
@@ -329,11 +313,7 @@ class Datagrams(_Requests):
 
 
 class Routes:
-    """The address handles of one NIC.
-
-    Args:
-        device: where.
-    """
+    """The address handles of one NIC."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -59,14 +59,10 @@ class Peers:
     """All peers of one NIC.
 
     Attributes:
-        own: this NIC's address.
-        writer: posts rows; its `up` has the connections in use.
         table: by PeerId.
         conns: by number of a queue pair; also for a while after one is gone, for the source of what
             comes late.
-        controls: messages between engines.
         work: all that progress() looks at; it need not be called while these are empty.
-        draining: connections that failed.
         link_lost: whether our own port is at fault when nobody answers, and this NIC given up.
         trouble: what went wrong last while connecting.
     """
@@ -102,7 +98,6 @@ class Peers:
         self._latest: dict[int, Peer] = {}  # by identity
         self._unsettled: dict[Peer, None] = {}
         self._lifting: dict[Peer, None] = {}  # to be let in again, once their fence has ended
-        self._numbers = itertools.count(1)
         self._heard: dict[tuple[Address, Kind], Hello] = {}  # datagrams that cost commands
         self._asking: dict[Peer, None] = {}  # who wants to be asked for a connection
         self._tend_s = 0.0  # when the next of the unsettled is due
@@ -246,8 +241,7 @@ class Peers:
 
     def new_conn(self, peer: Peer) -> Conn:
         """Make queue pairs for a peer."""
-        number = next(self._numbers)
-        conn = Conn(self.device, self._queues, peer.number, number, self._rng, rows=not peer.shut)
+        conn = Conn(self.device, self._queues, peer.number, self._rng, rows=not peer.shut)
         self.conns.update((number, conn) for number, _ in conn.ids)
         self._sources = None
         return conn
@@ -305,11 +299,7 @@ class Peers:
             self.messages.fail_all(self.lost_status(conn), conn)
 
     def fence(self, source: bytes, ctx: int) -> None:
-        """Let no rows of a NIC land any more; its connection is for messages only from now on.
-
-        Raises:
-            BadDescriptor: these bytes are no address of such a NIC.
-        """
+        """Let no rows of a NIC land any more; its connection is for messages only from now on."""
         peer = self._peer(Address.decode(source))
         peer.shut = True
         peer.fail_rows(Status.UNREACHABLE)
@@ -320,11 +310,7 @@ class Peers:
         self.draining.fences.append((peer.number, ctx))
 
     def unfence(self, source: bytes, now_s: float) -> None:
-        """Let rows of a NIC land again; while its fence is being put up, wait for the end of that.
-
-        Raises:
-            BadDescriptor: these bytes are no address of such a NIC.
-        """
+        """Let rows of a NIC land again, once its fence has been put up if that is going on."""
         peer = self._by_address.get(Address.decode(source))
         if peer is not None and peer.gone is None:
             self._lifting[peer] = None
@@ -379,10 +365,7 @@ class Peers:
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Repeat and give up what is due, post what waits, end what does not drain.
 
-        Args:
-            now_s: time.
-            n: completions that were read since the last call.
-            whole: whether these were all there were.
+        `n` completions were read since the last call; `whole`: there were no more.
         """
         self._take_steps(now_s)
         if now_s >= self._tend_s:
@@ -482,13 +465,10 @@ class Peer:
 
     Attributes:
         number: its PeerId.
-        where: its address.
-        conn: the connection being made or in use.
-        live: the connection in use.
+        conn, live: the connection being made or in use; the connection in use.
         gone: once it is known that this incarnation never comes back: the status its rows get.
         shut: we have fenced it.
         refused: it has fenced us, as the last handshake said.
-        line: control messages for it.
     """
 
     def __init__(self, owner: Peers, number: int, where: Address) -> None:
@@ -633,8 +613,7 @@ class _Line(Patience):
     """The control messages that wait for one peer; the first is out.
 
     Attributes:
-        number: of the one that is out.
-        heard: number of the one that came last from there.
+        number, heard: numbers of the one that is out, and of the last one that came from there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -646,12 +625,9 @@ class _Line(Patience):
 class _Controls:
     """The control messages of one NIC.
 
-    Args:
-        ready: where entries for poll() go.
-
     Attributes:
         open: peers that a control message is out to.
-        unread: what has come.
+        unread: control messages that have come.
     """
 
     def __init__(self, ready: deque[Entry]) -> None:

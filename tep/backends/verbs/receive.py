@@ -62,10 +62,7 @@ def _imms_of(source: int) -> npt.NDArray[np.void]:
 
 
 class Poller:
-    """The completion queue of one NIC.
-
-    Args:
-        failed: is called with the reason where the queue cannot be read.
+    """The completion queue of one NIC; `failed` is told why it cannot be read.
 
     Attributes:
         wc_ptr: where ibv_poll_cq puts up to POLL_MAX completions, for take().
@@ -125,8 +122,7 @@ class Poller:
     def take(self, n: int, out: Completions, filled: int) -> int:
         """Tell `n` completions apart: bursts by columns, straight into `out`; else one by one.
 
-        Returns:
-            How far `out` is filled then; there are more entries in `ready` perhaps.
+        Returns how far `out` is filled then; there are more entries in `ready` perhaps.
         """
         if n <= _SCALAR_MAX:
             self._take_each(self._few[:n].tolist())
@@ -263,12 +259,7 @@ class Poller:
 
 
 class ImmReceives:
-    """The shared receive queue for immediates.
-
-    Args:
-        device: where.
-        depth: receives that wait at a time.
-    """
+    """The shared receive queue for immediates; `depth` receives wait at a time."""
 
     def __init__(self, device: Device, depth: int) -> None:
         self.srq = device.make_srq(depth)
@@ -354,4 +345,3 @@ STATUS_TEXT: Final = meaning(
     "NIC's was up; whether the row landed is unknown",
     PROVIDER="",
 )
-"""The usual meaning of each status."""

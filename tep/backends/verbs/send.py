@@ -75,8 +75,7 @@ class _Loose:
     """Rows of one batch, posted each by itself; they come back in any order.
 
     Attributes:
-        conns: where each went.
-        done: which are back, one byte each.
+        conns, done: by row: where it went, and whether it is back (1).
     """
 
     __slots__ = ("conns", "ctx", "done", "left", "start")
@@ -93,11 +92,8 @@ class Writer:
     """The rows of one NIC, on their way to queue pairs and back.
 
     Args:
-        device: where.
-        depths: how many rows may be out.
         not_inline: local keys of memory that the CPU cannot read, so that the provider cannot copy
             short rows out of it.
-        ready: where entries for poll() go.
         keep: takes rows that found no room on their queue pair: (peer, batch, start, stop).
         broken: is told of a connection that cannot be used any more, and the status of that.
 
@@ -400,13 +396,9 @@ class Writer:
 
 
 class _Ring:
-    """`n` work requests with a scatter entry each.
+    """`n` work requests with a scatter entry each."""
 
-    Attributes:
-        opcode: of rows without an immediate.
-    """
-
-    opcode = _OP_WRITE
+    opcode = _OP_WRITE  # of rows without an immediate
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -465,16 +457,10 @@ class _Ring:
 
 
 class _RunRing(_Ring):
-    """A chain that is filled by columns and cut to length for each post.
+    """A chain of up to `n` rows that is filled by columns and cut to length for each post.
 
     A request's id is its place here, always: on one queue pair rows complete in order, so that is
     enough to tell them apart.
-
-    Args:
-        n: longest run.
-
-    Attributes:
-        kind: of the completions.
     """
 
     kind = int(Kind.WRITE)
@@ -546,14 +532,8 @@ class _Fan(_Ring):
 
     All that stays the same is made once.
 
-    Args:
-        n: rows at the most.
-        write_bytes_max: the longest row.
-        bad: takes the request that a provider refuses.
-
     Attributes:
-        conns: where row k goes.
-        calls: the arguments of each post.
+        conns, calls: by row: where it goes, and the arguments of its post.
     """
 
     def __init__(self, n: int, write_bytes_max: int, bad: Ref) -> None:
@@ -620,10 +600,9 @@ def _frozen(column: Column, start: int, n: int) -> int | bytes:
 
 
 def _frozen_keys(batch: Batch, start: int, n: int) -> tuple[object, ...]:
-    """The keys and immediates of `n` rows, to be compared with the last ones.
+    """The keys and immediates of `n` rows, as bytes: comparing costs less than writing them again.
 
-    As bytes, which costs less than writing them again: scatters to the same peers differ in their
-    addresses, and seldom in more.
+    Scatters to the same peers differ in their addresses, and seldom in more.
     """
     imm = batch.imm
     frozen = imm if imm is None else _frozen(imm, start, n)
