@@ -49,7 +49,7 @@ class _End:
         self.way = Columns(self.nic)
         self.memory = np.zeros(1 << 16, np.uint8)
         self.at = self.memory.ctypes.data
-        self.mr = self.nic.register(adapt(self.memory), 7)  # written, and read, by peers
+        self.mr = self.nic.hold(adapt(self.memory), 7)  # written, and read, by peers
         self.place = self.nic.place(self.nic.insert(self.nic.raw()))
         self.way.lay_out(Span(self.at, 64, receive, self.mr.lkey))
         self._run = ctypes.CDLL("libibverbs.so.1").fake_efa_run

@@ -132,7 +132,7 @@ def _caps(nic: Nic, rules: Rules, peer_timeout_s: float, *, cuda: bool) -> Domai
         nic=nic.name,
         link_bps=nic.link_bps,
         sq_depth=2 * rules.window_rows,
-        max_write_bytes=min(ROW_BYTES_MAX, nic.attr.max_rdma_size or ROW_BYTES_MAX),
+        max_write_bytes=min(ROW_BYTES_MAX, nic.efa.max_rdma_size or ROW_BYTES_MAX),
         max_msg_bytes=rules.msg_bytes_max,
         ordered=False,
         memory_kinds=("cpu", "cuda") if cuda else ("cpu",),

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from tep.backends.common import keep_at_fork, orphan_at_fork
 from tep.backends.ffi.efa import SESSION_OFFSETS, Dv, Efa
-from tep.backends.ffi.ibverbs import ENUMS, C, Events, Struct, link_bps, qp_number
+from tep.backends.ffi.ibverbs import ENUMS, C, Context, Events, Struct, link_bps, qp_number
 from tep.base.errors import BackendUnavailable, FabricError
 from tep.memory.source import DmabufExport, Memory
 
@@ -67,19 +67,22 @@ class Place(NamedTuple):
 class Handle:
     """One registration."""
 
-    __slots__ = ("__weakref__", "_nic", "lkey", "pointer", "rkey")
+    __slots__ = ("__weakref__", "_mr", "_nic", "lkey", "rkey")
 
-    def __init__(self, nic: Nic, pointer: int) -> None:
-        mr = C.ibv_mr.from_address(pointer)
+    def __init__(self, nic: Nic, mr: Struct) -> None:
         self._nic = nic
-        self.pointer = pointer
+        self._mr = mr
         self.lkey, self.rkey = int(mr.lkey), int(mr.rkey)
 
     def close(self) -> None:
         """Deregister once; what a lost NIC says to it does not matter."""
-        pointer, self.pointer = self.pointer, 0
-        if pointer:
-            self._nic.end("ibv_dereg_mr", pointer)
+        mr, self._mr = self._mr, None
+        if mr is not None:
+            self._nic.dereg_mr(mr)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        self._mr = None
 
 
 def efa_devices(lib: Efa) -> list[str]:
@@ -118,14 +121,14 @@ class Endpoint:
         self._nic.close_pair()
 
 
-class Nic:
+class Nic(Context):
     """One NIC with one SRD queue pair, ready to post.
 
     Args:
         sizes: what is wished; the device may have less.
 
     Attributes:
-        attr: what the device can do.
+        efa: what the device can do, its efadv_device_attr.
         sizes: what it got.
         gid, qpn, qkey: its address.
         link_bps: nominal rate, bits a second; 0 = unknown.
@@ -140,12 +143,10 @@ class Nic:
     ask_wake: Callable[[], None]
 
     def __init__(self, lib: Efa, name: str, sizes: Sizes) -> None:
-        self.lib = lib
-        self.name = name
+        super().__init__(lib, name)
         self.closed = False
         self.failure = ""
         self.qp = self.cq = 0
-        self._context = self._pd = 0
         self._news: Events | None = None
         self._regions: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._handles: dict[bytes, list[int]] = {}  # GID: handle, its number, peers there
@@ -156,38 +157,33 @@ class Nic:
         self.armed = False
         orphan_at_fork(self)
         try:
-            self._open(sizes)
+            self._open(lib, sizes)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, sizes: Sizes) -> None:
-        lib = self.lib
-        self._context, sysfs = lib.open_device(self.name)
-        self.link_bps = link_bps(sysfs, 1)
-        attr = lib.is_efa(self._context)
+    def _open(self, lib: Efa, sizes: Sizes) -> None:
+        self.link_bps = link_bps(self.sysfs, 1)
+        attr = lib.is_efa(self.pointer)
         if attr is None:
             raise BackendUnavailable(f"{self.name} is not an EFA device", ())
-        self.attr: Struct = attr
+        self.efa: Struct = attr
         if not attr.device_caps & _CAP_WRITE:
             raise BackendUnavailable(
                 f"{self.name}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and "
                 "trn2 do)",
                 (),
             )
-        device = C.ibv_device_attr()
-        lib.ok("ibv_query_device", self._context, ctypes.byref(device), nic=self.name)
-        completions = min(sizes.completions, device.max_cqe)
+        completions = min(sizes.completions, self.limits.max_cqe)
         half = completions // 2  # both queues' requests have their places in it
         self.sizes = Sizes(
             min(sizes.send, attr.max_sq_wr, half),
             min(sizes.receive, attr.max_rq_wr, half),
             completions,
         )
-        self.gid = lib.query_gid(self._context)
+        self.gid = lib.query_gid(self.pointer)
         self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
-        self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
-        self._news = Events(lib, self._context)
+        self._news = Events(lib, self.pointer)
         self.wait_fds = self._news.fds
         self.cq = self._make_queue(self._news.channel)
         self.qp = self._make_pair()
@@ -204,7 +200,7 @@ class Nic:
 
     def _make_pair(self) -> int:
         attr = C.ibv_qp_init_attr_ex(
-            send_cq=self.cq, recv_cq=self.cq, pd=self._pd, qp_type=_QPT_DRIVER
+            send_cq=self.cq, recv_cq=self.cq, pd=self.pd, qp_type=_QPT_DRIVER
         )
         attr.cap.max_send_wr, attr.cap.max_recv_wr = self.sizes.send, self.sizes.receive
         attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
@@ -219,12 +215,12 @@ class Nic:
 
     def _make_direct(self, name: str, attr: Struct, direct: Struct) -> int:
         pointers = (ctypes.byref(attr), ctypes.byref(direct), ctypes.sizeof(direct))
-        return self.lib.make(name, self._context, *pointers, nic=self.name, sizes=self.sizes)
+        return self.make(name, self.pointer, *pointers, sizes=self.sizes)
 
     def _bring_up(self) -> None:
         """Make the queue pair ready to send and to receive."""
         modify, qp = self.lib.modify_qp, self.qp
-        can_retry = self.attr.device_caps & _CAP_RNR_RETRY
+        can_retry = self.efa.device_caps & _CAP_RNR_RETRY
         modify(qp, "INIT", pkey_index=0, port_num=1, qkey=self.qkey)
         modify(qp, "RTR")
         modify(qp, "RTS", sq_psn=0, **({"rnr_retry": _RNR_FOR_EVER} if can_retry else {}))
@@ -232,7 +228,7 @@ class Nic:
     @property
     def can_read(self) -> bool:
         """Whether the device has RDMA read."""
-        return bool(self.attr.device_caps & _CAP_READ)
+        return bool(self.efa.device_caps & _CAP_READ)
 
     def session_calls(self) -> tuple[Callable[[int], object], Callable[[int], object]]:
         """ibv_wr_start and ibv_wr_abort, which go through the queue pair's table of calls."""
@@ -260,22 +256,14 @@ class Nic:
     def work_queues(self) -> tuple[Struct, Struct]:
         """The send queue and the receive queue."""
         send, receive = Dv.efadv_wq_attr(), Dv.efadv_wq_attr()
-        self.lib.ok(
-            "efadv_query_qp_wqs",
-            self.qp,
-            ctypes.byref(send),
-            ctypes.byref(receive),
-            ctypes.sizeof(send),
-            nic=self.name,
-        )
+        pointers = (ctypes.byref(send), ctypes.byref(receive), ctypes.sizeof(send))
+        self.ok("efadv_query_qp_wqs", self.qp, *pointers)
         return send, receive
 
     def completion_queue(self) -> Struct:
         """The completion queue."""
         attr = Dv.efadv_cq_attr()
-        self.lib.ok(
-            "efadv_query_cq", self.cq, ctypes.byref(attr), ctypes.sizeof(attr), nic=self.name
-        )
+        self.ok("efadv_query_cq", self.cq, ctypes.byref(attr), ctypes.sizeof(attr))
         return attr
 
     # --- peers
@@ -314,22 +302,21 @@ class Nic:
         handle[2] -= 1
         if not handle[2]:
             del self._handles[gid]
-            self.end("ibv_destroy_ah", handle[0])
+            self.free("ibv_destroy_ah", handle[0])
 
     def _make_handle(self, gid: bytes) -> tuple[int, int]:
         attr = C.ibv_ah_attr(is_global=1, port_num=1)
         attr.grh.dgid.raw[:] = gid
-        ah = self.lib.make("ibv_create_ah", self._pd, ctypes.byref(attr), nic=self.name)
+        ah = self.make("ibv_create_ah", self.pd, ctypes.byref(attr))
         found = Dv.efadv_ah_attr()
-        self.lib.ok("efadv_query_ah", ah, ctypes.byref(found), ctypes.sizeof(found))
+        self.ok("efadv_query_ah", ah, ctypes.byref(found), ctypes.sizeof(found))
         return ah, int(found.ahn)
 
     # --- memory
 
-    def register(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Handle:
-        """Register memory; `export` makes a dma-buf of a device's."""
-        pointer = self.lib.register(self._pd, memory, access, export, nic=self.name)
-        handle = Handle(self, pointer)
+    def hold(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Handle:
+        """Register memory; close() ends what is left."""
+        handle = Handle(self, self.register(memory, access, export))
         self._regions.add(handle)
         return handle
 
@@ -363,18 +350,13 @@ class Nic:
     def lose(self, why: str) -> None:
         """The NIC is lost."""
         self.failure = self.failure or why
-
-    def end(self, name: str, *arguments: object) -> None:
-        """Make a call that destroys something; a NIC that is lost may refuse it."""
-        rc = self.lib.ask(name, *arguments)
-        if rc and not self.failure:
-            self.lib.ok(name, *arguments, nic=self.name)
+        self.dead = True
 
     def close_pair(self) -> None:
         """Destroy the queue pair: nothing more is carried out, or taken in, through it."""
         qp, self.qp = self.qp, 0
         if qp:
-            self.end("ibv_destroy_qp", qp)
+            self.free("ibv_destroy_qp", qp)
 
     def close(self) -> None:
         """Close everything, in order. Idempotent."""
@@ -386,28 +368,21 @@ class Nic:
         for region in list(self._regions):
             region.close()
         for ah, _, _ in self._handles.values():
-            self.end("ibv_destroy_ah", ah)
-        channel = 0
-        if self._news is not None:
-            channel = self._news.channel
+            self.free("ibv_destroy_ah", ah)
         if self.cq:
             if self.events:
                 self.lib.do("ibv_ack_cq_events", self.cq, self.events)
-            self.end("ibv_destroy_cq", self.cq)
-        for name, pointer in (
-            ("ibv_destroy_comp_channel", channel),
-            ("ibv_dealloc_pd", self._pd),
-            ("ibv_close_device", self._context),
-        ):
-            if pointer:
-                self.end(name, pointer)
+            self.free("ibv_destroy_cq", self.cq)
+        if self._news is not None:
+            self.free("ibv_destroy_comp_channel", self._news.channel)
+        super().close()
 
     def orphan(self) -> None:
         """In a forked child: forget everything, call nothing."""
         self.closed = True
         self.qp = self.cq = 0
         for region in self._regions:
-            region.pointer = 0
+            region.forget()
 
 
 _SESSION: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)

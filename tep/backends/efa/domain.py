@@ -399,7 +399,7 @@ class Regions(objects.Regions):
     def add(self, memory: Memory, access: Access) -> objects.Region:
         target = access.target
         flags = rights(access)
-        handle = self._device.register(memory, flags, self._dmabuf)
+        handle = self._device.hold(memory, flags, self._dmabuf)
         # The engine's local key is a number of ours: a device may give the same as lkey and rkey,
         # and a mix-up should fail.
         self._turn += 1
@@ -451,7 +451,7 @@ class Mailbox(completions.Mailbox):
         self._way = way
         self._first = first
         memory = self._map(frame_bytes, receives, sends)
-        handle = nic.register(memory, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
+        handle = nic.hold(memory, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
         self._lkey = handle.lkey
         self.region = objects.Region(
             (handle,), memory, DomainKey(0, 0, 0), handle.lkey, target=False

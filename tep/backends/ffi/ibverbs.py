@@ -34,12 +34,13 @@ from tep.backends.ffi.load import (
     mirror,
     prototypes,
 )
+from tep.base.errors import BackendUnavailable, FabricError
 from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = [
     "ABI_COMPAT_OFFSETS", "ENUMS", "NOT_FORK_SAFE", "PROTOTYPES", "RECV_WR", "SEND_WR",
-    "SGE", "WC", "C", "CreateQp", "DataPath", "Events", "Library", "Ref", "Struct", "fail",
-    "layout", "link_bps", "load", "qp_number", "ref", "rights",
+    "SGE", "WC", "C", "Context", "CreateQp", "DataPath", "Events", "Library", "Ref", "Struct",
+    "fail", "layout", "link_bps", "load", "qp_number", "ref", "rights",
 ]  # fmt: skip
 
 _SONAME: Final = "libibverbs.so.1"
@@ -493,20 +494,6 @@ class Library:
         what = f"to {state}"
         self.ok("ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=qp_number(qp))
 
-    def register(
-        self, pd: int, memory: Memory, access: int, export: DmabufExport | None, **context: str
-    ) -> int:
-        """Register memory, as a dma-buf where a device's has an export; return the ibv_mr.
-
-        Peers call the first byte by its address here. The caller keeps it mapped.
-        """
-        ptr, nbytes = memory.ptr, memory.nbytes
-        context |= {"ptr": hex(ptr), "nbytes": str(nbytes)}
-        if export is None or memory.kind == "cpu":
-            return self.make("ibv_reg_mr_iova2", pd, ptr, nbytes, ptr, access, **context)
-        with exported(export, memory) as (fd, offset):
-            return self.make("ibv_reg_dmabuf_mr", pd, offset, nbytes, ptr, fd, access, **context)
-
     def extended_create(self, context: int) -> CreateQp | None:
         """create_qp_ex of an open device, as the inline ibv_create_qp_ex finds it; None: not there.
 
@@ -564,6 +551,77 @@ class Library:
             yield found
         finally:
             self._lib.ibv_free_device_list(listed)
+
+
+class Context:
+    """An open device with a protection domain.
+
+    Attributes:
+        pointer, pd: the ibv_context and the ibv_pd.
+        limits: its ibv_device_attr.
+        sysfs: its folder.
+        dead: it has failed for good: what is given back may be refused, and that is no error.
+
+    Raises:
+        BackendUnavailable: there is no such device.
+        FabricError: it cannot be opened.
+    """
+
+    def __init__(self, lib: Library, name: str) -> None:
+        self.lib = lib
+        self.name = name
+        self.dead = False
+        try:
+            self.pointer, self.sysfs = lib.open_device(name)
+        except LookupError:
+            there = ", ".join(name for name, _ in lib.devices()) or "none"
+            raise BackendUnavailable(f"no RDMA device {name!r}; there are: {there}") from None
+        self.limits = C.ibv_device_attr()
+        with contextlib.ExitStack() as undo:
+            undo.callback(lib.ask, "ibv_close_device", self.pointer)
+            self.ok("ibv_query_device", self.pointer, ctypes.byref(self.limits))
+            self.pd = self.make("ibv_alloc_pd", self.pointer)
+            undo.pop_all()
+
+    def ok(self, name: str, *arguments: object, **values: Any) -> None:
+        """Make a call that returns 0 or an errno; the error names the device."""
+        self.lib.ok(name, *arguments, device=self.name, **values)
+
+    def make(self, name: str, *arguments: object, **values: Any) -> int:
+        """Make a call that returns a pointer or NULL; the error names the device."""
+        return self.lib.make(name, *arguments, device=self.name, **values)
+
+    def free(self, name: str, *arguments: object) -> None:
+        """Give something back."""
+        try:
+            self.ok(name, *arguments)
+        except FabricError:
+            if not self.dead:
+                raise
+
+    def register(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Struct:
+        """Register memory, a device's as a dma-buf if there is an export; return the ibv_mr.
+
+        Peers call the first byte by its address here. The caller keeps it mapped.
+        """
+        ptr, nbytes = memory.ptr, memory.nbytes
+        about = {"ptr": hex(ptr), "nbytes": nbytes}
+        if export is None or memory.kind == "cpu":
+            found = self.make("ibv_reg_mr_iova2", self.pd, ptr, nbytes, ptr, access, **about)
+        else:
+            with exported(export, memory) as (fd, offset):
+                where = (self.pd, offset, nbytes, ptr, fd, access)
+                found = self.make("ibv_reg_dmabuf_mr", *where, **about)
+        return C.ibv_mr.from_address(found)
+
+    def dereg_mr(self, mr: Struct) -> None:
+        """Withdraw a region."""
+        self.free("ibv_dereg_mr", ctypes.addressof(mr))
+
+    def close(self) -> None:
+        """Let go. What was made on the device must be gone: EBUSY says that something is left."""
+        self.free("ibv_dealloc_pd", self.pd)
+        self.free("ibv_close_device", self.pointer)
 
 
 CreateQp = Callable[[int], int]

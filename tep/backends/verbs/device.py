@@ -22,6 +22,7 @@ from tep.backends.ffi.ibverbs import (
     ENUMS,
     NOT_FORK_SAFE,
     C,
+    Context,
     DataPath,
     Library,
     Struct,
@@ -31,7 +32,6 @@ from tep.backends.ffi.ibverbs import (
 from tep.backends.verbs.handshake import control_bytes, gid_text, is_link_local, is_mapped
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 from tep.host.nics import HCA, Number, read_number
-from tep.memory.source import DmabufExport, Memory
 
 __all__ = [
     "DATAGRAMS_IN", "DATAGRAMS_OUT", "MEANT", "MESSAGES_OUT", "READS", "Depths", "Device",
@@ -181,11 +181,10 @@ _DEFAULT_PKEY: Final = 0xFFFF
 _NO_EX: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
-class Device:
-    """An open device, e.g. "mlx5_0".
+class Device(Context):
+    """An open device with its port, e.g. "mlx5_0".
 
     Attributes:
-        dead: it has failed for good; freeing what is on it may fail too, and is no error.
         is_ib: the port is InfiniBand and not Ethernet.
         reads_asked, reads_served: reads that one queue pair may have on the wire, and can answer,
             at a time.
@@ -196,32 +195,21 @@ class Device:
     """
 
     def __init__(self, lib: Library, name: str, settings: Settings) -> None:
-        self.lib = lib
-        self.name = name
+        super().__init__(lib, name)
         self.settings = settings
-        self.dead = False
         self._closed = False
-        try:
-            self.context, self._sysfs = lib.open_device(name)
-        except LookupError:
-            there = ", ".join(name for name, _ in lib.devices()) or "none"
-            raise BackendUnavailable(f"no RDMA device {name!r}; there are: {there}") from None
         with contextlib.ExitStack() as undo:
-            undo.callback(lib.ask, "ibv_close_device", self.context)
+            undo.callback(self.close)
             self._read()
-            self.pd = lib.make("ibv_alloc_pd", self.context, device=name)
             undo.pop_all()
-        self._create_ex = lib.extended_create(self.context)
+        self._create_ex = lib.extended_create(self.pointer)
         self.inline_max = 0
-        self.data = DataPath(self.context)
+        self.data = DataPath(self.pointer)
 
     def _read(self) -> None:
-        lib, port = self.lib, self.settings.port
-        self.attr = C.ibv_device_attr()
-        lib.ok("ibv_query_device", self.context, ctypes.byref(self.attr), device=self.name)
+        port = self.settings.port
         self.port = C.ibv_port_attr()
-        about: dict[str, Any] = {"device": self.name, "port": port}
-        lib.ok("ibv_query_port", self.context, port, ctypes.byref(self.port), **about)
+        self.ok("ibv_query_port", self.pointer, port, ctypes.byref(self.port), port=port)
         if self.port.state != _ACTIVE:
             raise BackendUnavailable(
                 f"{self.name}: port {port} is not active (state {self.port.state}); is the link up?"
@@ -237,18 +225,18 @@ class Device:
         self.gids = self._rank()
         self.gid = self._pick(gid_index)
         self.pkey_index, self.pkey = self._pick_pkey()
-        self.reads_asked = min(_READS_AT_A_TIME, int(self.attr.max_qp_init_rd_atom))
-        self.reads_served = min(_READS_AT_A_TIME, int(self.attr.max_qp_rd_atom))
+        self.reads_asked = min(_READS_AT_A_TIME, int(self.limits.max_qp_init_rd_atom))
+        self.reads_served = min(_READS_AT_A_TIME, int(self.limits.max_qp_rd_atom))
         settings = self.settings
         usual = _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
         self.traffic_class = _first(settings.traffic_class, traffic_class.value, usual)
         self.service_level = _first(settings.service_level, service_level.value, 0)
 
     def _rank(self) -> list[GidChoice]:
-        room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
+        room = int(self.port.gid_tbl_len) * max(1, int(self.limits.phys_port_cnt))
         entries = (C.ibv_gid_entry * room)()
         each = ctypes.sizeof(C.ibv_gid_entry)
-        n = self.lib.ask("_ibv_query_gid_table", self.context, ctypes.byref(entries), room, 0, each)
+        n = self.lib.ask("_ibv_query_gid_table", self.pointer, ctypes.byref(entries), room, 0, each)
         if n < 0:
             fail("ibv_query_gid_table", -n, device=self.name)
         table = [
@@ -283,7 +271,7 @@ class Device:
         found, key = {}, ctypes.c_uint16()
         for index in range(int(self.port.pkey_tbl_len)):
             port = self.settings.port
-            if self.lib.ask("ibv_query_pkey", self.context, port, index, ctypes.byref(key)):
+            if self.lib.ask("ibv_query_pkey", self.pointer, port, index, ctypes.byref(key)):
                 break
             if key.value:  # 0 marks an entry that is not in use
                 found[index] = ntohs(key.value)
@@ -305,7 +293,7 @@ class Device:
     @property
     def link_bps(self) -> int:
         """Nominal rate, bits a second; 0 = unknown."""
-        return link_bps(self._sysfs, self.settings.port)
+        return link_bps(self.sysfs, self.settings.port)
 
     @property
     def no_reads(self) -> str:
@@ -314,9 +302,10 @@ class Device:
             return "it was opened with reads=0"
         if self.reads_asked and self.reads_served:
             return ""
+        limits = self.limits
         return (
-            f"{self.name} cannot read: its max_qp_init_rd_atom is {self.attr.max_qp_init_rd_atom} "
-            f"and its max_qp_rd_atom {self.attr.max_qp_rd_atom}"
+            f"{self.name} cannot read: its max_qp_init_rd_atom is {limits.max_qp_init_rd_atom} and "
+            f"its max_qp_rd_atom {limits.max_qp_rd_atom}"
         )
 
     def route(self, gid: bytes, lid: int) -> Struct:
@@ -347,7 +336,7 @@ class Device:
                 return found
             if ctypes.get_errno() not in _NO_EX:
                 fail("ibv_create_qp_ex", ctypes.get_errno(), device=self.name, requests=requests)
-        found = self._make("ibv_create_qp", self.pd, ctypes.byref(attr), requests=requests)
+        found = self.make("ibv_create_qp", self.pd, ctypes.byref(attr), requests=requests)
         self._create_ex = None  # refused there and possible here: it has no send_ops_flags
         self.inline_max = min(_INLINE_BYTES, int(attr.cap.max_inline_data))
         return found
@@ -356,49 +345,27 @@ class Device:
         """Make a shared receive queue."""
         attr = C.ibv_srq_init_attr()
         attr.attr.max_wr, attr.attr.max_sge = depth, 1
-        return self._make("ibv_create_srq", self.pd, ctypes.byref(attr), max_wr=depth)
-
-    def _make(self, name: str, *arguments: object, **context: Any) -> int:
-        return self.lib.make(name, *arguments, device=self.name, **context)
+        return self.make("ibv_create_srq", self.pd, ctypes.byref(attr), max_wr=depth)
 
     def try_queue_pair(self, requests: int) -> None:
         """Make a queue pair for so many requests, and free it again; raises as make_rc()."""
-        cq = self._make("ibv_create_cq", self.context, 1, None, None, 0)
+        cq = self.make("ibv_create_cq", self.pointer, 1, None, None, 0)
         try:
             self.free("ibv_destroy_qp", self.make_rc(cq, 0, requests))
         finally:
             self.free("ibv_destroy_cq", cq)
-
-    def register(self, memory: Memory, access: int, export: DmabufExport | None = None) -> Struct:
-        """Register memory; the caller keeps it mapped until dereg_mr."""
-        found = self.lib.register(self.pd, memory, access, export, device=self.name)
-        return C.ibv_mr.from_address(found)
-
-    def dereg_mr(self, mr: Struct) -> None:
-        """Withdraw a region."""
-        self.free("ibv_dereg_mr", ctypes.addressof(mr))
 
     def has_link(self) -> bool:
         """Whether the port is up now."""
         if self._closed:
             return False
         port = C.ibv_port_attr()
-        rc = self.lib.ask("ibv_query_port", self.context, self.settings.port, ctypes.byref(port))
+        rc = self.lib.ask("ibv_query_port", self.pointer, self.settings.port, ctypes.byref(port))
         return rc == 0 and bool(port.state == _ACTIVE)
 
-    def free(self, name: str, *arguments: object) -> None:
-        """Give something back."""
-        try:
-            self.lib.ok(name, *arguments, device=self.name)
-        except FabricError:
-            if not self.dead:
-                raise
-
     def close(self) -> None:
-        """Let go. What was made on the device must be gone: EBUSY says that something is left."""
         self._closed = True
-        self.free("ibv_dealloc_pd", self.pd)
-        self.free("ibv_close_device", self.context)
+        super().close()
 
     def caps(self, sq_depth: int, reads: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
         """The abilities of a NIC on this device."""
@@ -478,7 +445,7 @@ def plan_depths(device: Device) -> Depths:
     A depth that the user names is kept or refused (UsageError); one that is left open follows the
     device, which may refuse even the shortest queue (FabricError).
     """
-    settings, attr = device.settings, device.attr
+    settings, attr = device.settings, device.limits
     rows, reads = _find_rows(device)
     messages_in = _within(
         device, "msg_recvs_max", settings.msg_recvs_max, _MESSAGES_IN, int(attr.max_srq_wr)
@@ -505,7 +472,7 @@ def _within(device: Device, name: str, wanted: int | None, usual: int, most: int
 
 def _find_rows(device: Device) -> tuple[int, int]:
     """Try how many rows and reads a queue pair takes: a device does not report limits in bytes."""
-    settings, most = device.settings, int(device.attr.max_qp_wr)
+    settings, most = device.settings, int(device.limits.max_qp_wr)
     reads = 0 if device.no_reads else settings.reads
     refusal: FabricError | None = None
     for wanted in _candidates(settings.sq_depth, reads, most):

@@ -140,12 +140,12 @@ class VerbsDomain:
         """Make what all peers share, in order; it is freed in reverse."""
         device = self.device
         self.depths = depths = plan_depths(device)
-        self._events = events = Events(device.lib, device.context)
+        self._events = events = Events(device.lib, device.pointer)
         undo.callback(device.free, "ibv_destroy_comp_channel", events.channel)
         self._sleeper = Sleeper(*events.fds)
         undo.callback(self._sleeper.close)
         self._cq = device.lib.make(
-            "ibv_create_cq", device.context, depths.cq, None, events.channel, 0
+            "ibv_create_cq", device.pointer, depths.cq, None, events.channel, 0
         )
         undo.callback(device.free, "ibv_destroy_cq", self._cq)
         undo.callback(self._clear_events)  # those that nobody took keep it busy

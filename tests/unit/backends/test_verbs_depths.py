@@ -115,7 +115,7 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
 def test_a_queue_that_fails_takes_its_nic_down(stub, kind, sleeping):
     """Its completions are lost: who waits for them would wait for ever."""
     pair = Pair(stub)
-    stub.event(pair.b.device.context, ENUMS[kind])
+    stub.event(pair.b.device.pointer, ENUMS[kind])
     if sleeping:
         pair.b.arm()
     pair.until(lambda: pair.ended("b", Kind.DOWN))

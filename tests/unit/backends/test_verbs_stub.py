@@ -569,7 +569,7 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
     """The device says that it is dead; nothing else would end what it holds."""
     stub.set(Knob.SINK, 0)
     rig.b.close()
-    stub.event(rig.a.device.context, ENUMS["IBV_EVENT_DEVICE_FATAL"])
+    stub.event(rig.a.device.pointer, ENUMS["IBV_EVENT_DEVICE_FATAL"])
     armed = rig.a.arm()
     kinds, end_s = [], time.monotonic() + 60
     while not kinds:
@@ -591,7 +591,7 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
 def test_a_queue_pair_that_failed_by_itself_is_replaced(stub, rig, kind):
     """The device tells of it in an event only: rows that are posted there never come back."""
     failed = rig.a.peers.up[0]
-    stub.event(rig.a.device.context, kind, failed._made[1])
+    stub.event(rig.a.device.pointer, kind, failed._made[1])
     rig.a.arm()
     rig.until(lambda: rig.a.peers.up[0] not in {None, failed})
     mark = stub.seen()
