@@ -40,7 +40,7 @@ class _End:
         import ctypes
 
         from tep.backends.efa.device import Nic, Sizes
-        from tep.backends.efa.ways import Columns, Span
+        from tep.backends.efa.ways import Columns
         from tep.backends.ffi.efa import load
         from tep.memory.source import adapt
 
@@ -51,7 +51,7 @@ class _End:
         self.at = self.memory.ctypes.data
         self.mr = self.nic.hold(adapt(self.memory), 7)  # written, and read, by peers
         self.place = self.nic.place(self.nic.insert(self.nic.raw()))
-        self.way.lay_out(Span(self.at, 64, receive, self.mr.lkey))
+        self.way.lay_out(self.at, 64, receive, self.mr.lkey)
         self._run = ctypes.CDLL("libibverbs.so.1").fake_efa_run
         self.seen, self.asked = [], []
 

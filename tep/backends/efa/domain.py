@@ -36,7 +36,7 @@ from tep.backends.base import (
 )
 from tep.backends.common import part
 from tep.backends.efa.device import Nic
-from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers, Span
+from tep.backends.efa.ways import KINDS, OP_READ, OP_WRITE, Columns, Entries, Numbers
 from tep.backends.ffi.ibverbs import ENUMS, rights
 from tep.backends.libfabric import completions, objects, slots
 from tep.backends.libfabric.domain import FabricDomain
@@ -461,7 +461,7 @@ class Mailbox(completions.Mailbox):
         self.spent = bytearray(array("H", range(receives)))
         self.refill_from = 2 * max(1, receives // _REFILL_SHARE)
         self._started = False
-        way.lay_out(Span(memory.ptr, self._frame_bytes, receives, handle.lkey))
+        way.lay_out(memory.ptr, self._frame_bytes, receives, handle.lkey)
 
     def start(self, _endpoint: Endpoint) -> None:
         self._started = True

@@ -40,7 +40,7 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ from tep.base.errors import BackendUnavailable
 __all__ = [
     "ALWAYS_1", "ALWAYS_2", "ARM", "COMPLETION_ENTRY", "HAS_IMM", "KINDS", "LKEY_MASK",
     "OP_READ", "OP_SEND", "OP_WRITE", "RX_ALWAYS", "RX_ENTRY", "TX_ENTRY", "Columns", "Entries",
-    "Numbers", "Span", "fences",
+    "Numbers", "fences",
 ]  # fmt: skip
 
 TX_ENTRY: Final = layout(
@@ -98,15 +98,6 @@ Entries = npt.NDArray[np.void]
 Imms = Column | None
 Ends = tuple[Place, int, int, int]
 """The ends of a batch of rows: the peer's place, local key, remote key; and the operation."""
-
-
-class Span(NamedTuple):
-    """Memory that messages are received in: buffers of one size, side by side."""
-
-    address: int
-    buffer_bytes: int
-    buffers: int
-    lkey: int
 
 
 _ONE: Final = Struct("<HBBHHIHHI12xIIQIIQ")
@@ -242,14 +233,14 @@ class Columns:
         else:
             self._nic.wait_fds = ()  # nobody would tell the device what was read
 
-    def lay_out(self, span: Span) -> None:
-        """Say where messages are received; buffer i has the request id i."""
-        rows = np.zeros(span.buffers, RX_ENTRY)
+    def lay_out(self, address: int, nbytes: int, buffers: int, lkey: int) -> None:
+        """Say where messages are received: buffers of `nbytes` side by side; i has the id i."""
+        rows = np.zeros(buffers, RX_ENTRY)
         self._receives = rows.view(np.uint64).reshape(-1, 2)
-        rows["addr"] = span.address + span.buffer_bytes * np.arange(span.buffers)
-        rows["req_id"] = np.arange(span.buffers)
-        rows["length"] = span.buffer_bytes
-        rows["lkey_ctrl"] = RX_ALWAYS | (span.lkey & LKEY_MASK)
+        rows["addr"] = address + nbytes * np.arange(buffers)
+        rows["req_id"] = np.arange(buffers)
+        rows["length"] = nbytes
+        rows["lkey_ctrl"] = RX_ALWAYS | (lkey & LKEY_MASK)
 
     # --- posting
 

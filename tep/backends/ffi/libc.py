@@ -102,16 +102,15 @@ class Timer:
             code = ctypes.get_errno()
             raise OSError(code, f"timerfd_create: {os.strerror(code)}")
 
-    def set(self, delay_s: float | None, *, again: bool = False) -> None:
-        """Become readable after `delay_s`, and each time it has passed `again`; None = never.
+    def set(self, delay_s: float | None) -> None:
+        """Become readable after `delay_s`; None = never.
 
         More than a day counts as a day: whoever is woken looks at the clock and sets it again.
         """
         whole = rest_ns = 0
         if delay_s is not None:
             whole, rest_ns = divmod(max(1, int(system_s(delay_s) * 1e9)), 10**9)
-        every = (whole, rest_ns) if again else (0, 0)
-        self._set(self.fd, 0, (ctypes.c_long * 4)(*every, whole, rest_ns), None)
+        self._set(self.fd, 0, (ctypes.c_long * 4)(0, 0, whole, rest_ns), None)
 
     def clear(self) -> None:
         """Be readable no more."""

@@ -177,7 +177,7 @@ def survey(lib: Library, settings: Settings) -> list[Found]:
                 usable=True,
                 link_bps=device.link_bps,
                 is_ib=device.is_ib,
-                subnet=device.gid.seen.gid[:8].hex() if device.is_ib else "",
+                subnet=device.gid.gid[:8].hex() if device.is_ib else "",
                 path=path,
                 physical=os.path.realpath(physical) if physical.exists() else "",
             )

@@ -12,8 +12,9 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import starmap
 from socket import ntohs
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +36,7 @@ from tep.host.nics import HCA, Number, read_number
 
 __all__ = [
     "DATAGRAMS_IN", "DATAGRAMS_OUT", "MEANT", "MESSAGES_OUT", "READS", "Depths", "Device",
-    "GidChoice", "GidSeen", "Settings", "plan_depths", "rank_gids",
+    "GidChoice", "Settings", "plan_depths", "rank_gids",
 ]  # fmt: skip
 
 _TIMEOUT_UNIT_S: Final = 4.096e-6
@@ -228,7 +229,7 @@ class Device(Context):
         self.reads_asked = min(_READS_AT_A_TIME, int(self.limits.max_qp_init_rd_atom))
         self.reads_served = min(_READS_AT_A_TIME, int(self.limits.max_qp_rd_atom))
         settings = self.settings
-        usual = _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
+        usual = _ROCE_CLASS if not self.is_ib and self.gid.gid_type == _V2 else 0
         self.traffic_class = _first(settings.traffic_class, traffic_class.value, usual)
         self.service_level = _first(settings.service_level, service_level.value, 0)
 
@@ -240,12 +241,12 @@ class Device(Context):
         if n < 0:
             fail("ibv_query_gid_table", -n, device=self.name)
         table = [
-            GidSeen(int(entry.gid_index), bytes(entry.gid.raw), int(entry.gid_type))
+            (int(entry.gid_index), bytes(entry.gid.raw), int(entry.gid_type))
             for entry in entries[:n]
             if entry.port_num == self.settings.port
         ]
         if self.is_ib:
-            return [GidChoice(0, seen, "InfiniBand") for seen in table[:1]]
+            return [GidChoice(0, *seen, "InfiniBand") for seen in table[:1]]
         return rank_gids(table)
 
     def _pick(self, hint: Number) -> GidChoice:
@@ -261,7 +262,7 @@ class Device(Context):
         if wanted is None:
             return self.gids[0]
         for choice in self.gids:
-            if choice.seen.entry == wanted:
+            if choice.entry == wanted:
                 return choice
         there = "; ".join(map(str, self.gids))
         raise UsageError(f"verbs: {option} is empty on {self.name}; there are: {there}")
@@ -318,7 +319,7 @@ class Device(Context):
         if not self.is_ib or self.port.flags & _GRH_REQUIRED:
             found.is_global = 1
             found.grh.dgid = C.ibv_gid.from_buffer_copy(gid)
-            found.grh.sgid_index = self.gid.seen.entry
+            found.grh.sgid_index = self.gid.entry
             found.grh.hop_limit = _HOPS
             found.grh.traffic_class = self.traffic_class
         return found
@@ -501,39 +502,37 @@ def _candidates(rows: int | None, reads: int | None, most: int) -> Iterator[tupl
         total //= 2
 
 
-class GidSeen(NamedTuple):
-    """Entry number `entry` of the table; `gid_type` as the library numbers it."""
+class GidChoice(NamedTuple):
+    """An entry of the table with its place in the ranking; `rank` 0 is best.
 
+    `gid_type` is as the library numbers it.
+    """
+
+    rank: int
     entry: int
     gid: bytes
     gid_type: int
-
-
-class GidChoice(NamedTuple):
-    """An entry with its place in the ranking; `rank` 0 is best."""
-
-    rank: int
-    seen: GidSeen
     why: str
 
     def __str__(self) -> str:
-        return f"GID {self.seen.entry} {gid_text(self.seen.gid)}: {self.why} (rank {self.rank})"
+        return f"GID {self.entry} {gid_text(self.gid)}: {self.why} (rank {self.rank})"
 
 
-def rank_gids(table: Sequence[GidSeen]) -> list[GidChoice]:
-    """Sort the entries of an Ethernet port, best first; equal ranks by index.
+def rank_gids(table: Iterable[tuple[int, bytes, int]]) -> list[GidChoice]:
+    """Sort the entries (number, GID, type) of an Ethernet port, best first; equal ranks by number.
 
     RoCE v2 with a routable IPv4 address is what every network of this kind carries; then routable
     IPv6, then link-local ones, which stay within a subnet; RoCE v1 is never routed.
     """
-    return sorted(map(_rank, table), key=lambda choice: (choice.rank, choice.seen.entry))
+    return sorted(starmap(_rank, table))
 
 
-def _rank(seen: GidSeen) -> GidChoice:
-    local = is_link_local(seen.gid)
-    family = "IPv4" if is_mapped(seen.gid) else "IPv6"
+def _rank(entry: int, gid: bytes, gid_type: int) -> GidChoice:
+    local = is_link_local(gid)
+    family = "IPv4" if is_mapped(gid) else "IPv6"
     reach = "link-local" if local else "routable"
-    if seen.gid_type == _V2:
+    if gid_type == _V2:
         rank = 2 * local + (family == "IPv6")
-        return GidChoice(rank, seen, f"RoCE v2, {reach} {family}")
-    return GidChoice(4 + local, seen, f"RoCE v1, {reach} {family}; never routed")
+        return GidChoice(rank, entry, gid, gid_type, f"RoCE v2, {reach} {family}")
+    why = f"RoCE v1, {reach} {family}; never routed"
+    return GidChoice(4 + local, entry, gid, gid_type, why)

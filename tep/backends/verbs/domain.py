@@ -29,7 +29,7 @@ from tep.backends.base import (
     WriteBatch,
     hand_out,
 )
-from tep.backends.common import Sleeper, check_memory, closed, orphan_at_fork, says
+from tep.backends.common import Sleeper, at, check_memory, closed, orphan_at_fork, says
 from tep.backends.ffi.ibverbs import ENUMS, Events, Struct, rights
 from tep.backends.verbs.conns import Queues
 from tep.backends.verbs.device import Device, plan_depths
@@ -110,8 +110,8 @@ class VerbsDomain:
         own = Address(
             link=int(device.port.link_layer),
             lid=int(device.port.lid),
-            gid=device.gid.seen.gid,
-            gid_type=device.gid.seen.gid_type,
+            gid=device.gid.gid,
+            gid_type=device.gid.gid_type,
             ud_qpn=self._datagrams.number,
             qkey=qkey,
             epoch=epoch,
@@ -220,28 +220,37 @@ class VerbsDomain:
         self._credits = room - taken
         return taken
 
-    def _post_slowly(self, batch: WriteBatch, start: int, stop: int) -> int:
-        """Post what is not as simple as most: many peers, none connected, impossible rows."""
+    def _post_slowly(self, batch: Batch, start: int, stop: int) -> int:
+        """Take what is less simple: reads, many peers, none connected, impossible rows."""
         self._check_open()
         if self._state is not _State.OPEN:
             return self._fail(batch, start, stop, Status.NIC_DOWN)
-        writer, peer = self._writer, batch.peer
-        stop = writer.possible_until(batch, start, stop)
-        if stop == start:
-            return self._fail(batch, start, start + 1, writer.why_impossible(batch, start))
-        if isinstance(peer, int):
-            conn = self._up[peer]
-            if conn is not None:
-                return writer.post_up(conn, batch, start, stop)
-            self.peers.hold(peer, batch, start, stop)
-            return stop - start
-        for row, one in enumerate(peer[start:stop].tolist(), start):
-            conn = self._up[one]
-            if conn is None:
-                self.peers.hold(one, batch, row, row + 1)
-            elif not writer.post_up(conn, batch, row, row + 1):
-                self.peers.keep(one, batch, row, row + 1)
+        row = start
+        while row < stop:
+            end = self._writer.possible_until(batch, row, stop)
+            if end == row:
+                end += self._fail(batch, row, row + 1, self._writer.why_impossible(batch, row))
+            else:
+                self._post_possible(batch, row, end)
+            row = end
         return stop - start
+
+    def _post_possible(self, batch: Batch, start: int, stop: int) -> None:
+        """Post rows peer by peer; what finds no room, or no connection, is kept."""
+        peer, ends = batch.peer, [stop]
+        if not isinstance(peer, int):
+            others = np.flatnonzero(peer[start + 1 : stop] != peer[start : stop - 1])
+            ends = [*(others + (start + 1)).tolist(), stop]
+        for end in ends:
+            number = at(peer, start)
+            conn = self._up[number]
+            if conn is None:
+                self.peers.hold(number, batch, start, end)
+            else:
+                start += self._writer.post_any(conn, batch, start, end)
+                if start < end:
+                    self.peers.keep(number, batch, start, end)
+            start = end
 
     def _fail(self, batch: Batch, start: int, stop: int, status: Status) -> int:
         kind, told = ended_as(batch, status)
@@ -255,32 +264,7 @@ class VerbsDomain:
         if (end := min(stop, start + self._read_credits)) <= start:
             return 0
         self._read_credits -= end - start
-        if self._state is not _State.OPEN:
-            return self._fail(batch, start, end, Status.NIC_DOWN)
-        writer, at = self._writer, start
-        while at < end:
-            possible = writer.possible_until(batch, at, end)
-            if possible == at:
-                at += self._fail(batch, at, at + 1, writer.why_impossible(batch, at))
-            while at < possible:
-                at = self._read_from_one(batch, at, possible)
-        return end - start
-
-    def _read_from_one(self, batch: ReadBatch, start: int, stop: int) -> int:
-        """Read the first rows, of one peer; what finds no room is kept. Return where they end."""
-        peer = batch.peer
-        if not isinstance(peer, int):
-            others = np.flatnonzero(peer[start:stop] != peer[start])
-            stop = start + int(others[0]) if len(others) else stop
-            peer = int(peer[start])
-        conn = self._up[peer]
-        if conn is None:
-            self.peers.hold(peer, batch, start, stop)
-        else:
-            taken = self._writer.post_reads(conn, batch, start, stop)
-            if start + taken < stop:
-                self.peers.keep(peer, batch, start + taken, stop)
-        return stop
+        return self._post_slowly(batch, start, end)
 
     # --- messages
 

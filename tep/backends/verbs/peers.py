@@ -572,7 +572,7 @@ class Peer:
         rows, messages = self.rows, self.messages
         while rows and conn.row_ref and not conn.lost:
             batch, start, stop = rows[0]
-            start += self._owner.writer.post_held(conn, batch, start, stop)
+            start += self._owner.writer.post_any(conn, batch, start, stop)
             if start < stop:
                 rows[0] = batch, start, stop
                 break

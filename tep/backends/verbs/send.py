@@ -142,8 +142,8 @@ class Writer:
             return self._post_few(conn, batch, start, stop)
         return self._post_chains(self._run, conn, batch, start, stop)
 
-    def post_held(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
-        """Post rows that had to wait, of either kind; return how many were taken, a prefix."""
+    def post_any(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
+        """Post rows of either kind to one connected peer; return how many were taken, a prefix."""
         if isinstance(batch, ReadBatch):
             return self.post_reads(conn, batch, start, stop)
         assert isinstance(batch, WriteBatch), batch

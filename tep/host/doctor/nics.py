@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tep.backends.ffi.ibverbs import ENUMS
-from tep.backends.verbs.device import GidSeen, rank_gids
+from tep.backends.verbs.device import rank_gids
 from tep.host.doctor import Finding, Level, bad, good, note, warn
 from tep.host.hostfiles import HostFiles
 from tep.host.nics import read_number
@@ -181,7 +181,7 @@ def _gids(files: HostFiles, name: str, top: str) -> Iterator[Finding]:
             continue
         kind = files.read(f"{top}/gid_attrs/types/{entry}") or ""
         v2 = ENUMS["IBV_GID_TYPE_ROCE_V2"] if kind == "RoCE v2" else ENUMS["IBV_GID_TYPE_ROCE_V1"]
-        table.append(GidSeen(entry, raw, v2))
+        table.append((entry, raw, v2))
     ranked = rank_gids(table)
     if not ranked:
         yield bad(name, "the port has no address (GID)", "give its network interface an IP address")

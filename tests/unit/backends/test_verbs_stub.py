@@ -669,7 +669,7 @@ def test_close_gives_everything_back(stub):
 def test_the_best_gid_is_chosen_and_the_ranking_is_told(stub):
     """Index 0 is link-local on most machines, and does not leave its subnet."""
     domain = open_domains(["stub3"], library=stub.path).domains[0]
-    chosen, told = domain.device.gid.seen.entry, domain.describe()
+    chosen, told = domain.device.gid.entry, domain.describe()
     domain.close()
 
     assert 2 == chosen

@@ -8,7 +8,7 @@ import pytest
 
 from tep.backends.base import Status
 from tep.backends.verbs.conns import Tag, number_of, tag
-from tep.backends.verbs.device import GidSeen, Settings, rank_gids
+from tep.backends.verbs.device import Settings, rank_gids
 from tep.backends.verbs.handshake import (
     DATAGRAM_BYTES_MAX,
     Address,
@@ -136,17 +136,17 @@ def test_peers_out_of_reach_are_named_before_anything_is_sent(other, why):
 def test_gids_are_ranked_routable_roce_v2_first():
     """A fixed index 0 is link-local or RoCE v1 on most machines."""
     table = [
-        GidSeen(0, gid("fe80::1"), 1),
-        GidSeen(1, gid("fe80::1"), 2),
-        GidSeen(2, gid("10.0.0.1"), 1),
-        GidSeen(3, gid("169.254.1.1"), 2),
-        GidSeen(4, gid("2001:db8::1"), 2),
-        GidSeen(5, gid("10.0.0.1"), 2),
-        GidSeen(6, gid("10.0.0.2"), 2),
+        (0, gid("fe80::1"), 1),
+        (1, gid("fe80::1"), 2),
+        (2, gid("10.0.0.1"), 1),
+        (3, gid("169.254.1.1"), 2),
+        (4, gid("2001:db8::1"), 2),
+        (5, gid("10.0.0.1"), 2),
+        (6, gid("10.0.0.2"), 2),
     ]
     ranked = rank_gids(table)
 
-    assert [5, 6, 4, 3, 1, 2, 0] == [choice.seen.entry for choice in ranked]
+    assert [5, 6, 4, 3, 1, 2, 0] == [choice.entry for choice in ranked]
     assert "GID 5 10.0.0.1: RoCE v2, routable IPv4 (rank 0)" == str(ranked[0])
     assert "fe80::1" == gid_text(gid("fe80::1"))
 
