@@ -30,8 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import (
+    COMPLETION,
     Access,
     Column,
+    Completions,
     Domain,
     DomainCaps,
     Entry,
@@ -70,6 +72,7 @@ __all__ = [
     "order_of",
     "orphan_at_fork",
     "part",
+    "put_imms",
     "read_message",
     "row_of",
     "says",
@@ -386,6 +389,15 @@ def order_of(fence: Callable[[], None]) -> Callable[[], None]:
 
 def nothing() -> None:
     """Do nothing: the waker until one is set, and a fence where the processor needs none."""
+
+
+_ONE_IMM: Final = np.array((Kind.IMM, Status.OK, 1, 0, 0, 0, 0), COMPLETION)
+
+
+def put_imms(out: Completions, imms: npt.NDArray[np.uint32], counts: Column = 1) -> None:
+    """Fill entries, one an immediate that has arrived `counts` times."""
+    out[:] = _ONE_IMM
+    out["imm"], out["count"] = imms, counts
 
 
 def part(column: Column, start: int, stop: int) -> Column:

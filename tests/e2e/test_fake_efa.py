@@ -123,7 +123,7 @@ def test_a_libfabric_without_cuda_is_named_as_the_cause(run):
 
     assert "was built without CUDA" in done.stderr
     assert "TEP_LIBFABRIC" in done.stderr
-    assert "offers no provider" not in done.stderr
+    assert "offers no provider 'efa' that takes CUDA memory" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "tests"), [("contract", 105), ("processes", 22), ("direct", 85)])

@@ -102,7 +102,6 @@ def test_bad_options_say_what_there_is():
     """An error that lists the choices is the manual that people read."""
     for options, message in (
         ({"provider": "ucx"}, "tep drives: tcp, efa"),
-        ({"provider": "shm"}, 'use the backend "local"'),
         ({"nics": 65}, "1 to 64 are possible"),
         ({"nics": "127.0.0.1"}, "give a list"),
         ({"nics": []}, "give a list"),

@@ -62,7 +62,6 @@ _READY: Final = State.READY  # looking it up in its class takes 0.1 us
 class EfaDomain(FabricDomain):
     """One NIC, opened, which this object closes; the rest as for `FabricDomain`."""
 
-    _lone_reads_are_simple = True
     _slots: Slots
 
     def __init__(
@@ -85,7 +84,7 @@ class EfaDomain(FabricDomain):
         face = cast("Any", nic)
         super().__init__(face, rules, caps, epoch=epoch, dmabuf=dmabuf, about=about)
 
-    def _parts(
+    def _make(
         self, nic: Any, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, objects.Regions, completions.Mailbox, completions.Queue]:
         del nic  # libfabric's
@@ -381,8 +380,6 @@ _LOCAL: Final = 1 << 62
 _SENT: Final = 1 << 1  # of a completion's flags
 _WRITE_FLAG: Final = 2 << 4
 
-_WRITE: Final = int(Kind.WRITE)
-_READ: Final = int(Kind.READ)
 _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
 
@@ -584,13 +581,7 @@ class Queue(completions.Queue):
             ticket = self._slots.take_back(number * STEP)
             if ticket is not None:
                 ticket.peer.heard = True
-                ctx = ticket.batch.ctx
-                if ctx & READ:
-                    self._slots.reads -= 1
-                    put_completion(out, at, _READ, _OK, 1, 0, 0, ctx ^ READ, 0)
-                else:
-                    put_completion(out, at, _WRITE, _OK, 1, 0, 0, ctx, 0)
-                return filled + 1
+                return self._end(ticket.batch.ctx, 1, out, filled)
         elif flags & _WRITE_FLAG:
             self._mailbox.give_back(number)
             put_completion(out, at, _IMM, _OK, 1, imm, 0, 0, 0)
@@ -661,11 +652,5 @@ class Queue(completions.Queue):
         else:
             finished = self._slots.give_back_many(mine)
         for ctx, count in finished.items():
-            at = filled * COMPLETION_BYTES
-            if ctx & READ:
-                self._slots.reads -= count
-                put_completion(out, at, _READ, _OK, count, 0, 0, ctx ^ READ, 0)
-            else:
-                put_completion(out, at, _WRITE, _OK, count, 0, 0, ctx, 0)
-            filled += 1
+            filled = self._end(ctx, count, out, filled)
         return filled

@@ -42,46 +42,25 @@ from tep.memory.source import DmabufExport
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
 _NICS_MAX: Final = 64
-_IMM_BYTES: Final = 4
 _PORT_MAX: Final = 65535
 
 
 class Offer(NamedTuple):
-    """One NIC that can be opened.
-
-    Attributes:
-        info: its fi_info, owned by whoever holds this.
-        nic: its name, for people.
-        link_bps: nominal rate, or 0.
-        row_bytes_max: longest row.
-    """
+    """One NIC that can be opened, by its name; its fi_info is owned by whoever holds this."""
 
     info: fi.Info
     nic: str
-    link_bps: int
     row_bytes_max: int
 
 
 def find_offers(
     lib: fi.Libfabric, rules: Rules, nics: Sequence[str] | int | None, *, cuda: bool = False
 ) -> list[Offer]:
-    """Find the NICs that were asked for.
-
-    Args:
-        lib: the library.
-        rules: of the provider.
-        nics: names: see addresses() for tcp, else devices' names; or how many; or None for one
-            (all that there are on EFA).
-        cuda: whether CUDA memory will be registered.
-
-    Raises:
-        UsageError: impossible names or numbers.
-        BackendUnavailable: nothing fits; says what was tried.
-    """
+    """Find the NICs that were asked for; on tcp by names only."""
     if not rules.software:
         return _devices(lib, rules, nics, cuda=cuda)
     assert isinstance(nics, Sequence)
-    return [_one(lib, rules, name) for name in addresses(nics)]
+    return [_one(lib, rules, name) for name in nics]
 
 
 def check_nics(nics: Sequence[str] | int | None) -> None:
@@ -94,11 +73,11 @@ def check_nics(nics: Sequence[str] | int | None) -> None:
 
 
 def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
-    node, service = node_and_service(name)
+    node, service = node_and_service(address(name))
     first, *others = _ask(lib, rules, node, service or None)
     for info in others:
         lib.freeinfo(info)
-    return _named(first, name)
+    return Offer(first, name, int(first.contents.ep_attr.contents.max_msg_size))
 
 
 def _devices(
@@ -136,29 +115,7 @@ def _devices(
         raise UsageError(f"libfabric: nics={nics!r} names one NIC twice")
     for name in set(found) - set(names):
         lib.freeinfo(found[name])
-    return [_named(found[name], name, longest[name]) for name in names]
-
-
-def check_offer(info: fi.Info, nic: str) -> None:
-    """Refuse a NIC that could not carry an immediate.
-
-    Raises:
-        BackendUnavailable: with what was found and what is needed.
-    """
-    size = int(info.contents.domain_attr.contents.cq_data_size)
-    if size < _IMM_BYTES:
-        raise BackendUnavailable(
-            f"{nic}: its completions carry {size} bytes of immediate, tep needs {_IMM_BYTES}"
-        )
-
-
-def _named(info: fi.Info, name: str, row_bytes_max: int = 1 << 62) -> Offer:
-    nic = info.contents.nic
-    link_bps = 0
-    if nic and nic.contents.link_attr:
-        link_bps = int(nic.contents.link_attr.contents.speed)
-    longest = min(int(info.contents.ep_attr.contents.max_msg_size), row_bytes_max)
-    return Offer(info, name, link_bps, longest)
+    return [Offer(found[name], name, longest[name]) for name in names]
 
 
 def _ask(
@@ -173,43 +130,24 @@ def _ask(
                 return lib.getinfo(hints, node, service, fi.FI_SOURCE if node else 0)
             except OSError as error:
                 tried.append((f"fi_getinfo(prov={name!r}, node={node!r})", str(error)))
-    if cuda and _offers_host_memory(lib, rules):
-        raise BackendUnavailable(
-            f"{lib.describe()} was built without CUDA: its provider {rules.provider!r} takes host "
-            "memory only. Use the libfabric of AWS's EFA installer (/opt/amazon/efa, or "
-            "TEP_LIBFABRIC=its libfabric.so.1), the backend efa, or copies by tep.cuda.Staged",
-            tuple(tried),
-        )
     filtered = os.environ.get("FI_PROVIDER")
     note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
+    what = f"provider {rules.provider!r}{' that takes CUDA memory' if cuda else ''}"
+    if cuda:
+        note += (
+            "; one that was built without CUDA takes host memory only: use the libfabric of AWS's "
+            "EFA installer (/opt/amazon/efa, or TEP_LIBFABRIC=its libfabric.so.1), the backend "
+            "efa, or copies by tep.cuda.Staged"
+        )
     raise BackendUnavailable(
-        f"{lib.describe()} offers no provider {rules.provider!r}"
-        f"{f' at {node}' if node else ''}{note}; FI_LOG_LEVEL=warn makes libfabric say why",
+        f"{lib.describe()} offers no {what}{f' at {node}' if node else ''}{note}; "
+        "FI_LOG_LEVEL=warn makes libfabric say why",
         tuple(tried),
     )
 
 
-def _offers_host_memory(lib: fi.Libfabric, rules: Rules) -> bool:
-    """Tell whether the provider is there for an engine that registers no CUDA memory."""
-    try:
-        infos = _ask(lib, rules, None, None)
-    except BackendUnavailable:
-        return False
-    for info in infos:
-        lib.freeinfo(info)
-    return True
-
-
 def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bool) -> None:
-    """Write what we ask for into empty hints.
-
-    Args:
-        lib: the library.
-        hints: empty.
-        rules: of the provider.
-        name: what libfabric calls it.
-        cuda: whether CUDA memory will be registered.
-    """
+    """Write what we ask for into empty hints; `name` is what libfabric calls the provider."""
     hint = hints.contents
     hint.caps = fi.FI_MSG | fi.FI_RMA | rules.caps | (fi.FI_HMEM if cuda else 0)
     hint.mode = fi.FI_CONTEXT | fi.FI_CONTEXT2 | fi.FI_RX_CQ_DATA
@@ -243,19 +181,6 @@ def _text(pointer: int | None) -> str:
 
 
 # ------------------------------------------------------------------ addresses of this host
-
-
-def addresses(names: Sequence[str]) -> list[str]:
-    """One address a name, as "ADDRESS", "ADDRESS:PORT" or "[IPV6]:PORT".
-
-    Args:
-        names: addresses; interfaces ("eth0"), each for its first address; networks ("10.0.0.0/8"),
-            each for the first address of this host in it; names of this host. Any with ":PORT".
-
-    Raises:
-        UsageError: an interface or a network that is not here, or an address of no host.
-    """
-    return [_address(name) for name in names]
 
 
 def default_addresses(nics: int | None) -> tuple[list[str], str]:
@@ -299,8 +224,15 @@ def node_and_service(name: str) -> tuple[str, str]:
     return node, service
 
 
-def _address(name: str) -> str:
-    """The address that a name stands for: itself, or of an interface, or in a network."""
+def address(name: str) -> str:
+    """The address that a name stands for: "ADDRESS", "ADDRESS:PORT" or "[IPV6]:PORT".
+
+    A name is an address, an interface, for its first address, or a network, for the first address
+    of this host in it; any of them may end in ":PORT".
+
+    Raises:
+        UsageError: an interface or a network that is not here, or an address of no host.
+    """
     node, service = node_and_service(name)
     if service and not (service.isdecimal() and int(service) <= _PORT_MAX):
         raise UsageError(f"libfabric: nics={name!r}: {service!r} is no port")
@@ -323,16 +255,10 @@ def _address(name: str) -> str:
         return _join(found[0].address, service)
     if any(one.name == node for one in here) or node in {n for _, n in socket.if_nameindex()}:
         raise UsageError(f"libfabric: interface {node!r} has no address; here are {_listed()}")
-    if not node:
-        raise UsageError(f"libfabric: nics={name!r} is empty; here are {_listed()}")
-    try:  # a host's name, of this one
-        infos = socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(
-            f"libfabric: nics={name!r} is no address, no interface of this host and no name "
-            f"({error}); here are {_listed()}"
-        ) from error
-    return _join(str(infos[0][4][0]), service)
+    raise UsageError(
+        f"libfabric: nics={name!r} is no address and no interface of this host; "
+        f"here are {_listed()}"
+    )
 
 
 def _in_network(text: str, here: Sequence[Interface]) -> str:
@@ -377,7 +303,6 @@ class _How(NamedTuple):
     peer_timeout_s: float
     cuda: bool
     dmabuf: DmabufExport | None
-    sleeps: bool
 
 
 def open_domains(
@@ -389,7 +314,6 @@ def open_domains(
     peer_timeout_s: float = 5.0,
     cuda: bool = False,
     dmabuf: DmabufExport | None = None,
-    sleeps: bool = True,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -404,10 +328,6 @@ def open_domains(
         cuda: whether CUDA memory will be registered; on EFA only.
         dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = libfabric,
             built with CUDA, finds the pages itself.
-        sleeps: let an idle engine sleep on a descriptor, where libfabric has one. False: it looks
-            again and again, see ThreadDriver(watch_s=...). For EFA, where the provider was built
-            with an rdma-core whose efadv_cq_attr has no doorbell: there a queue with a descriptor
-            goes without the direct data path. Nothing tells tep how it was built.
 
     Raises:
         UsageError: an unknown provider, impossible names or numbers.
@@ -415,12 +335,11 @@ def open_domains(
     """
     rules = RULES.get(provider)
     if rules is None:
-        use = '; between processes of one host use the backend "local"' if provider == "shm" else ""
-        raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}{use}")
+        raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}")
     check_timeout("libfabric", peer_timeout_s)
     if cuda and rules.software:
         raise UsageError(f"libfabric: cuda is for EFA, not for {provider!r}")
-    how = _How(rules, peer_timeout_s, cuda, dmabuf, sleeps)
+    how = _How(rules, peer_timeout_s, cuda, dmabuf)
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
     nics, about = _environment(rules, nics)
@@ -438,7 +357,6 @@ def open_domains(
 
 def _open_next(lib: Libfabric, offers: list[Offer], epoch: int, how: _How) -> FabricDomain:
     offer = offers[0]
-    check_offer(offer.info, offer.nic)
     if not how.rules.software:
         check_version(offer.nic, lib.version)
     del offers[0]
@@ -455,6 +373,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     rules, info = how.rules, offer.info.contents
     if rules.software:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
+    link = info.nic.contents.link_attr if info.nic else None
     # Room for all that can be in it: what a full queue of the device drops is lost.
     queues = int(info.tx_attr.contents.size) + int(info.rx_attr.contents.size)
     nic = Nic(
@@ -462,15 +381,13 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
         offer.info,
         offer.nic,
         cq_entries=8192 if rules.software else queues,
-        wait_fd=how.sleeps,
-        event_queue=not rules.software,
-        long_posts=rules.software,
+        software=rules.software,
     )
     try:
         caps = DomainCaps(
             backend="libfabric",
             nic=offer.nic,
-            link_bps=offer.link_bps,
+            link_bps=int(link.contents.speed) if link else 0,
             sq_depth=2 * rules.window_rows,
             max_write_bytes=offer.row_bytes_max,
             max_msg_bytes=rules.msg_bytes_max,
@@ -521,8 +438,7 @@ def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
     else:
         parts.append("all peers by the NIC, those of this host too")
     if not wakes:
-        why = "there is no descriptor to sleep on" if how.sleeps else "sleeps=False"
-        parts.append(f"an idle engine looks again and again: {why}")
+        parts.append("an idle engine looks again and again: there is no descriptor to sleep on")
     return "; ".join(parts)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from tep.backends.base import (
     COMPLETION_BYTES,
     Completions,
+    DomainCaps,
     DomainKey,
     Entry,
     Kind,
@@ -25,18 +27,19 @@ from tep.backends.base import (
     new_completions,
     put_completion,
 )
+from tep.backends.common import put_imms
 from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.load import check
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Region, mr_attr
-from tep.backends.libfabric.slots import I64, Slots
+from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Region, Regions, mr_attr
+from tep.backends.libfabric.slots import READ, Slots
 from tep.memory.source import Memory, adapt
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.rules import Rules
 
-__all__ = ["Mailbox", "Queue"]
+__all__ = ["Mailbox", "Parts", "Queue"]
 
 _ENTRIES: Final = 512
 _SCALAR_MAX: Final = 40
@@ -45,9 +48,9 @@ _WORDS: Final = _ENTRY_BYTES // 8
 _CONTEXT, _FLAGS, _LEN, _DATA = 0, 1, 2, 4  # words of an entry
 _EMPTY: Final = -fi.FI_EAGAIN
 _REMOTE: Final = fi.FI_REMOTE_WRITE
-_LOCAL: Final = fi.FI_WRITE
 
 _WRITE: Final = int(Kind.WRITE)
+_READ: Final = int(Kind.READ)
 _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
 _IMM_MASK: Final = 0xFFFFFFFF
@@ -56,17 +59,35 @@ _OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
 _SLOT_BYTES: Final = 64  # a fi_context2, which some providers write into
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """The parts of one NIC that touch it, and what all its parts share.
+
+    Attributes:
+        done: completions that were made here; poll() hands them out.
+        timeout_s: how long a peer may owe an answer.
+    """
+
+    nic: Nic
+    rules: Rules
+    caps: DomainCaps
+    slots: Slots
+    regions: Regions
+    mailbox: Mailbox
+    queue: Queue
+    done: deque[Entry]
+    timeout_s: float
+
+
 class Queue:
     """One NIC's completion queue.
 
     Args:
-        nic, slots, mailbox: of one NIC.
+        reads: rows may be reads; else `landed` is called with the context of each read.
 
     Attributes:
         frames: what came in, copied; the caller takes them.
         errors: what failed; the caller takes them.
-        landed: is called with the context of a read that went well.
-        landed_many: is called with those of dozens.
         full: whether there may be more to read, or there is something in `frames` or `errors`.
         behind: something was read, and not sorted yet, for want of memory.
 
@@ -76,9 +97,10 @@ class Queue:
 
     behind = False
 
-    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox) -> None:
+    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, *, reads: bool) -> None:
         self._nic = nic
         self._slots = slots
+        self._local = fi.FI_WRITE | (fi.FI_READ if reads else 0)  # flags of rows that ended
         self._mailbox = mailbox
         self._idle = mailbox.idle
         self._entries = np.zeros(_ENTRIES, fi.CQ_DATA_ENTRY)
@@ -93,11 +115,10 @@ class Queue:
         self._cq = nic.cq
         self._streaming = False
         self._kept = 0  # entries of which no column was sorted
-        self._others: deque[tuple[int, int]] = deque()  # contexts and lengths of no writes
+        self._others: deque[tuple[int, int]] = deque()  # contexts and lengths of what is no row
         self.frames: deque[bytes] = deque()
         self.errors: deque[CqError] = deque()
-        self.landed: Callable[[int], object] = _nobody
-        self.landed_many: Callable[[I64], object] = _nobody
+        self.landed: Callable[[int], object]
         self.full = False
 
     def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
@@ -164,7 +185,7 @@ class Queue:
 
     def stop(self) -> None:
         """Read nothing any more: the NIC is lost."""
-        self._read = _nothing
+        self._read = lambda *_: _EMPTY
 
     def _catch_up(self, out: Completions, filled: int) -> int:
         """Sort what there was no memory for, one by one."""
@@ -193,15 +214,23 @@ class Queue:
         if flags & _REMOTE:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
             return filled + 1
-        if flags & _LOCAL:
+        if flags & self._local:
             ticket = self._slots.take_back(words[_CONTEXT])
             if ticket is None:
                 return filled
             ticket.peer.heard = True
-            put_completion(out, at, _WRITE, _OK, 1, 0, 0, ticket.batch.ctx, 0)
-            return filled + 1
+            return self._end(ticket.batch.ctx, 1, out, filled)
         self._others.append((words[_CONTEXT], words[_LEN]))
         return filled
+
+    def _end(self, ctx: int, count: int, out: Completions, filled: int) -> int:
+        """Hand out that rows of a batch ended well."""
+        kind = _WRITE
+        if ctx & READ:
+            self._slots.reads -= count
+            kind, ctx = _READ, ctx ^ READ
+        put_completion(out, filled * COMPLETION_BYTES, kind, _OK, count, 0, 0, ctx, 0)
+        return filled + 1
 
     def _take(self, n: int, out: Completions, filled: int) -> int:
         words = self._words[: n * _WORDS].tolist()
@@ -214,14 +243,13 @@ class Queue:
                 # Not every release sets FI_RMA here, and 1.17 reports no length.
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
-            elif flags & fi.FI_WRITE:
+            elif flags & self._local:
                 rows.append(words[at])
             else:
                 others.append((words[at], words[at + 2]))
         if rows:
             for ctx, count in self._slots.give_back(rows).items():
-                out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
-                filled += 1
+                filled = self._end(ctx, count, out, filled)
         for imm, count in imms.items():
             out[filled] = (_IMM, _OK, count, imm, 0, 0, 0)
             filled += 1
@@ -237,25 +265,16 @@ class Queue:
         local = ~remote
         if count:
             filled = self._take_imms(self._data[:n][remote], out, filled)
-        others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
+        others = local & ((flags & np.uint64(self._local)) == 0)
         rest: list[tuple[int, int]] = []
-        landed = None
         if others.any():
-            reads = others & ((flags & np.uint64(fi.FI_READ)) != 0)
-            if reads.any():
-                landed = self._contexts[:n][reads]
-                local &= ~reads
-                others &= ~reads
-            rest += [(entry[0], entry[2]) for entry in self._entries[:n][others].tolist()]
+            rest = [(entry[0], entry[2]) for entry in self._entries[:n][others].tolist()]
             local &= ~others
         contexts = self._contexts[:n][local]
         # Nothing above cannot be done again, should memory be short for the arrays of a burst.
-        if landed is not None:
-            self.landed_many(landed)
         if len(contexts):
             for ctx, rows in self._slots.give_back_many(contexts).items():
-                out[filled] = (_WRITE, _OK, rows, 0, 0, ctx, 0)
-                filled += 1
+                filled = self._end(ctx, rows, out, filled)
         self._others += rest
         return filled
 
@@ -266,18 +285,11 @@ class Queue:
         if bool((imms == imms[0]).all()):
             out[filled] = (_IMM, _OK, n, int(imms[0]), 0, 0, 0)
             return filled + 1
-        part = out[filled : filled + n]
-        part["kind"] = _IMM
-        part["status"] = _OK
-        part["count"] = 1
-        part["imm"] = imms
-        part["row"] = 0
-        part["ctx"] = 0
-        part["nbytes"] = 0
+        put_imms(out[filled : filled + n], imms)
         return filled + n
 
     def _take_others(self) -> None:
-        """Messages went out or came in, or reads landed."""
+        """Messages went out or came in, or reads of tcp landed."""
         while self._others:
             context, nbytes = self._others[0]
             if not self._mailbox.owns(context):
@@ -293,22 +305,8 @@ class Queue:
         self.full = True
 
 
-def _nobody(_: object) -> None:
-    """There are no reads."""
-
-
-def _nothing(_cq: int, _at: int, _room: int) -> int:
-    """fi_cq_read of a queue that is lost."""
-    return _EMPTY
-
-
 class Mailbox:
     """The frame buffers of one NIC.
-
-    Args:
-        nic: whose.
-        frame_bytes: of the longest frame.
-        rules: how many buffers there are.
 
     Attributes:
         region: the buffers, as what an empty row reads from.
@@ -370,19 +368,13 @@ class Mailbox:
         return self._buffers + index * self._frame_bytes, self._contexts + index * _SLOT_BYTES
 
     def owns(self, context: int) -> bool:
-        """Tell whether a completion's context is one of ours."""
         return self._contexts <= context < self._end
 
     def is_receive(self, context: int) -> bool:
-        """Tell whether it is a receive's."""
         return context < self._contexts + self._receives * _SLOT_BYTES
 
     def send(self, peer: Peer, endpoint: Endpoint, frame: frames.Frame) -> bool:
-        """Hand one frame to libfabric; False = not now.
-
-        Raises:
-            OSError: refused for another reason than a full queue; errno is libfabric's.
-        """
+        """Hand one frame to libfabric; False = not now. OSError if it refuses; errno is its own."""
         if not self._free or peer.sends >= _OUT_PER_PEER:
             return False
         data = frames.encode(frame)
@@ -431,7 +423,6 @@ class Mailbox:
         self.give_back(index)
 
     def give_back(self, index: int) -> None:
-        """A receive has been used; refill() posts it again."""
         self.idle.append(index)
 
     def dropped(self, context: int) -> None:

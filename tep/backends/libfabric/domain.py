@@ -8,6 +8,7 @@ backend `efa` puts parts of its own in the place of libfabric's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -29,13 +30,13 @@ from tep.backends.base import (
 from tep.backends.common import Sleeper, Unread, check_memory, closed, meaning, says
 from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.completions import Mailbox, Queue
+from tep.backends.libfabric.completions import Mailbox, Parts, Queue
 from tep.backends.libfabric.objects import CqError, Nic, Option, Regions
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Inbox, Outgoing, Peers
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import STATUSES, NicAddress, Rules, check_device, engine_of
-from tep.backends.libfabric.slots import I64, READ, Slots, Ticket, marked
+from tep.backends.libfabric.slots import Slots, Ticket, marked
 from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["SHORT_POLLS", "FabricDomain"]
@@ -61,8 +62,6 @@ SHORT_POLLS: Final = 2
 _READS_MAX: Final = 64  # of the queue in one poll()
 _LINGER_S: Final = 0.25
 _QUIET_S: Final = 0.003
-_READ: Final = int(Kind.READ)
-_OK: Final = int(Status.OK)
 
 
 class FabricDomain:
@@ -70,23 +69,17 @@ class FabricDomain:
 
     Args:
         nic: opened, without endpoints; this object closes it.
-        rules: of its provider.
-        caps: for the seam.
-        epoch: of the engine's incarnation.
         options: of every endpoint.
         dmabuf: exports device memory, see Regions.
         about: what `explain` says of this NIC.
 
     Attributes:
-        nic, peers: its parts of that name.
         timeout_s: how long a peer may owe an answer.
     """
 
     _rows_kind: type[Rows] = Rows
     _chore_s = 0.0
     """Seconds from chores to chores while nothing is outstanding; 0 = there are none."""
-    _lone_reads_are_simple = False
-    """The answer to whether post() takes a batch of one read as it takes one of many."""
 
     def __init__(
         self,
@@ -109,33 +102,22 @@ class FabricDomain:
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
         self.timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
-        self._slots, self._regions, self._mailbox, self._queue = self._parts(nic, rules, dmabuf)
+        made = self._make(nic, rules, dmabuf)
+        self._slots, self._regions, self._mailbox, self._queue = made
         self._mailbox.start(self._main)
-        self.peers = Peers(
-            nic, self._mailbox, rules, me, self._main, self.timeout_s, self._peer_over
-        )
+        parts = Parts(nic, rules, caps, *made, self._done, self.timeout_s)
+        self.peers = Peers(parts, me, self._main, self._drop)
         self._dying, self._departed = self._regions.dying, self.peers.departed
-        self._outgoing = Outgoing(self.peers, self._done, self.timeout_s)
-        self._inbox = Inbox(self.peers, self._done)
+        self._outgoing, self._inbox = Outgoing(self.peers), Inbox(self.peers)
         self._unread = Unread(self._done.append)
-        self._rows = self._rows_kind(
-            caps,
-            rules,
-            self._slots,
-            self._regions,
-            self.peers,
-            self._mailbox.region,
-            self._done,
-            self.timeout_s,
-            self._stir,
-        )
+        self._rows = self._rows_kind(self.peers, self._stir)
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
         self._short = 0  # polls for which a MemoryError is remembered
         self._sleeper = Sleeper(*nic.wait_fds) if nic.wait_fds else None
 
-    def _parts(
+    def _make(
         self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None
     ) -> tuple[Slots, Regions, Mailbox, Queue]:
         """Make what touches the NIC; a backend that drives it without libfabric has its own."""
@@ -146,10 +128,8 @@ class FabricDomain:
         flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if rules.software else 0)
         slots = Slots(rules.window_rows, flags)
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
-        queue = Queue(nic, slots, mailbox)
-        if not rules.software:
-            queue.landed, queue.landed_many = self._take_read, self._take_reads
-        return slots, Regions(nic, software=rules.software, dmabuf=dmabuf), mailbox, queue
+        queue = Queue(nic, slots, mailbox, reads=not rules.software)
+        return slots, Regions(nic, dmabuf), mailbox, queue
 
     # --- what tcp.py does in another way
 
@@ -173,10 +153,11 @@ class FabricDomain:
     def _do_chores(self, now_s: float) -> None:
         """Do what is due each `_chore_s` while nothing is outstanding."""
 
-    def _drop(self, peer: Peer, status: Status, *, spare: bool) -> None:
-        """End all that was to go to a peer; `spare` as in Rows.end()."""
-        self._rows.end(peer, status, gone=self._rules.software, spare=spare)
-        self._outgoing.drop(peer, status)
+    def _drop(self, peer: Peer) -> None:
+        """End all that was to go to a peer that is SILENT or GONE."""
+        spare = peer.state is State.SILENT
+        self._rows.end(peer, peer.status, gone=self._rules.software, spare=spare)
+        self._outgoing.drop(peer, peer.status)
         self._inbox.drop(peer)
         self._restless.discard(peer)
 
@@ -195,8 +176,6 @@ class FabricDomain:
     def describe(self) -> str:
         """Say what drives this NIC, and which way its rows go; `explain` asks."""
         return self._about
-
-    # --- memory and peers
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
@@ -227,14 +206,9 @@ class FabricDomain:
             self._check_open()
         try:
             return self._rows.post(batch, start, stop)
-        except MemoryError:  # nothing was taken
-            return self._post_one(batch, start)
-
-    def _post_one(self, batch: WriteBatch, row: int) -> int:
-        """Post a row in the way that takes the least memory."""
-        try:
-            return self._rows.post_each(batch, row, row + 1)
-        except MemoryError:
+        except MemoryError:  # nothing was taken: one row by itself needs the least memory
+            with contextlib.suppress(MemoryError):
+                return self._rows.post_each(batch, start, start + 1)
             self._short = SHORT_POLLS
             return 0
 
@@ -248,25 +222,12 @@ class FabricDomain:
         if stop <= start:
             return 0
         nbytes = batch.nbytes
-        simple = nbytes if isinstance(nbytes, int) else nbytes.all()
-        if simple and (batch.n > 1 or self._lone_reads_are_simple):
+        if nbytes if isinstance(nbytes, int) else nbytes.all():
             taken = self.post(marked(batch), start, stop)
-        else:
+        else:  # empty rows end here
             taken = rows.post_each(marked(batch), start, stop)
         slots.reads += taken
         return taken
-
-    def _take_read(self, context: int) -> None:
-        for ctx, count in self._slots.give_back([context]).items():
-            self._read_is_done(ctx, count)
-
-    def _take_reads(self, contexts: I64) -> None:
-        for ctx, count in self._slots.give_back_many(contexts).items():
-            self._read_is_done(ctx, count)
-
-    def _read_is_done(self, ctx: int, count: int) -> None:
-        self._slots.reads -= count
-        self._done.append((_READ, _OK, count, 0, 0, ctx ^ READ, 0))
 
     # --- messages and control messages
 
@@ -302,16 +263,12 @@ class FabricDomain:
         return self._inbox.view(slot)
 
     def recv_source(self, slot: int) -> bytes:
-        return self._inbox.source(slot)
+        return self._inbox.sender(slot)
 
     def recv_done(self, slot: int) -> None:
         self._inbox.give_back(slot)
         if not self._closed:
             self._stir_all()
-
-    def _say(self, peer: Peer, frame: frames.Frame) -> None:
-        self.peers.say(peer, frame)
-        self._stir(peer)
 
     def _stir(self, peer: Peer) -> None:
         """Try to send what a peer's outbox holds; look after it until all is settled."""
@@ -399,7 +356,6 @@ class FabricDomain:
             self._go_down()
 
     def _drain(self) -> None:
-        """Empty the queue into `_done`."""
         self._queue.drain(self._done, self._take_rest)
 
     def _hand_out(self, out: Completions) -> int:
@@ -506,10 +462,6 @@ class FabricDomain:
             if peer.unsettled:
                 self._restless.add(peer)
         self._outgoing.look(now_s)
-
-    def _peer_over(self, peer: Peer) -> None:
-        """End all that was to go to a peer that is SILENT or GONE."""
-        self._drop(peer, peer.status, spare=peer.state is State.SILENT)
 
     # --- telling and sleeping
 

@@ -42,13 +42,7 @@ _NAME_BYTES_MAX: Final = 512
 
 
 class CqError(NamedTuple):
-    """A failed operation, as fi_cq_readerr tells of it.
-
-    Attributes:
-        context: of the failed operation; 0 if it has none.
-        prov_errno: the provider's own code.
-        text: the provider's own words, with both numbers.
-    """
+    """A failed operation, as fi_cq_readerr tells of it; its context is 0 if it has none."""
 
     context: int
     prov_errno: int
@@ -107,7 +101,7 @@ class Endpoint:
     Attributes:
         address: of the object, the first argument of `send`; 0 = it is closed.
         ready: the same for the other calls, whose arguments are all made by fi.ready().
-        writemsg, readmsg: hold the interpreter's lock unless the NIC's posts take long.
+        writemsg, readmsg: hold the interpreter's lock, unless the NIC is software.
         send, recv: messages. send drops it, recv holds it.
     """
 
@@ -119,7 +113,7 @@ class Endpoint:
         ep = handle.contents()
         # Bound after fi_enable, which may swap the tables.
         rma, msg = ep.rma.contents, ep.msg.contents
-        hold = not nic.long_posts
+        hold = not nic.software
         self.writemsg = fi.op(rma, "writemsg", hold_gil=hold, readied=True)
         self.readmsg = fi.op(rma, "readmsg", hold_gil=hold, readied=True)
         self.send = fi.op(msg, "send")
@@ -150,14 +144,10 @@ class Nic:
     """Fabric, domain, completion queue and address vector of one NIC.
 
     Args:
-        lib: the library.
         info: what to open, an entry of getinfo(); this object owns it and gives it back.
-        name: for messages.
-        cq_entries: size of the queue.
-        wait_fd: whether to ask for a descriptor to sleep on.
-        event_queue: whether endpoints need a queue for errors that belong to no operation.
-        long_posts: a write or read is a system call, or is copied inside the call: whoever posts
-            drops the interpreter's lock meanwhile, so that the user's own thread can have it.
+        software: a write or read is a system call, or is copied inside the call: whoever posts
+            drops the interpreter's lock meanwhile, so that the user's own thread can have it. Else
+            endpoints need a queue for errors that belong to no operation.
 
     Attributes:
         cq: address of the queue, the first argument of cq_read.
@@ -176,11 +166,9 @@ class Nic:
         name: str,
         *,
         cq_entries: int,
-        wait_fd: bool,
-        event_queue: bool = False,
-        long_posts: bool = False,
+        software: bool,
     ) -> None:
-        self.long_posts = long_posts
+        self.software = software
         self.lib = lib
         self.strerror = lib.strerror
         self.info = info
@@ -193,18 +181,18 @@ class Nic:
         self.failure = ""
         orphan_at_fork(self)
         try:
-            self._open_all(cq_entries, wait_fd, event_queue=event_queue)
+            self._open_all(cq_entries)
         except BaseException:
             self.close()
             raise
 
-    def _open_all(self, cq_entries: int, wait_fd: bool, *, event_queue: bool) -> None:
+    def _open_all(self, cq_entries: int) -> None:
         out = c_void_p()
         self._check(self.lib.fabric(self.info, byref(out)), "fi_fabric")
         self._fabric = self._keep(out, fi.C.fid_fabric, "fabric")
         fabric_ops = self._fabric.contents().ops.contents
         self._eq: _Handle | None = None
-        if event_queue:
+        if not self.software:
             eq_attr = fi.C.fi_eq_attr(wait_obj=fi.FI_WAIT_NONE)
             eq_open = fi.op(fabric_ops, "eq_open")
             rc = eq_open(self._fabric.address, byref(eq_attr), byref(out), None)
@@ -215,7 +203,7 @@ class Nic:
         self._check(rc, "fi_domain")
         self._domain = self._keep(out, fi.C.fid_domain, "domain")
         self._domain_ops = self._domain.contents().ops.contents
-        self._open_queue(cq_entries, wait_fd)
+        self._open_queue(cq_entries)
         av_attr = fi.C.fi_av_attr(type=fi.FI_AV_TABLE)
         av_open = fi.op(self._domain_ops, "av_open")
         self._check(av_open(self._domain.address, byref(av_attr), byref(out), None), "fi_av_open")
@@ -226,14 +214,14 @@ class Nic:
         self._trywait = fi.op(fabric_ops, "trywait") if self.wait_fds else None
         self._fids = (c_void_p * 1)(self.cq)
 
-    def _open_queue(self, entries: int, wait_fd: bool) -> None:
+    def _open_queue(self, entries: int) -> None:
         out = c_void_p()
         cq_open = fi.op(self._domain_ops, "cq_open")
         attr = fi.C.fi_cq_attr(size=entries, format=fi.FI_CQ_FORMAT_DATA)
-        attr.wait_obj = fi.FI_WAIT_FD if wait_fd else fi.FI_WAIT_NONE
+        attr.wait_obj = fi.FI_WAIT_FD
         rc = cq_open(self._domain.address, byref(attr), byref(out), None)
-        if rc == -fi.FI_ENOSYS and wait_fd:
-            attr.wait_obj, wait_fd = fi.FI_WAIT_NONE, False
+        if rc == -fi.FI_ENOSYS:  # the provider has no descriptor to sleep on
+            attr.wait_obj = fi.FI_WAIT_NONE
             rc = cq_open(self._domain.address, byref(attr), byref(out), None)
         self._check(rc, "fi_cq_open")
         self._cq_handle = cq = self._keep(out, fi.C.fid_cq, "cq")
@@ -242,7 +230,7 @@ class Nic:
         self.cq_read = fi.op(ops, "read")
         self._readerr = fi.op(ops, "readerr")
         self._cq_strerror = fi.op(ops, "strerror") if fi.has_op(ops, "strerror") else None
-        if wait_fd:
+        if attr.wait_obj == fi.FI_WAIT_FD:
             fd = c_int(-1)
             self._check(cq.control(fi.FI_GETWAIT, byref(fd)), "fi_control(FI_GETWAIT)")
             self.wait_fds = (fd.value,)
@@ -414,9 +402,7 @@ class Region:
     Attributes:
         handles: its registrations; where there are two, the second is what peers may do.
         desc: what a row passes as its memory descriptor; 0 where the provider wants none.
-        key: what the engine knows it by.
-        target: whether peers may write here.
-        sink: whether our own reads may.
+        target, sink: whether peers, or our own reads, may write here.
         open: tickets that read from it.
         start, end: addresses of its first byte, and behind its last.
     """
@@ -436,12 +422,10 @@ class Region:
         self.end = self.start + self.memory.nbytes
 
     def holds(self, src: Column, nbytes: Column) -> bool:
-        """Tell whether all rows lie inside."""
         first, end = bounds(src, nbytes)
         return self.start <= first and end <= self.end
 
     def close(self) -> None:
-        """Unregister."""
         for handle in self.handles:
             handle.close()
 
@@ -450,8 +434,6 @@ class Regions:
     """All regions of one NIC.
 
     Args:
-        nic: where they are registered.
-        software: no device reads and writes here, see Rules.
         dmabuf: makes a dma-buf of device memory; None = the provider finds the pages by CUDA.
 
     Attributes:
@@ -460,9 +442,8 @@ class Regions:
         dying: those that were given back while rows in flight read from them.
     """
 
-    def __init__(self, nic: Nic, *, software: bool, dmabuf: DmabufExport | None = None) -> None:
+    def __init__(self, nic: Nic, dmabuf: DmabufExport | None) -> None:
         self._nic = nic
-        self._software = software
         self._dmabuf = dmabuf
         attr = nic.info.contents.domain_attr.contents
         mode: int = attr.mr_mode
@@ -478,11 +459,7 @@ class Regions:
         self.dying: list[Region] = []
 
     def add(self, memory: Memory, access: Access) -> Region:
-        """Register memory.
-
-        Raises:
-            FabricError: the provider refuses, or the memory is not mapped.
-        """
+        """Register memory; FabricError if the provider refuses, or it is not mapped."""
         if memory.owner is None and memory.kind == "cpu":
             # Software providers take anything, and crash once a row arrives.
             _check_mapped(memory, self._nic.name)
@@ -516,7 +493,7 @@ class Regions:
         """
         ours = fi.FI_WRITE
         theirs = fi.FI_REMOTE_WRITE if access.target else 0
-        if self._software:
+        if self._nic.software:
             # Reads end in buffers of the NIC's own. An empty row with an immediate may come under
             # a key that is to be read: what may be written the owner says by its leases.
             if access.readable:
@@ -527,18 +504,17 @@ class Regions:
             return ours, theirs | fi.FI_REMOTE_READ
         return (ours | theirs,)
 
-    def remove(self, key: DomainKey) -> Region | None:
+    def remove(self, key: DomainKey) -> None:
         """Forget a key; the registration ends when the last row that reads from it is back."""
         region = self.by_lkey.pop(key.lkey, None)
         if region is None:
-            return None
+            return
         self.by_rkey.pop(key.rkey, None)
         self.readable.pop(key.rkey, None)
         if region.open:
             self.dying.append(region)
         else:
             region.close()
-        return region
 
     def cut(self, key: DomainKey, reads_at: Callable[[Region], list[bool]]) -> None:
         """End at once what peers of a device may read, and what reads of ours write.
@@ -560,23 +536,17 @@ class Regions:
                 region.close()
         self.dying[:] = [region for region in self.dying if region.open]
 
-    def range_of(self, rkey: int) -> tuple[int, int]:
-        """The range that a key opens to peers: (base, nbytes); nbytes 0 = none.
+    def range_of(self, rkey: int, *, reads: bool) -> tuple[int, int]:
+        """The range that a key opens to peers' reads, or writes: (base, nbytes); nbytes 0 = none.
 
         (1, 0) = peers may only read there: an empty row with an immediate may still come (C9).
         """
-        region = self.by_rkey.get(rkey)
-        if region is None:
-            return (1, 0) if rkey in self.readable else (0, 0)
-        return region.key.base, region.memory.nbytes
-
-    def readable_range(self, rkey: int) -> tuple[int, int]:
-        """The range that peers may read under a key; nbytes 0 = none."""
-        region = self.readable.get(rkey)
-        return (region.key.base, region.memory.nbytes) if region else (0, 0)
+        region = (self.readable if reads else self.by_rkey).get(rkey)
+        if region is not None:
+            return region.key.base, region.memory.nbytes
+        return (1, 0) if rkey in self.readable else (0, 0)
 
     def close(self) -> None:
-        """End all registrations."""
         for region in (*self.by_lkey.values(), *self.dying):
             region.close()
         self.by_lkey.clear()

@@ -16,7 +16,7 @@ from tep.backends.libfabric.frames import Frame
 from tep.backends.libfabric.objects import Endpoint, Region
 from tep.backends.libfabric.rules import NicAddress
 
-__all__ = ["Peer", "PeersReads", "Piece", "Row", "State"]
+__all__ = ["Accepted", "Peer", "PeersReads", "Piece", "State"]
 
 _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 
@@ -40,17 +40,14 @@ class Peer:
 
     Attributes:
         index: its PeerId.
-        data: its address as bytes.
         number: its fi_addr_t; FI_ADDR_UNSPEC = libfabric was never told of it.
         endpoint: what rows and frames to it go through, once there was something to send.
-        state: see above.
         status: how rows to it end while it is SILENT or GONE.
         open: rows in flight to it.
         adrift: rows to it that were given up, and that libfabric still has.
         heard: something completed since the last look at deadlines.
         since_s: when it entered its state, or was last heard.
         held: (batch, row, due_s) accepted and not posted, oldest first.
-        outbox: frames to send.
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
         pause_until_s: no frame is sent before: one failed just now, and the next may fail at once.
@@ -97,11 +94,6 @@ class Peer:
         return self.state is State.CONNECTING or bool(self.lost)
 
     @property
-    def has_rows(self) -> bool:
-        """Tell whether rows to it have not ended."""
-        return bool(self.open or self.held or self.lost or self.reading)
-
-    @property
     def unsettled(self) -> bool:
         """Tell whether it needs looking after at each poll."""
         waits = self.state is State.CONNECTING or self.state is State.LEAVING
@@ -116,12 +108,11 @@ class Peer:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Accepted:
     """A row that has been accepted.
 
     Attributes:
         posted, left: bytes that were asked for, and bytes that have not arrived.
-        region: where it goes.
         ended: its completion is made.
     """
 
@@ -140,7 +131,7 @@ class Piece:
 
     slot: int
     reads: PeersReads
-    row: Row
+    row: Accepted
     at: int
     nbytes: int
     failed: bool = False
@@ -159,8 +150,8 @@ class PeersReads:
         moved_s: when something of it came last.
     """
 
-    waiting: deque[Row] = field(default_factory=deque)
-    open: dict[Row, None] = field(default_factory=dict)
+    waiting: deque[Accepted] = field(default_factory=deque)
+    open: dict[Accepted, None] = field(default_factory=dict)
     ranges: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     landed: dict[int, list[Piece]] = field(default_factory=dict)
     asked: dict[int, tuple[int, list[Piece]]] = field(default_factory=dict)

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tep.backends.base import Entry, Kind, Status
+from tep.backends.base import Kind, Status
 from tep.backends.common import ReceivePool
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.completions import Mailbox
-from tep.backends.libfabric.objects import Endpoint, Nic
+from tep.backends.libfabric.completions import Parts
+from tep.backends.libfabric.objects import Endpoint
 from tep.backends.libfabric.peer import Peer, State
-from tep.backends.libfabric.rules import NicAddress, Rules, efa_place, parse
+from tep.backends.libfabric.rules import NicAddress, efa_place, parse
 from tep.base.errors import BadDescriptor, FabricError
 
 __all__ = ["CONTROL_BYTES_MAX", "Inbox", "Outgoing", "Peers"]
@@ -51,15 +51,11 @@ class Peers:
     """All peers of one NIC.
 
     Args:
-        nic, mailbox, rules: of this NIC.
-        me: its own address.
-        main: its endpoint.
-        timeout_s: how long a peer may stay silent.
+        main: the NIC's own endpoint.
         on_over: called with a peer that has become SILENT or GONE, after cut().
 
     Attributes:
         all: by PeerId.
-        me: our address, as bytes.
         refusal: why the last endpoint could not be opened; "" = it was.
         answered: some peer has answered this NIC, ever.
         departed: peers that are gone and that a device still knows; settle() is called while there
@@ -68,24 +64,18 @@ class Peers:
 
     def __init__(
         self,
-        nic: Nic,
-        mailbox: Mailbox,
-        rules: Rules,
+        parts: Parts,
         me: NicAddress,
         main: Endpoint,
-        timeout_s: float,
         on_over: Callable[[Peer], None],
     ) -> None:
+        self.parts = parts
         self.all: list[Peer] = []
         self.refusal = ""
         self.answered = False
-        self._nic = nic
-        self._mailbox = mailbox
-        self._rules = rules
         self._epoch = me.epoch
         self.me = me.to_bytes()
         self._main = main
-        self._timeout_s = timeout_s
         self._on_over = on_over
         self.departed: list[Peer] = []
         self._places: dict[bytes, dict[bytes, Peer]] = {}  # whom a device knows, by queue pair
@@ -96,15 +86,11 @@ class Peers:
     # --- finding
 
     def find(self, data: bytes) -> Peer:
-        """The peer at an address, made known to libfabric when first seen.
-
-        Raises:
-            BadDescriptor: not an address of this provider.
-        """
+        """The peer at an address, made known to libfabric when first seen; or BadDescriptor."""
         found = self._by_data.get(data)
         if found is None:
-            found = Peer(len(self.all), data, parse(data, self._rules.provider))
-            if self._nic.failure:
+            found = Peer(len(self.all), data, parse(data, self.parts.rules.provider))
+            if self.parts.nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
             else:
                 self._meet(found)
@@ -114,16 +100,15 @@ class Peers:
         return found
 
     def _meet(self, peer: Peer) -> None:
-        """Put a peer into the address vector."""
         raw = peer.address.raw
-        peer.number = self._nic.insert(raw)
-        if not self._rules.software:
+        peer.number = self.parts.nic.insert(raw)
+        if not self.parts.rules.software:
             self._places.setdefault(efa_place(raw), {})[raw] = peer
 
     def _part(self, peer: Peer) -> None:
         """Take a peer that is gone out of the address vector: now, or by settle()."""
-        if self._rules.software:
-            self._nic.remove(peer.number)
+        if self.parts.rules.software:
+            self.parts.nic.remove(peer.number)
         else:
             self.departed.append(peer)
 
@@ -137,7 +122,7 @@ class Peers:
         for peer in self.departed:
             known = self._places.get(efa_place(peer.address.raw), {})
             if not peer.out and known == {peer.address.raw: peer}:
-                self._nic.remove(peer.number)
+                self.parts.nic.remove(peer.number)
                 known.clear()
         self.departed[:] = [peer for peer in self.departed if peer.out]
 
@@ -160,8 +145,8 @@ class Peers:
     def endpoint(self, peer: Peer) -> Endpoint:
         """Return what rows and frames to a peer go through."""
         if peer.endpoint is None:
-            own = self._rules.software
-            peer.endpoint = self._nic.open_endpoint() if own else self._main
+            own = self.parts.rules.software
+            peer.endpoint = self.parts.nic.open_endpoint() if own else self._main
             self.refusal = ""
         return peer.endpoint
 
@@ -213,12 +198,10 @@ class Peers:
             self.say(peer, frames.Stale(self.me))
 
     def is_ready(self, peer: Peer, now_s: float) -> None:
-        """A peer has answered our greeting."""
         if peer.state is not State.GONE:
             peer.state, peer.since_s, self.answered = State.READY, now_s, True
 
     def take_bye(self, peer: Peer, now_s: float) -> None:
-        """A peer closes."""
         if peer.state is State.READY and peer.open:
             # What it answered before it said goodbye came by another connection.
             peer.state, peer.status, peer.since_s = State.LEAVING, Status.UNREACHABLE, now_s
@@ -235,9 +218,9 @@ class Peers:
     def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
         moved = False
-        while peer.outbox and not (peer.over or self._closed or self._nic.failure):
+        while peer.outbox and not (peer.over or self._closed or self.parts.nic.failure):
             try:
-                if not self._mailbox.send(peer, self.endpoint(peer), peer.outbox[0]):
+                if not self.parts.mailbox.send(peer, self.endpoint(peer), peer.outbox[0]):
                     peer.stuck_s = peer.stuck_s or now_s
                     break
             except OSError:
@@ -253,20 +236,15 @@ class Peers:
         return moved
 
     def look(self, peer: Peer, oldest_due_s: float | None, now_s: float) -> None:
-        """End a peer that has been silent for too long.
-
-        Args:
-            peer: whom.
-            oldest_due_s: when its oldest row in flight is due; None = it has none.
-            now_s: the time.
-        """
+        """End a peer that was silent too long; its oldest row in flight, if any, is due then."""
         if peer.heard:
             peer.heard = False
             peer.since_s = now_s
         if peer.over:
             return
-        stuck = bool(peer.outbox) and bool(peer.stuck_s) and now_s - peer.stuck_s > self._timeout_s
-        silent = now_s - peer.since_s >= self._timeout_s
+        timeout_s = self.parts.timeout_s
+        stuck = bool(peer.outbox) and bool(peer.stuck_s) and now_s - peer.stuck_s > timeout_s
+        silent = now_s - peer.since_s >= timeout_s
         overdue = oldest_due_s is not None and oldest_due_s < now_s
         if (stuck and not peer.open) or (silent and (peer.unanswered or overdue)):
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
@@ -283,7 +261,7 @@ class Peers:
         self.cut(peer)
         if state is State.GONE:
             self._part(peer)
-        if not was_over or peer.has_rows:
+        if not was_over or peer.open or peer.held or peer.lost or peer.reading:
             self._on_over(peer)
         if state is State.GONE:
             peer.empty()
@@ -357,32 +335,18 @@ class Outgoing:
     """Messages and control messages that this NIC sends. One kind that is full does not hold up
     the other.
 
-    Args:
-        peers: of this NIC.
-        done: where completions go.
-        timeout_s: how long a message may go unanswered.
-
     Attributes:
         open: what has not been acknowledged, by number.
     """
 
-    def __init__(self, peers: Peers, done: deque[Entry], timeout_s: float) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._done = done
-        self._timeout_s = timeout_s
+        self._done, self._timeout_s = peers.parts.done, peers.parts.timeout_s
         self.open: dict[int, _Message] = {}
         self._number = 0
         self._controls = 0  # of those that are open
 
-    def send(
-        self,
-        peer: Peer,
-        payload: bytes,
-        ctx: int,
-        now_s: float,
-        *,
-        is_control: bool,
-    ) -> bool:
+    def send(self, peer: Peer, payload: bytes, ctx: int, now_s: float, *, is_control: bool) -> bool:
         """Take one message or control message; False = too many of its kind are open."""
         if (self._controls if is_control else len(self.open) - self._controls) >= _OPEN_MAX:
             return False
@@ -399,7 +363,6 @@ class Outgoing:
         return True
 
     def take_ack(self, frame: frames.Ack) -> None:
-        """The peer says how a message or control message ended."""
         message = self.open.get(frame.number)
         if message is not None and message.peer.data == frame.sender:
             known = frame.status in Status._value2member_map_
@@ -418,7 +381,7 @@ class Outgoing:
                 self._again(frame.number, message, now_s)
 
     def _again(self, number: int, message: _Message, now_s: float) -> None:
-        """Send a message again that the peer reported as dropped."""
+        """Send a message again that the peer has dropped."""
         message.waiting = 0
         message.since_s = now_s
         self._peers.say(message.peer, frames.Data(self._peers.me, number, message.payload))
@@ -448,7 +411,6 @@ class Outgoing:
                 self._end(number, Status.UNREACHABLE)
 
     def close(self, status: Status) -> None:
-        """End what is open."""
         for number in list(self.open):
             self._end(number, status)
 
@@ -458,33 +420,27 @@ class Outgoing:
         self._done.append((_SENT, int(status), 1, 0, 0, message.ctx, 0))
 
 
-class Inbox:
-    """Messages that this NIC receives: the user's rotating pool.
+class Inbox(ReceivePool):
+    """Messages that this NIC receives, and who waits for a buffer."""
 
-    Args:
-        peers: of this NIC.
-        done: where completions go.
-    """
-
-    def __init__(self, peers: Peers, done: deque[Entry]) -> None:
+    def __init__(self, peers: Peers) -> None:
+        super().__init__()
         self._peers = peers
-        self._done = done
-        self._pool = ReceivePool()
+        self._done = peers.parts.done
         self._starved: deque[tuple[Peer, int]] = deque()
 
     def add(self, nbytes: int, count: int) -> None:
-        """Add buffers to the pool."""
-        self._pool.add(nbytes, count)
+        super().add(nbytes, count)
         for _ in range(count):
             self._feed()
 
     def take_data(self, peer: Peer, frame: frames.Data) -> None:
         """A message comes in: keep it and acknowledge, or say what hinders."""
         nbytes = len(frame.payload)
-        if self._pool.never_fits(nbytes):
+        if self.never_fits(nbytes):
             self._peers.say(peer, frames.Ack(self._peers.me, frame.number, Status.LENGTH))
             return
-        found = self._pool.take(nbytes, frame.sender)
+        found = self.take(nbytes, frame.sender)
         if found is None:
             known = (peer, frame.number) in self._starved
             if known or len(self._starved) < _STARVED_MAX:
@@ -499,17 +455,8 @@ class Inbox:
         self._done.append((_RECV, _OK, 1, 0, 0, slot, nbytes))
         self._peers.say(peer, frames.Ack(self._peers.me, frame.number, Status.OK))
 
-    def view(self, slot: int) -> memoryview:
-        """The bytes of a received message."""
-        return self._pool.view(slot)
-
-    def source(self, slot: int) -> bytes:
-        """The address of the NIC that sent a message."""
-        return self._pool.sender(slot)
-
     def give_back(self, slot: int) -> None:
-        """A buffer is free again."""
-        self._pool.give_back(slot)
+        super().give_back(slot)
         self._feed()
 
     def drop(self, peer: Peer) -> None:

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
+from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.backends.common import at, most, part, row_of
-from tep.backends.libfabric.objects import Region, Regions
+from tep.backends.libfabric.objects import Region
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.peers import Peers
-from tep.backends.libfabric.slots import READ, Slots, Ticket
+from tep.backends.libfabric.slots import READ, Ticket
 from tep.base.units import MiB
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.objects import Endpoint
-    from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Rows"]
 
@@ -44,31 +42,17 @@ class Rows:
     """The rows of one NIC that have been accepted and have not ended.
 
     Args:
-        caps, rules: of the NIC.
-        slots, regions, peers: of the NIC.
-        nothing: a region that empty rows are said to read from: libfabric wants a valid address.
-        done: where completions made here go.
-        timeout_s: how long a row may be out before its peer is asked after.
         stir: called with a peer that has something to be sent or looked after.
 
     Attributes:
-        waiting: how many accepted rows are neither in flight nor have ended.
+        waiting: how many are neither in flight nor have ended.
         budget_bytes: what may still be posted before the next poll.
         refusal: what libfabric last said when it refused a row.
     """
 
-    def __init__(
-        self,
-        caps: DomainCaps,
-        rules: Rules,
-        slots: Slots,
-        regions: Regions,
-        peers: Peers,
-        nothing: Region,
-        done: deque[Entry],
-        timeout_s: float,
-        stir: Callable[[Peer], None],
-    ) -> None:
+    def __init__(self, peers: Peers, stir: Callable[[Peer], None]) -> None:
+        parts = peers.parts
+        rules, caps = parts.rules, parts.caps
         self.waiting = 0
         self.refusal = 0
         self.budget_bytes = rules.turn_bytes
@@ -76,12 +60,10 @@ class Rows:
         self._longest = caps.max_write_bytes
         self._window_bytes = rules.window_bytes
         self._window_rows = rules.window_rows
-        self._slots = slots
-        self._regions = regions
+        self._slots, self._regions, self._done = parts.slots, parts.regions, parts.done
         self._peers = peers
-        self._nothing = nothing
-        self._done = done
-        self._timeout_s = timeout_s
+        self._nothing = parts.mailbox.region  # what empty rows read from: an address must be valid
+        self._timeout_s = parts.timeout_s
         self._stir = stir
         self._fresh: set[Peer] = set()  # whose rows have ended, which poll() has not said yet
 
@@ -97,7 +79,7 @@ class Rows:
             if peer.state is _READY and not peer.held:
                 region = self._regions.by_lkey.get(batch.lkey)
                 if region is not None:
-                    if batch.n == 1:
+                    if batch.n == 1 and not batch.ctx & READ:
                         taken = 1 if self._post_lone(batch, peer, region) else None
                     else:
                         taken = self._post_same(batch, start, stop, peer, region)
@@ -270,7 +252,6 @@ class Rows:
         return None
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
-        """End a row here."""
         if ctx & READ:
             self._slots.reads -= 1
             self._done.append((_READ, int(status), 1, 0, row, ctx ^ READ, 0))
@@ -309,13 +290,9 @@ class Rows:
         self._fresh.clear()
 
     def end(self, peer: Peer, status: Status, *, gone: bool, spare: bool = False) -> None:
-        """End all rows to a peer.
+        """End all rows to a peer, but with `spare` none that are not posted and not due.
 
-        Args:
-            peer: whose.
-            status: how.
-            gone: libfabric has let go of what was in flight.
-            spare: keep those that have not been posted and are not due.
+        `gone` says that libfabric has let go of what was in flight.
         """
         slots = self._slots
         # Reads that the device has still may write where they go.
@@ -334,5 +311,4 @@ class Rows:
 
 
 def _call(endpoint: Endpoint, batch: WriteBatch) -> Callable[..., int]:
-    """Return the call that posts rows of a batch."""
     return endpoint.readmsg if batch.ctx & READ else endpoint.writemsg

@@ -25,7 +25,7 @@ import msgspec
 from tep.backends.base import Status
 from tep.backends.common import read_message
 from tep.backends.ffi import libfabric as fi
-from tep.backends.ffi.libc import SOCKADDR_BYTES, ip_address
+from tep.backends.ffi.libc import SOCKADDR_BYTES
 from tep.backends.libfabric.objects import Endpoint, Option
 from tep.base.errors import BackendUnavailable, BadDescriptor
 from tep.base.units import KiB, MiB
@@ -158,11 +158,7 @@ def endpoint_options(*, cuda: bool) -> tuple[Option, ...]:
 
 
 def check_version(nic: str, version: tuple[int, int]) -> None:
-    """Refuse a library that is too old for device RDMA.
-
-    Raises:
-        BackendUnavailable: with what was found and what is needed.
-    """
+    """Raise BackendUnavailable for a library that is too old for device RDMA."""
     if version < _VERSION_MIN:
         raise BackendUnavailable(
             f"{nic}: libfabric {version[0]}.{version[1]} is too old for EFA: it may leave device "
@@ -221,27 +217,17 @@ class NicAddress(
     raw: bytes
 
     def to_bytes(self) -> bytes:
-        """Write the address down; `parse` is the inverse.
-
-        The NIC's name is for people only, and gives way where the rest is long.
-        """
+        """Write the address down. The NIC's name, for people only, gives way where it is long."""
         room = _BYTES_MAX - _AROUND_BYTES - len(self.provider.encode()) - len(self.raw)
         name = self.nic.encode()[:room].decode(errors="ignore")
         return msgspec.msgpack.encode(msgspec.structs.replace(self, nic=name))
-
-    def __str__(self) -> str:
-        return f"{self.provider} {self.nic} ({_spell(self.raw)}, epoch {self.epoch})"
 
 
 _ADDRESS: Final = msgspec.msgpack.Decoder(NicAddress)
 
 
 def parse(data: bytes, provider: str) -> NicAddress:
-    """Read an address of this provider.
-
-    Raises:
-        BadDescriptor: not such an address, or one that the provider would choke on.
-    """
+    """Read an address; BadDescriptor for no such one, or one that the provider would choke on."""
     found = read_message(_ADDRESS, data, "the address of a libfabric NIC")
     if found.provider != provider:
         raise BadDescriptor(
@@ -299,10 +285,3 @@ _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
         "srd": _check_efa,  # of the backend `efa`
     }
 )
-
-
-def _spell(raw: bytes) -> str:
-    if _check_socket(raw):
-        return raw.hex()
-    address = ip_address(raw)
-    return f"{f'[{address}]' if ':' in address else address}:{int.from_bytes(raw[2:4], 'big')}"

@@ -73,7 +73,6 @@ class Ticket:
     """Rows of one batch posted in one go, to one peer, from one region.
 
     Attributes:
-        number: of the ticket, once it is issued.
         row: index of the first row in its batch.
         slots: the slots, in row order.
         open: rows that have not come back.
@@ -105,17 +104,12 @@ def descriptors(n: int) -> tuple[np.ndarray, list[fi.Ready]]:
 
 
 class Slots:
-    """The slots of one NIC.
-
-    Args:
-        rows_max: rows that may be in flight.
-        flags: of every write, besides FI_REMOTE_CQ_DATA.
+    """The slots of one NIC; `flags` are those of every write, besides FI_REMOTE_CQ_DATA.
 
     Attributes:
         chunk_rows: rows that post() takes at the most.
         tickets: what is in flight, oldest first.
-        open: rows in flight.
-        nbytes: bytes in flight.
+        open, nbytes: rows and bytes in flight.
         adrift: rows that were given up, and have not come back.
         reads: those of the rows that are reads, and reads that wait for their peer; on EFA.
     """
@@ -155,12 +149,9 @@ class Slots:
         self._p_rma = int(records["p_rma"][-1])
         columns = ("src", "src_len", "dst", "dst_len", "rkey", "desc", "peer", "context", "data")
         self._columns = tuple(records[name] for name in columns)
-        # What the constant-for-a-while columns hold now, to fill them only when it changes.
-        self._same: tuple[object, ...] | None = None
 
     @property
     def room(self) -> int:
-        """Rows that may still be posted."""
         left = self._rows_max - self.open
         return left if left < self._top else self._top  # noqa: FURB136  # min() takes 0.1 us
 
@@ -169,11 +160,8 @@ class Slots:
     def post(self, call: Callable[..., int], endpoint: fi.Ready, ticket: Ticket, n: int) -> int:
         """Post n rows of a ticket, one peer, one key; return how many were taken, a prefix.
 
-        Args:
-            call: fi_writemsg, which takes what fi.ready() made.
-            endpoint: its first argument.
-            ticket: issued for the rows that were taken.
-            n: 1 to `chunk_rows`, and no more than there is room.
+        The ticket is issued for them. `call` is fi_writemsg, or fi_readmsg, `endpoint` its first
+        argument. There is room for n rows, 1 to `chunk_rows`.
 
         Raises:
             OSError: the first row was refused, not for a full queue; errno is libfabric's.
@@ -181,17 +169,9 @@ class Slots:
         batch, start, peer = ticket.batch, ticket.row, ticket.peer
         stop = start + n
         src, src_len, dst, dst_len, rkey, desc, addr, context, data = self._columns
-        nbytes = batch.nbytes
-        if isinstance(nbytes, int):
-            same = (peer.number, batch.rkey, ticket.region.desc, nbytes)
-            if same != self._same:
-                src_len[:] = dst_len[:] = nbytes
-        else:
-            same = None
-            src_len[:n] = dst_len[:n] = nbytes[start:stop]
-        if same is None or same != self._same:
-            addr[:], rkey[:], desc[:] = peer.number, batch.rkey, ticket.region.desc
-            self._same = same
+        nbytes = part(batch.nbytes, start, stop)
+        src_len[:n] = dst_len[:n] = nbytes
+        addr[:n], rkey[:n], desc[:n] = peer.number, batch.rkey, ticket.region.desc
         src[:n] = part(batch.src, start, stop)
         dst[:n] = part(batch.dst, start, stop)
         flags = self._flags
@@ -210,7 +190,7 @@ class Slots:
                 raise OSError(-rc, "fi_writemsg")
         if n:
             ticket.slots = slots = slots[:n]
-            self._count_bytes(ticket, n, nbytes if isinstance(nbytes, int) else src_len[:n])
+            self._count_bytes(ticket, n, part(nbytes, 0, n))
             self._owner[slots] = self._issue(ticket, n)
             self._top -= n
         return n
@@ -289,17 +269,21 @@ class Slots:
     # --- coming back
 
     def owns(self, context: int) -> bool:
-        """Tell whether a completion's context is one of ours."""
         return self._base <= context < self._end
 
-    def take_back(self, context: int) -> Ticket | None:
-        """Take one row back, finished or failed; return its ticket, None if it was given up."""
+    def _free_slot(self, context: int) -> int:
+        """A row came back: free its slot, and return its ticket's number."""
         slot = (context - self._base) >> 6
-        number = self._owners[slot]
+        number: int = self._owners[slot]
         assert number != _FREE, f"a row completed twice: slot {slot}"
         self._owners[slot] = _FREE
         self._frees[self._top] = context
         self._top += 1
+        return number
+
+    def take_back(self, context: int) -> Ticket | None:
+        """Take one row back, finished or failed; return its ticket, None if it was given up."""
+        number = self._free_slot(context)
         ticket = self.tickets.get(number)
         if ticket is None:
             self._count_given_up(number, 1)
@@ -309,14 +293,7 @@ class Slots:
 
     def give_back(self, contexts: list[int]) -> dict[int, int]:
         """Take finished rows back; return how many of each batch, by its ctx."""
-        batches: dict[int, int] = {}
-        for context in contexts:
-            ticket = self.take_back(context)
-            if ticket is not None:
-                ticket.peer.heard = True
-                ctx = ticket.batch.ctx
-                batches[ctx] = batches.get(ctx, 0) + 1
-        return batches
+        return self._settle(Counter(map(self._free_slot, contexts)))
 
     def give_back_many(self, contexts: I64) -> dict[int, int]:
         """Take dozens of finished rows back, by columns; return what give_back() does."""
@@ -335,7 +312,6 @@ class Slots:
         return self._settle(found)
 
     def _settle(self, finished: dict[int, int]) -> dict[int, int]:
-        """Count rows off their tickets."""
         batches: dict[int, int] = {}
         for number, count in finished.items():
             ticket = self.tickets.get(number)
@@ -380,10 +356,8 @@ class Slots:
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
         """End a ticket early; return the rows that had not come back.
 
-        Args:
-            ticket: whose.
-            gone: the provider has let go of the rows, so that their slots are free. Else slots and
-                region stay taken until it returns the rows, which it may still read and deliver.
+        If `gone`, the provider has let go of the rows, so that their slots are free. Else slots and
+        region stay taken until it returns the rows, which it may still read and deliver.
         """
         owners, number = self._owners, ticket.number
         out = [

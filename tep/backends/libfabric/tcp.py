@@ -1,20 +1,17 @@
-"""One NIC on tcp behind the seam: what it needs beside what every NIC does.
+"""One NIC on tcp behind the seam: what it needs beside what every NIC does; README.md says why.
 
-- Leases. tcp says nothing useful of a bad key, so the owner of a region is asked first which range
-  a key opens; it says when the range is withdrawn. Rule 1: no row goes without a lease.
+- Leases: the owner of a region says which range a key opens, and when that ends. Rule 1: no row
+  goes without a lease.
 - Lost rows. tcp does not say what was wrong with a row that failed: it is lost until its peer has
   answered, which says that it lives, and whether the key is void.
-- Endpoints. Each peer has its own, which is closed with it.
-- Reads, into buffers of ours, and on from there at the owner's word. The provider can neither take
-  a read back nor say whether its key still held. So each piece of a row lands in a buffer of this
-  NIC; then the owner is asked whether the key opens the range still. If it does, every byte was
-  read while it did, and is copied to where it belongs. A row that has ended is over: what comes
-  later of it stays in the buffer. An answer also says that the owner lives, and that it is of the
-  incarnation that was meant. Rule 2: a buffer is used again only when libfabric has given it back.
+- Reads. Each piece of a row lands in a buffer of this NIC; then the owner is asked whether the key
+  opens the range still. If it does, every byte was read while it did, and is copied to where it
+  belongs. The answer also says that the owner is of the incarnation that was meant. A row that has
+  ended is over: what comes later of it stays in the buffer. Rule 2: a buffer is used again only
+  when libfabric has given it back.
 - Strangers. libfabric accepts whoever connects to a NIC's port, and keeps the connection for as
-  long as the other end does. Its sockets are found among the process's descriptors, by the NIC's
-  port, and those whose other end has not said Hello are shut down where they are many, or old;
-  libfabric then closes them. A peer that is hung up on this way connects again. Rule 3: a thread of
+  long as the other end does. Those whose other end has not said Hello are shut down where they are
+  many, or old; libfabric then closes them, and a peer connects again. Rule 3: a thread of
   libfabric's may close a socket at any time, and its number may then be another file's. So a socket
   is looked at, and shut down, through a descriptor of our own.
 """
@@ -29,7 +26,6 @@ import socket
 import stat
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from ctypes import memmove
 from pathlib import Path
@@ -41,7 +37,6 @@ from tep.backends.base import (
     Completions,
     DomainCaps,
     DomainKey,
-    Entry,
     Kind,
     ReadBatch,
     ReadRow,
@@ -55,13 +50,12 @@ from tep.backends.ffi import libfabric as fi
 from tep.backends.ffi.libc import ip_address
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.domain import SHORT_POLLS, FabricDomain
-from tep.backends.libfabric.objects import CqError, Nic, Region, Regions, mr_attr
-from tep.backends.libfabric.peer import Peer, PeersReads, Piece, State
-from tep.backends.libfabric.peer import Row as Accepted
+from tep.backends.libfabric.objects import CqError, Nic, Region, mr_attr
+from tep.backends.libfabric.peer import Accepted, Peer, PeersReads, Piece, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules, parse
-from tep.backends.libfabric.slots import I64, Ticket, descriptors
+from tep.backends.libfabric.slots import Ticket, descriptors
 from tep.host.ways import is_loopback
 from tep.memory.source import adapt
 
@@ -185,11 +179,8 @@ class TcpDomain(FabricDomain):
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         # sockaddr_in and sockaddr_in6 have the port there
         self._strangers = Strangers(int.from_bytes(self._main.name()[2:4], "big"))
-        stir = self._restless.add
-        self._reads = TcpReads(
-            caps, nic, self._regions, self.peers, self._done, self.timeout_s, stir
-        )
-        self._queue.landed, self._queue.landed_many = self._reads.landed, self._reads.landed_many
+        self._reads = TcpReads(self.peers, self._restless.add)
+        self._queue.landed = self._reads.landed
 
     def _why_nobody(self) -> str:
         met = [peer.address for peer in self.peers.all]
@@ -203,7 +194,9 @@ class TcpDomain(FabricDomain):
         super().deregister(key)
         if not (self._closed or self.nic.closed):
             for index in self._askers.pop(key.rkey, ()):
-                self._say(self.peers.all[index], frames.Revoke(self.address, key.rkey))
+                peer = self.peers.all[index]
+                self.peers.say(peer, frames.Revoke(self.address, key.rkey))
+                self._stir(peer)
 
     def _cut(self, key: DomainKey) -> None:
         """Nothing to do: a registration that is closed early would lose the rows in flight."""
@@ -211,8 +204,7 @@ class TcpDomain(FabricDomain):
     def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
         match frame:
             case frames.Ask(rkey=rkey, number=number):
-                regions = self._regions
-                found = regions.readable_range(rkey) if number else regions.range_of(rkey)
+                found = self._regions.range_of(rkey, reads=number > 0)
                 if found[1]:
                     self._askers.setdefault(rkey, set()).add(peer.index)
                 self.peers.say(peer, frames.Lease(self.address, rkey, *found, number))
@@ -293,14 +285,14 @@ class TcpDomain(FabricDomain):
         self._next_chore_s = now_s + _STRANGERS_S
         self._strangers.look()
 
-    def _drop(self, peer: Peer, status: Status, *, spare: bool) -> None:
+    def _drop(self, peer: Peer) -> None:
         # Its endpoint is closed: what surfaces in the queue now is the last of its rows. Frames
         # wait until it has ended: one of its own greets it again.
         self._queue.drain(self._done, self._take_errors)
         self._mailbox.reclaim(peer)
         if peer.reading:
-            self._reads.end(peer, status, gone=True)
-        super()._drop(peer, status, spare=spare)
+            self._reads.end(peer, peer.status, gone=True)
+        super()._drop(peer)
         self._take_rest()
 
     def _end_all(self, status: Status, *, gone: bool = True) -> None:
@@ -318,36 +310,25 @@ class TcpReads:
     """The reads of one NIC.
 
     Args:
-        caps, nic, regions, peers, done, timeout_s: of the NIC.
         stir: called with a peer that has to be looked after by each poll().
 
     Attributes:
         open: rows accepted and not handed out; the owner subtracts.
     """
 
-    def __init__(
-        self,
-        caps: DomainCaps,
-        nic: Nic,
-        regions: Regions,
-        peers: Peers,
-        done: deque[Entry],
-        timeout_s: float,
-        stir: Callable[[Peer], object],
-    ) -> None:
+    def __init__(self, peers: Peers, stir: Callable[[Peer], object]) -> None:
+        parts = peers.parts
         self.open = 0
-        self._caps = caps
+        self._caps, self._regions, self._done = parts.caps, parts.regions, parts.done
+        self._timeout_s = parts.timeout_s
         self._stir = stir
-        self._regions = regions
         self._peers = peers
-        self._done = done
-        self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._bytes = mmap.mmap(-1, _PIECES * (_PIECE_BYTES + _SLOT_BYTES))
         memory = adapt(self._bytes)
         attr, flags, kept = mr_attr(memory, fi.FI_READ)
         attr.requested_key = _BOUNCE_KEY
-        self._handle = nic.register(attr, flags)  # closed with the NIC
+        self._handle = parts.nic.register(attr, flags)  # the NIC, which closes it, does not hold it
         del kept
         self._buffers = memory.ptr
         self._contexts = memory.ptr + _PIECES * _PIECE_BYTES
@@ -469,7 +450,6 @@ class TcpReads:
     # --- coming back
 
     def owns(self, context: int) -> bool:
-        """Tell whether a completion's context is one of ours."""
         return 0 <= context - self._contexts < _PIECES * _SLOT_BYTES
 
     def landed(self, context: int, *, failed: bool = False) -> None:
@@ -486,11 +466,6 @@ class TcpReads:
         reads.landed.setdefault(piece.row.row.rkey, []).append(piece)
         if not failed:
             reads.moved_s = time.monotonic()
-
-    def landed_many(self, contexts: I64) -> None:
-        """Pieces are in their buffers; dozens."""
-        for context in contexts.tolist():
-            self.landed(context)
 
     def answered(self, peer: Peer, frame: frames.Lease) -> None:
         """The owner says what a key opens: what had landed before the question is good, or not."""
@@ -557,14 +532,7 @@ class TcpReads:
 
 
 class Strangers:
-    """Strangers at one NIC.
-
-    Args:
-        port: where the NIC listens.
-
-    Attributes:
-        refused: how many were hung up on.
-    """
+    """Strangers at the port of one NIC; `refused` counts those that were hung up on."""
 
     def __init__(self, port: int) -> None:
         self.refused = 0
@@ -573,7 +541,6 @@ class Strangers:
         self._null = self._held = -1
 
     def close(self) -> None:
-        """Give back the descriptors; nobody may look any more."""
         for fd in (self._held, self._null):
             if fd >= 0:
                 os.close(fd)
@@ -612,7 +579,10 @@ class Strangers:
         except OSError:  # closed meanwhile, or no socket any more
             return 0.0
         try:
-            if not self._connected(sock):
+            # A connection to our port?
+            if sock.family not in {socket.AF_INET, socket.AF_INET6}:
+                return 0.0
+            if sock.type != socket.SOCK_STREAM or sock.getsockname()[1] != self._port:
                 return 0.0
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
             if len(info) < _INFO.size:
@@ -628,14 +598,6 @@ class Strangers:
             sock.detach()
             os.dup2(self._null, self._held, inheritable=False)
         return max(0.001, float(silent_ms) / 1000)
-
-    def _connected(self, sock: socket.socket) -> bool:
-        """Tell whether this is a connection to our port."""
-        return (
-            sock.family in {socket.AF_INET, socket.AF_INET6}
-            and sock.type == socket.SOCK_STREAM
-            and sock.getsockname()[1] == self._port
-        )
 
 
 def _socket(fd: int) -> int:

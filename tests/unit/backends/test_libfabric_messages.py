@@ -15,9 +15,10 @@ from tep.backends.libfabric.peers import Inbox, Outgoing
 class Wire:
     """The messages that one end says; takes the place of Peers."""
 
-    def __init__(self, me, out):
+    def __init__(self, me, out, done):
         self.me = me
         self.out = out
+        self.parts = SimpleNamespace(done=done, timeout_s=1.0)
 
     def say(self, peer, frame):
         self.out.append((peer, frame))
@@ -31,7 +32,7 @@ def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, coun
     """EFA delivers a Go before the Wait that it answers: the message waited for ever."""
     out, sent, received, texts = [], deque(), deque(), []
     a, b = (SimpleNamespace(data=name, over=False) for name in (b"a", b"b"))
-    outgoing, inbox = Outgoing(Wire(b"a", out), sent, 1.0), Inbox(Wire(b"b", out), received)
+    outgoing, inbox = Outgoing(Wire(b"a", out, sent)), Inbox(Wire(b"b", out, received))
     for k in range(count):
         assert outgoing.send(b, b"%d" % k, k, 0.0, is_control=False)
     inbox.add(16, buffers)
@@ -57,7 +58,7 @@ def test_messages_pass_whatever_order_their_frames_arrive_in(data, buffers, coun
 def test_a_message_that_is_offered_again_waits_for_one_buffer():
     """It was told twice of a buffer, and another one, for which there was the second, never."""
     out, received = [], deque()
-    a, inbox = SimpleNamespace(data=b"a"), Inbox(Wire(b"b", out), received)
+    a, inbox = SimpleNamespace(data=b"a"), Inbox(Wire(b"b", out, received))
     for number in (1, 1, 2):
         inbox.take_data(a, frames.Data(b"a", number, b"text"))
     out.clear()
@@ -69,7 +70,7 @@ def test_a_message_whose_go_was_lost_is_offered_anew():
     """A connection that broke took the Go along: its sender waited for a buffer for ever."""
     out, sent, received = [], deque(), deque()
     b = SimpleNamespace(data=b"b", over=False)
-    outgoing, inbox = Outgoing(Wire(b"a", out), sent, 1.0), Inbox(Wire(b"b", out), received)
+    outgoing, inbox = Outgoing(Wire(b"a", out, sent)), Inbox(Wire(b"b", out, received))
     outgoing.send(b, b"text", 1, 0.0, is_control=False)
     inbox.take_data(b, out.pop()[1])
     outgoing.balance(out.pop()[1], 0.0)

@@ -59,8 +59,10 @@ class End:
 
     def __init__(self) -> None:
         self.nic, self.over = Nic(), list[Peer]()
-        args = (self.nic, self.nic, RULES["tcp"], address(1), object(), TIMEOUT_S)
-        self.peers = Peers(*args, self.over.append)
+        self.parts = SimpleNamespace(
+            nic=self.nic, mailbox=self.nic, rules=RULES["tcp"], timeout_s=TIMEOUT_S
+        )
+        self.peers = Peers(self.parts, address(1), object(), self.over.append)
         self.peer = self.peers.find(address(2).to_bytes())
         self.peers.is_ready(self.peer, 1.0)
 
@@ -135,8 +137,9 @@ def test_only_its_peer_answers_for_a_message() -> None:
     """A stranger, or an answer that came twice, ended a message of somebody else."""
     sent: deque[tuple[int, ...]] = deque()
     said: list[frames.Frame] = []
-    wire = SimpleNamespace(me=b"a", say=lambda _, frame: said.append(frame))
-    outgoing = Outgoing(wire, sent, 1.0)
+    parts = SimpleNamespace(done=sent, timeout_s=1.0)
+    wire = SimpleNamespace(me=b"a", say=lambda _, frame: said.append(frame), parts=parts)
+    outgoing = Outgoing(wire)
     peer = SimpleNamespace(data=b"b", over=False)
     assert outgoing.send(peer, b"text", 7, 0.0, is_control=False)
     (data,) = said
@@ -176,24 +179,17 @@ class RowsEnd(End):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nic = self.peers._nic = Wire()
-        self.slots, self.done = Slots(1024, flags=1), deque[tuple[int, ...]]()
+        parts = self.parts
+        self.nic = parts.nic = Wire()
+        self.slots = parts.slots = Slots(1024, flags=1)
+        self.done = parts.done = deque[tuple[int, ...]]()
         memory = adapt(bytearray(1 << 20))
         self.at = memory.ptr
         self.region = Region([], memory, DomainKey(1, 1, 0), 0, False)
-        regions = SimpleNamespace(by_lkey={1: self.region})
-        caps = SimpleNamespace(sq_depth=1024, max_write_bytes=1 << 20)
-        self.rows = Rows(
-            caps,
-            RULES["tcp"],
-            self.slots,
-            regions,
-            self.peers,
-            self.region,
-            self.done,
-            TIMEOUT_S,
-            lambda _: None,
-        )
+        parts.regions = SimpleNamespace(by_lkey={1: self.region})
+        parts.caps = SimpleNamespace(sq_depth=1024, max_write_bytes=1 << 20)
+        parts.mailbox = SimpleNamespace(region=self.region)
+        self.rows = Rows(self.peers, lambda _: None)
 
     def post(self, n: int = 1, lkey: int = 1) -> int:
         at: Column = self.at
