@@ -215,7 +215,6 @@ class LoopbackDomain:
         """Nothing is kept of a peer that could be given back."""
 
     def _reach(self, peer: int) -> LoopbackDomain | Status:
-        """Return who is at the other end now."""
         assert 0 <= peer < len(self._peers), (peer, len(self._peers))
         found = self._peers[peer]
         if isinstance(found, Status) or not found.alive:
@@ -518,21 +517,15 @@ class Hub:
 
     def __init__(self, token: int | None = None) -> None:
         self._token = int.from_bytes(os.urandom(8), "little") if token is None else token
-        self._epochs = itertools.count(1)
+        self.epochs = itertools.count(1)  # of incarnations
         self._by_address = weakref.WeakValueDictionary[bytes, LoopbackDomain]()
         self._latest = weakref.WeakValueDictionary[tuple[str, int], LoopbackDomain]()
         orphan_at_fork(self)
 
-    def next_epoch(self) -> int:
-        """Number the next incarnation: larger than all before it on this hub."""
-        return next(self._epochs)
-
     def address(self, name: str, nic: int, epoch: int) -> bytes:
-        """Write down where a port is."""
         return _encode(Address(self._token, epoch, name, nic))
 
     def attach(self, port: LoopbackDomain) -> None:
-        """Make a port findable."""
         self._by_address[port.address] = port
         self._latest[port.name, port.nic] = port
 
@@ -586,7 +579,7 @@ def open_domains(
         UsageError: an impossible number or name.
     """
     hub = HUB if hub is None else hub
-    epoch = hub.next_epoch()
+    epoch = next(hub.epochs)
     name, _ = identity("loopback", f"loopback-{epoch}" if name is None else name, epoch)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"loopback: nics={nics}; 1 to {_NICS_MAX} are possible")

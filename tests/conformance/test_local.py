@@ -6,9 +6,13 @@ the way into mapped memory in tests/unit/backends/test_local_copies.py.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 import tep
+from tep.backends import local
+from tep.backends.base import Opened
 from tep.backends.local import LocalDomain, open_domains
 from tep.testing.contract import DomainContract
 from tep.testing.contract_engine import EngineContract, OpenEngines
@@ -17,12 +21,18 @@ from tep.testing.world import Ability, Node, OpenWorld
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
 
 
+def open_deep(nics: int, sq_depth: int) -> Opened:
+    """Open NICs with another depth of their queues."""
+    with mock.patch.object(local, "_SQ_DEPTH", sq_depth):
+        return open_domains(nics)
+
+
 class LocalWorld(OpenWorld):
     """Nodes of one process, each with sockets and shared memory of its own."""
 
     def __init__(self, sq_depth: int = 4096) -> None:
         abilities = frozenset({Ability.KILL, Ability.RESTART, Ability.FORK})
-        super().__init__(lambda nics: open_domains(nics, sq_depth=sq_depth), abilities)
+        super().__init__(lambda nics: open_deep(nics, sq_depth), abilities)
 
     def kill(self, node: Node) -> None:
         for domain in node.domains:

@@ -244,7 +244,7 @@ def test_an_engine_on_local_goes_on_after_its_heap_was_full() -> None:
 
 
 PLACES = [
-    ("local", "tep.backends.local.sender.rows_within"),
+    ("local", "tep.backends.local.sender.total"),
     ("local", "tep.backends.local.sender.part"),
     ("tcp", "tep.backends.libfabric.slots.part"),
     ("tcp", "tep.backends.libfabric.slots.Slots.give_back"),

@@ -29,7 +29,6 @@ import functools
 import logging
 import os
 import re
-import socket
 import warnings
 import weakref
 from collections.abc import Callable
@@ -39,7 +38,6 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import (
-    COMPLETION,
     COMPLETION_BYTES,
     Access,
     CallersTurn,
@@ -65,6 +63,7 @@ from tep.backends.common import (
     new_fence,
     nothing,
     orphan_at_fork,
+    put_imms,
     says,
 )
 from tep.backends.ffi.libc import libc
@@ -98,15 +97,8 @@ _OK: Final = int(Status.OK)
 class LocalDomain:
     """One NIC; `tep.backends.base.Domain` describes the methods.
 
-    Args:
-        address: of this incarnation.
-        caps: its limits.
-
     Attributes:
         sender, port: its two halves.
-
-    Raises:
-        BackendUnavailable: no socket, no shared memory, no descriptor left.
     """
 
     def __init__(self, address: Address, caps: DomainCaps) -> None:
@@ -297,9 +289,7 @@ class LocalDomain:
         return at
 
     def _take_burst(self, lane: LaneReader, n: int, out: Completions, at: int) -> int:
-        rows = out[at : at + n]
-        rows[:] = _BLANK_IMM
-        rows["imm"], rows["count"] = lane.take_events(n)
+        put_imms(out[at : at + n], *lane.take_events(n))
         return at + n
 
     def _take_messages(self, inbound: Inbound, out: Completions, at: int) -> tuple[int, bool]:
@@ -307,7 +297,11 @@ class LocalDomain:
         lane = inbound.lane
         assert lane is not None
         room = len(out)
-        while at < room and (nbytes := self._next_message(inbound, lane)) is not None:
+        while at < room and (nbytes := lane.next_message()) is not None:
+            if nbytes == NONSENSE:
+                lane.mhead = lane.mtail
+                self.port.part(inbound)
+                break
             try:
                 found = self._pool.take(nbytes, inbound.sender)
             except MemoryError:
@@ -330,14 +324,6 @@ class LocalDomain:
                     self.port.starved[inbound] = None
                 break
         return at, False
-
-    def _next_message(self, inbound: Inbound, lane: LaneReader) -> int | None:
-        nbytes = lane.next_message()
-        if nbytes == NONSENSE:
-            lane.mhead = lane.mtail
-            self.port.part(inbound)
-            return None
-        return nbytes
 
     def status_text(self, status: int) -> str:
         failed = status in {Status.PROVIDER, Status.UNREACHABLE}
@@ -416,8 +402,6 @@ class LocalDomain:
             raise closed(self.caps.nic)
 
 
-_BLANK_IMM: Final = np.array((_IMM, _OK, 1, 0, 0, 0, 0), COMPLETION)
-
 _STATUS_TEXT: Final = meaning(
     LOCAL_KEY="the memory here was deregistered, or the row reaches beyond it, or is read into "
     "memory that reads may not write",
@@ -460,7 +444,7 @@ def allow_any_tracer() -> bool:
 
 
 _NICS_MAX: Final = 64
-_SQ_DEPTH: Final = 4096
+_SQ_DEPTH: Final = 4096  # and as many reads besides
 _PEER_TIMEOUT_S: Final = 2.0
 """The kernel tells of a death at once; this is room for a poll that comes late."""
 
@@ -479,7 +463,6 @@ def open_domains(
     nics: int = 1,
     *,
     name: str | None = None,
-    sq_depth: int = _SQ_DEPTH,
     allow_tracer: bool = True,
 ) -> Opened:
     """Open the NICs of one engine.
@@ -487,7 +470,6 @@ def open_domains(
     Args:
         nics: how many lanes, 1 to 64.
         name: of the engine, for reports; the same name in a later process replaces the former.
-        sq_depth: rows outstanding on one NIC; as many reads besides.
         allow_tracer: where Yama restricts writes into other processes to children (Ubuntu's
             default), name "any process of this user" as an exception, for the rest of this
             process's life; it is logged once. False: peers then reach alloc_shared() memory only.
@@ -499,15 +481,13 @@ def open_domains(
     name, epoch = identity("local", name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
-    if sq_depth < 1:
-        raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
     if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
         _open_to_tracers()
     host = os.getpid(), epoch, host_digest()
     domains = all_or_none(
         LocalDomain(
             Address(nic, *host, os.urandom(16)),
-            _caps(f"{name}/{nic}", sq_depth),
+            _caps(f"{name}/{nic}"),
         )
         for nic in range(nics)
     )
@@ -517,18 +497,18 @@ def open_domains(
     return Opened(domains, epoch, name, CallersTurn(), about=restricted)
 
 
-def _caps(nic: str, sq_depth: int) -> DomainCaps:
+def _caps(nic: str) -> DomainCaps:
     return DomainCaps(
         backend="local",
         nic=nic,
         link_bps=0,
-        sq_depth=sq_depth,
+        sq_depth=_SQ_DEPTH,
         max_write_bytes=1 << 40,
         max_msg_bytes=MESSAGE_BYTES_MAX,
         ordered=True,
         peer_timeout_s=_PEER_TIMEOUT_S,
         control_bytes=CONTROL_BYTES_MAX,
-        reads=sq_depth,
+        reads=_SQ_DEPTH,
     )
 
 
@@ -564,9 +544,6 @@ def restriction(*, allow_tracer: bool = True) -> str:
     """Say why other processes reach memory of alloc_shared() only, here; "" = they reach all of it.
 
     A peer may be restricted where this process is not; then the errors of rows to it say so.
-
-    Args:
-        allow_tracer: as open_domains() has it.
     """
     mark = np.frombuffer(os.urandom(8), np.uint8)
     code = can_reach(os.getpid(), int(mark.ctypes.data), ctypes.string_at(mark.ctypes.data, 8))
@@ -583,18 +560,7 @@ def restriction(*, allow_tracer: bool = True) -> str:
 
 
 def probe() -> str:
-    """Say what is here: whether the kernel lets processes write into each other.
-
-    Raises:
-        BackendUnavailable: no sockets in the abstract namespace.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        try:
-            sock.bind(b"\0tep/probe/" + os.urandom(8).hex().encode())
-        except OSError as error:
-            raise BackendUnavailable(
-                "the local backend cannot run here", (("an abstract UNIX socket", str(error)),)
-            ) from error
+    """Say what is here: whether the kernel lets processes write into each other."""
     restricted = restriction()
     if restricted:
         return restricted

@@ -58,12 +58,9 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The sender introduces itself. Descriptors: its lane, its bell.
+    """The sender introduces itself, with the token of the address that it was given.
 
-    Attributes:
-        token: of the address that it was given.
-        name: of its NIC, for reports.
-        sender: the address of its NIC.
+    Descriptors: its lane, its bell. `name` is for reports, `sender` the address of its NIC.
     """
 
     token: bytes
@@ -93,12 +90,9 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Memory of alloc_shared() that holds a target. Descriptor: the memory.
+    """Memory of alloc_shared() that holds a target; `number` and `address` are the receiver's.
 
-    Attributes:
-        number: of the arena, in the receiver.
-        address: of its first byte, there.
-        nbytes: length.
+    Descriptor: the memory.
     """
 
     number: Unsigned
@@ -113,12 +107,7 @@ class Unshare(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Control(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A word to the receiver's engine.
-
-    Attributes:
-        sender: address of the NIC that it comes from.
-        payload: at most CONTROL_BYTES_MAX bytes.
-    """
+    """A word to the receiver's engine, from the NIC at the address `sender`."""
 
     sender: bytes
     payload: bytes
@@ -167,16 +156,12 @@ class Channel:
     def try_say(self, what: Said) -> bool:
         """Send now, behind all that waits, or not at all."""
         self.flush()
-        if self._waiting or not self.open:
+        if self._waiting:
             return False
-        try:
-            self._socket.send(_encode(what))
-        except BlockingIOError:
-            return False
-        except OSError:
-            self.open = False
-            return False
-        return True
+        self.say(what)
+        sent = not self._waiting
+        self._waiting.clear()
+        return sent and self.open
 
     def flush(self) -> None:
         """Send what waits, as far as it goes."""
@@ -217,7 +202,6 @@ class Channel:
         return found
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
         self.open = False
         self._socket.close()
         self._waiting.clear()
@@ -232,7 +216,7 @@ def is_bell(fd: int) -> bool:
 
 
 def close_all(fds: list[int] | tuple[int, ...]) -> None:
-    """Close descriptors that nobody else closes."""
+    """Close descriptors that nobody else closes; -1 is none."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -256,16 +240,11 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     def to_bytes(self) -> bytes:
-        """Write it down."""
         return _encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Address:
-        """Read it back.
-
-        Raises:
-            BadDescriptor: no such address, or of another host.
-        """
+        """Read it; raise BadDescriptor for no such address, or one of another host."""
         found = read_message(_ADDRESS, data, "a local address")
         if found.host != host_digest():
             raise BadDescriptor(
@@ -300,11 +279,7 @@ def engine_of(data: bytes) -> bytes:
 
 @functools.cache
 def host_digest() -> bytes:
-    """8 bytes that are the same in all processes, and containers, of this boot of this machine.
-
-    Raises:
-        BackendUnavailable: no descriptor is left to find out.
-    """
+    """8 bytes that are the same in all processes, and containers, of this boot of this machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError as error:
@@ -322,9 +297,6 @@ class Watches:
         epoll: the set.
         bell: an eventfd by which peers wake the NIC. Nobody reads it: each ring is one edge, and
             taken back by look().
-
-    Raises:
-        BackendUnavailable: no descriptor is left.
     """
 
     def __init__(self) -> None:
@@ -345,11 +317,10 @@ class Watches:
                 raise BackendUnavailable(
                     "the local backend cannot start", ((what, why(error.errno or 0)),)
                 ) from error
-            undo.pop_all()
+            self.close = undo.pop_all().close  # not what it watches besides
         self._poll = self.epoll.poll
 
     def add(self, fd: int, told: Callable[[], None], events: int = select.EPOLLIN) -> None:
-        """Watch a descriptor."""
         self.epoll.register(fd, events)
         self._told[fd] = told
 
@@ -383,12 +354,6 @@ class Watches:
     def _woken(self) -> None:
         self._wake_s = math.inf
         self._timer.clear()
-
-    def close(self) -> None:
-        """Close the set and the bell, not what it watches besides."""
-        self.epoll.close()
-        self._timer.close()
-        os.close(self.bell)
 
     def drop(self, fd: int) -> None:
         """Watch it no more; before it is closed."""

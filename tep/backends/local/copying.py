@@ -23,7 +23,7 @@ from tep.backends.base import Column, Kind
 from tep.backends.common import HostRegion, copy_rows, offsets, total
 from tep.backends.ffi.libc import libc
 
-__all__ = ["ROWS_MAX", "Failures", "Flow", "Target", "can_reach", "open_memory", "rows_within"]
+__all__ = ["ROWS_MAX", "Flow", "Target", "can_reach", "open_memory"]
 
 _memmove: Final = ctypes.memmove
 
@@ -58,9 +58,6 @@ def remote_call(name: str, here: int, there: int) -> Callable[[int, int], int]:
 
     return call
 
-
-Failures = list[tuple[int, int]]
-"""(row, errno) of the rows that did not arrive."""
 
 _THERE: Final = 2 * IOV_MAX  # words from the entries here to those there
 
@@ -141,35 +138,18 @@ class Flow:
         there: Column,
         nbytes: Column,
         n: int,
-    ) -> Failures:
-        """Copy n rows, at most ROWS_MAX, between two regions."""
+    ) -> bool:
+        """Copy n rows, at most ROWS_MAX, between two regions; False = perhaps only some of them."""
         if target.mapped is not None:
             ours = region, offsets(here, region.origin)
             theirs = target.mapped, offsets(there, target.base)
             copy_rows(*(theirs + ours if self.reads else ours + theirs), nbytes, n)
-            return []
+            return True
         local, remote = self._here[1 : n + 1], self._there[1 : n + 1]
         local[:, 0], remote[:, 0] = here, there
         local[:, 1] = remote[:, 1] = nbytes
-        nbytes_all = total(nbytes, n)
-        if not nbytes_all:
-            return []
         self._there[0, 0] = target.witness
-        if self._call(pid, n + 1) == nbytes_all + 1:
-            return []
-        # It stopped early: go row by row. A row that was moved already is moved once more.
-        rows = zip(local[:, 0].tolist(), remote[:, 0].tolist(), local[:, 1].tolist(), strict=True)
-        return [
-            (k, code) for k, row in enumerate(rows) if (code := self.move_row(pid, target, *row))
-        ]
-
-
-def rows_within(nbytes: Column, at: int, n: int, budget: int) -> int:
-    """Count the rows, of n from row `at` on, that fit into a budget of bytes; 1 at the least."""
-    if isinstance(nbytes, int):
-        return max(1, min(n, budget // nbytes)) if nbytes else n
-    sizes = np.cumsum(nbytes[at : at + n])
-    return max(1, int(np.searchsorted(sizes, budget, "right")))
+        return self._call(pid, n + 1) == total(nbytes, n) + 1
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> int:

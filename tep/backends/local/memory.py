@@ -87,8 +87,7 @@ class SharedMap:
 
     Attributes:
         address: of the first byte, here.
-        nbytes: length.
-        words: the same bytes as u64; released by close().
+        words: the bytes as u64; released by close().
 
     Raises:
         OSError: the memfd is not sealed, or too small.
@@ -124,12 +123,7 @@ class Witness:
     the call, and it writes its entries in order and stops at the first that is not mapped. So each
     call begins with one byte for this page: in any other process, in a forked child, or in another
     program after an exec, it fails before a byte of data has moved. It takes 0.4 us (measured).
-
-    Args:
-        proof: stands in the page's first bytes.
-
-    Raises:
-        OSError: the kernel refuses.
+    The page begins with `proof`.
     """
 
     def __init__(self, proof: bytes) -> None:
@@ -155,7 +149,6 @@ class Witness:
         ctypes.memmove(self.address, proof, len(proof))
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
         if self.address:
             libc().munmap(self.address, _PAGE)
             self.address = 0
@@ -167,12 +160,11 @@ class Witness:
 
 
 class Arena(mmap.mmap):
-    """Memory of alloc_shared(), mapped: arrays over it keep it alive. Made by new_arena().
+    """Memory of alloc_shared(), mapped: arrays over it keep it alive.
 
     Attributes:
         number: unique in this process.
         fd: the memfd, for peers to map; closed with the memory.
-        address: of the first byte.
         nbytes: length, whole pages.
     """
 
@@ -190,22 +182,6 @@ def _populate(mapping: mmap.mmap, nbytes: int) -> None:
     for advice in advices:
         with contextlib.suppress(OSError):  # older kernels, or not for this kind of memory
             mapping.madvise(advice)
-
-
-def _new_arena(nbytes: int) -> Arena:
-    fd = new_memfd("tep-alloc-shared", nbytes)
-    try:
-        arena = Arena(fd, nbytes, mmap.MAP_SHARED)
-    except OSError:
-        os.close(fd)
-        raise
-    weakref.finalize(arena, os.close, fd)
-    _populate(arena, nbytes)
-    arena.number = next(_NUMBERS)
-    arena.fd = fd
-    arena.nbytes = nbytes
-    arena.address = np.frombuffer(arena, np.uint8).ctypes.data
-    return arena
 
 
 _NUMBERS: Final = itertools.count(1)
@@ -230,10 +206,18 @@ def alloc_shared(nbytes: int) -> npt.NDArray[np.uint8]:
     """
     nbytes = check_int("alloc_shared: nbytes", nbytes, 1)
     whole = -(-nbytes // _PAGE) * _PAGE
-    try:
-        arena = _new_arena(whole)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"alloc_shared: {nbytes} bytes: {error}") from error
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = new_memfd("tep-alloc-shared", whole)
+            undo.callback(os.close, fd)
+            arena = Arena(fd, whole, mmap.MAP_SHARED)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"alloc_shared: {nbytes} bytes: {error}") from error
+        undo.pop_all()
+    weakref.finalize(arena, os.close, fd)
+    _populate(arena, whole)
+    arena.number, arena.fd, arena.nbytes = next(_NUMBERS), fd, whole
+    arena.address = np.frombuffer(arena, np.uint8).ctypes.data
     _ARENAS.add(arena)
     return np.frombuffer(arena, np.uint8, nbytes)
 
@@ -340,7 +324,6 @@ class LaneWriter:
         return True
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is room for a message of this length."""
         if self.sent - self.acked >= ACKS:
             return False
         self._mhead = self.words[_MHEAD]
@@ -362,7 +345,6 @@ class LaneWriter:
         return found
 
     def news(self) -> bool:
-        """Whether acknowledgements wait."""
         return self.words[_ACKED] > self.acked
 
     def want(self) -> None:
@@ -387,12 +369,6 @@ class LaneReader:
     Attributes:
         head, mhead: what has been taken.
         tail, mtail: what the board said at the last look.
-
-    Args:
-        fd: from the sender; the caller closes it.
-
-    Raises:
-        OSError: no such memory.
     """
 
     def __init__(self, fd: int, fence: Callable[[], None]) -> None:
@@ -482,6 +458,5 @@ class LaneReader:
         return False
 
     def close(self) -> None:
-        """Unmap. Idempotent."""
         self._events = _NO_EVENTS
         self._map.close()

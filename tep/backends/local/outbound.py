@@ -108,13 +108,11 @@ class Outbound:
     """The way to one peer.
 
     Attributes:
-        way: how far it is.
-        why: in words, once it is gone or restricted.
+        why: in words, once the way is gone or restricted.
         pid: of the peer's process, or 0 where the kernel does not let us write there.
         memory: a descriptor of its memory, for put(); -1 = none.
         targets: the peer's regions that were used before, by key; see target().
-        line: rows that wait, in order.
-        reads: those that are read.
+        line, reads: rows that wait, in order.
         letters: messages that wait for room in the lane: payload, ctx.
         board: the word of the peer's port that our tail goes to.
         open: ctx of the messages in the lane, in order.
@@ -122,7 +120,7 @@ class Outbound:
         unrung: bytes of the row list at the head of the line that were shown without a bell.
 
     Args:
-        address: of the peer. sender: our own.
+        sender: our own address.
         patience_s: how long to call a peer that cannot answer, or for which there is no room here.
         lost: called when the way has ended, except by release(); or when nobody has let us in for
             so long: then what stands in line has to fail, and what comes later is tried anew.
@@ -244,7 +242,6 @@ class Outbound:
             self._hung_up()
 
     def _hung_up(self) -> None:
-        """The peer has closed the connection."""
         if self.way is Way.UP:
             self.end("its process ended, or closed its engine")
         elif self.way is Way.ASKING:  # it ended, which the next call tells; or had no room for us
@@ -303,7 +300,7 @@ class Outbound:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        close_all([fd for fd in (self._peer_bell, self._pidfd, self.memory) if fd >= 0])
+        close_all([self._peer_bell, self._pidfd, self.memory])
         self._peer_bell = self._pidfd = self.memory = -1
         self.targets.clear()
         for _, found in self._shares.values():
@@ -313,9 +310,8 @@ class Outbound:
             self._port.close()
             self._port = None
         if self._called:
-            if self.lane.fd >= 0:
-                os.close(self.lane.fd)
-                self.lane.fd = -1
+            close_all([self.lane.fd])
+            self.lane.fd = -1
             self.lane.close()
 
     def try_say(self, what: Said) -> bool:

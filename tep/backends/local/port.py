@@ -93,9 +93,7 @@ class Inbound:
     """One sender.
 
     Attributes:
-        channel: to it.
-        slot: on the board.
-        tails: its two words there.
+        tails: its two words on the board.
         lane: its memory; None once it is dropped.
         bell: its eventfd.
         sender: address of its NIC.
@@ -125,9 +123,6 @@ class Port:
 
     Args:
         control: called with each control message that arrives, and its sender's address.
-
-    Raises:
-        BackendUnavailable: no socket, or no shared memory.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class Port:
                 self._witness = Witness(proof)
                 undo.callback(self._witness.close)
                 self._spare = os.dup(watches.bell)
-                undo.callback(os.close, self._spare)
+                undo.callback(lambda: close_all([self._spare]))
                 self._listener = socket.socket(
                     socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
                 )
@@ -164,7 +159,7 @@ class Port:
                 raise BackendUnavailable(
                     "the local backend cannot start", ((what, why(error.errno or 0)),)
                 ) from error
-            undo.pop_all()
+            self._let_go = undo.pop_all().close
         self.words = self._map.words
         self.words[PROOF : PROOF + 2] = memoryview(proof).cast("Q")
         self.words[0] = MAGIC
@@ -285,11 +280,9 @@ class Port:
             self._take_call(Channel(sock))
 
     def _take_call(self, channel: Channel) -> None:
-        def news() -> None:
-            self._meet(channel)
-
+        events = select.EPOLLIN | select.EPOLLRDHUP
         try:
-            self._watches.add(channel.fd, news, select.EPOLLIN | select.EPOLLRDHUP)
+            self._watches.add(channel.fd, lambda: self._meet(channel), events)
         except OSError:
             channel.close()
             return
@@ -316,7 +309,6 @@ class Port:
             self._spare = -1
 
     def hang_up_on_silent(self) -> None:
-        """Turn away callers whose time is over."""
         now_s = time.monotonic()
         for channel, until_s in list(self.callers.items()):
             if now_s < until_s:
@@ -414,7 +406,7 @@ class Port:
 
     def _release(self, inbound: Inbound) -> None:
         inbound.channel.close()
-        close_all([fd for fd in (inbound.bell, inbound.pidfd) if fd >= 0])
+        close_all([inbound.bell, inbound.pidfd])
         inbound.tails.release()
         if inbound.lane is not None:
             inbound.lane.close()
@@ -443,7 +435,6 @@ class Port:
         return self.ready
 
     def unseen(self) -> bool:
-        """Whether the board has changed since the last scan."""
         return self._board.tobytes() != self._seen
 
     # --- ends
@@ -462,7 +453,6 @@ class Port:
         """Let go of everything here, saying nothing: a close without manners, or a forked child."""
         self.ready.clear()
         self.starved.clear()
-        self._listener.close()
         for channel in self.callers:
             channel.close()
         self.callers.clear()
@@ -470,6 +460,4 @@ class Port:
             self._release(inbound)
         self._inbounds.clear()
         self._board.release()
-        self._map.close()
-        self._witness.close()
-        close_all([fd for fd in (self._fd, self._spare) if fd >= 0])
+        self._let_go()

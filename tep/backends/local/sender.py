@@ -27,7 +27,7 @@ import numpy as np
 from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
 from tep.backends.common import STRONG, Unread, at, part, total
 from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
-from tep.backends.local.copying import ROWS_MAX, Flow, rows_within
+from tep.backends.local.copying import ROWS_MAX, Flow
 from tep.backends.local.memory import ACKS, COPYING, EVENTS
 from tep.backends.local.outbound import Line, Outbound, Segment, Way
 from tep.backends.local.port import UNWRITABLE
@@ -76,7 +76,6 @@ class Sender:
 
     Attributes:
         done: completions, for the owner to hand out.
-        writes, reads: rows that go each way.
         outs: the way to each peer, by its number.
         active: peers with rows or messages in line, or open.
         lost: peers that were lost since the last poll.
@@ -84,9 +83,6 @@ class Sender:
         least: bytes of a helping where others wait.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
         unread: the control messages that have come.
-
-    Args:
-        me: address of this NIC.
     """
 
     def __init__(
@@ -156,7 +152,6 @@ class Sender:
 
     @property
     def asking(self) -> bool:
-        """Whether something waits for a peer to answer."""
         return any(out.way is Way.ASKING for out in self.active)
 
     # --- posting
@@ -292,16 +287,24 @@ class Sender:
             out.publish(ring=not out.unrung)
 
     def _fitting(self, out: Outbound, segment: Segment) -> int:
-        """Count the rows that go next; 0 = there is no room in the lane."""
+        """Count the rows that go next, one at the least; 0 = there is no room in the lane."""
         batch, start = segment.batch, segment.at
         # The rest of a row goes alone, so that all rows behind it can go as columns.
         n = 1 if segment.moved else min(segment.stop - start, ROWS_MAX)
         if batch.imm is not None:
             n = min(n, out.lane.room())
-        return n if n <= 1 else rows_within(batch.nbytes, start, n, self.helping)
+        if n <= 1:
+            return n
+        nbytes, fitting = batch.nbytes, n
+        if not isinstance(nbytes, int):
+            sizes = np.cumsum(nbytes[start : start + n])
+            fitting = int(np.searchsorted(sizes, self.helping, "right"))
+        elif nbytes:
+            fitting = min(n, self.helping // nbytes)
+        return max(1, fitting)
 
     def _carry_columns(self, out: Outbound, segment: Segment, flow: Flow, n: int) -> bool:
-        """Move rows of one region to one region at once; False = not so simple, nothing is done."""
+        """Move rows of one region to one region at once; False = not so simple, none has ended."""
         batch, start = segment.batch, segment.at
         stop, rkey = start + n, batch.rkey
         if segment.moved or not isinstance(rkey, int):
@@ -318,41 +321,24 @@ class Sender:
             return False
         if not out.begin_copy(target):
             return False
-        moved = total(nbytes, n)
-        failures = flow.move_rows(out.pid, target, mine, here, there, nbytes, n)
+        moved = flow.move_rows(out.pid, target, mine, here, there, nbytes, n)
         if not STRONG:  # else the word could tell of the end before the last byte was read
             self._fence()
         out.lane.words[COPYING] = 0
         self._watches.look()
-        self.helping -= max(moved, 1)
-        imm = batch.imm
-        if failures or out.way is not _UP:
-            segment.at = stop
-            self._account(out, segment, flow, n, dict(failures))
+        if out.way is not _UP:  # what is in line ends with it
             return True
+        if not moved:  # one by one: a row that was moved already is moved once more
+            return False
+        length, imm = total(nbytes, n), batch.imm
+        self.helping -= max(length, 1)
         if isinstance(imm, int):
             out.lane.put_event(imm, n)
         elif imm is not None:
             out.lane.put_events(imm[start:stop])
         segment.at = stop
-        self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=moved)
+        self._finish(flow, Status.OK, batch.ctx, count=n, nbytes=length)
         return True
-
-    def _account(
-        self, out: Outbound, segment: Segment, flow: Flow, n: int, codes: dict[int, int]
-    ) -> None:
-        """Complete the last n rows: some failed, or all since the peer has died."""
-        batch, fine = segment.batch, 0
-        for row in range(segment.at - n, segment.at):
-            code = codes.get(row - segment.at + n, 0 if out.way is _UP else errno.ESRCH)
-            if code:
-                self._finish(flow, self._status(out, flow, code), batch.ctx, row=row)
-            else:
-                fine += 1
-                if batch.imm is not None:
-                    out.lane.put_event(at(batch.imm, row), 1)
-        if fine:
-            self._finish(flow, Status.OK, batch.ctx, count=fine)
 
     def _carry_each(self, out: Outbound, segment: Segment, flow: Flow, n: int) -> None:
         """Carry out rows one by one; the last may be done in part."""
@@ -465,7 +451,6 @@ class Sender:
         return Status.OK if segment.moved == nbytes else None
 
     def _status(self, out: Outbound, flow: Flow, code: int) -> Status:
-        """Return the status that an errno of a copy stands for."""
         if code == errno.ESRCH:
             return Status.UNREACHABLE
         self.why = out.why or f"{flow.name} of {out.address}: {why(code)}"

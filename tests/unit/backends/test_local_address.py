@@ -71,7 +71,6 @@ def test_epochs_grow_and_addresses_differ() -> None:
     [
         ({"nics": 0}, "nics=0; 1 to 64"),
         ({"nics": 65}, "nics=65; 1 to 64"),
-        ({"sq_depth": 0}, "sq_depth=0; 1 or more"),
         ({"name": ""}, "name=''; 1 to 200"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tep.backends import local
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import sender as sending
@@ -128,7 +130,8 @@ TURNS = st.lists(
 @given(turns=TURNS)
 def test_who_sleeps_for_want_of_room_is_woken_when_there_is_some(turns) -> None:
     """A bell is asked for only where half a ring is taken; missing one would sleep for ever."""
-    a, b = (open_domains(sq_depth=1 << 16).domains[0] for _ in range(2))
+    with mock.patch.object(local, "_SQ_DEPTH", 1 << 16):
+        a, b = (open_domains().domains[0] for _ in range(2))
     assert isinstance(a, LocalDomain)
     assert isinstance(b, LocalDomain)
     try:
