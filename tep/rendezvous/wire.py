@@ -336,7 +336,7 @@ class Door:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-                peer = await _accepted(sock)
+                peer = Peer(*await asyncio.open_connection(sock=sock))
             except ConnectionError:  # it has hung up already
                 continue
             except OSError:  # no descriptor or no memory left
@@ -402,18 +402,6 @@ async def listen(host: str, port: int) -> list[socket.socket]:
             sock.close()
         raise
     return found
-
-
-async def _accepted(sock: socket.socket) -> Peer:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    try:
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock)
-    except BaseException:
-        sock.close()
-        raise
-    return Peer(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 # ---------------------------------------------------------------------- the caller

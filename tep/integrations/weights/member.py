@@ -70,37 +70,6 @@ class Meeting(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-class _Loop:
-    """An asyncio loop on a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine there and wait for it.
-
-        Raises:
-            WaitTimeout: it takes longer.
-        """
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            if not future.done():
-                future.cancel()
-                raise WaitTimeout(f"{self._name}: not done in {timeout_s} s") from None
-            raise
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_END_S)
-        if not self._thread.is_alive():
-            self.loop.close()
-
-
 class Member:
     """This process: first `meet`, `lead`, `follow` or `receive_from`; `close` it at the end.
 
@@ -116,7 +85,11 @@ class Member:
         self.name = name
         self.receiver: WeightReceiver | None = None
         self._fabric = fabric
-        self._loop = _Loop(f"tep weights {name}")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"tep weights {name}", daemon=True
+        )
+        self._thread.start()
         self._engine: TransferEngine | None = None
         self._listener: Listener | None = None
         self._meeting: Meeting | None = None
@@ -181,7 +154,7 @@ class Member:
         return self._engine
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(self._do(self._loop.loop.create_task, work))
+        self._tasks.append(self._do(self._loop.create_task, work))
 
     async def _greet(self, hub: Hub) -> None:
         """Take in rollout ranks as they come."""
@@ -221,7 +194,7 @@ class Member:
     def sending(self, version: int) -> Future[UpdateReport | None]:
         """Begin to send what was loaded; each wait in it has its limit of time."""
         work = self._send(self._sender_here(), version)
-        return asyncio.run_coroutine_threadsafe(work, self._loop.loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _sender_here(self) -> WeightSender:
         if self._sender is None:
@@ -264,7 +237,7 @@ class Member:
     async def wait_whole(self, version: int | None) -> int:
         """Wait for a version, in any loop; see WeightReceiver.whole."""
         waiting = self._here().whole(version, self._fabric.timeout_s)
-        future = asyncio.run_coroutine_threadsafe(waiting, self._loop.loop)
+        future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
         return await asyncio.wrap_future(future)
 
     def whole(self, version: int | None, timeout_s: float) -> int:
@@ -289,7 +262,20 @@ class Member:
     # ------------------------------------------------------------------ the end
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        return self._loop.call(work, timeout_s or self._fabric.timeout_s + _END_S)
+        """Run a coroutine in the loop's thread and wait for it.
+
+        Raises:
+            WaitTimeout: it takes longer.
+        """
+        timeout_s = timeout_s or self._fabric.timeout_s + _END_S
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise WaitTimeout(f"{self._thread.name}: not done in {timeout_s} s") from None
 
     def _do(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the loop's thread."""
@@ -319,7 +305,10 @@ class Member:
         self._end_meeting()
         if self._engine is not None:
             self._engine.close()
-        self._loop.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 class Worker:
