@@ -62,7 +62,6 @@ class Driver:
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
     def count(self) -> int:
-        """Return the number of GPUs that the driver shows."""
         return int(self.call("cuDeviceGetCount"))
 
     def attribute(self, index: int, name: str) -> int:
@@ -181,6 +180,5 @@ def list_devices() -> list[CudaDevice]:
 
 
 def _text(raw: bytes | str) -> str:
-    """Decode a C string."""
     plain = raw if isinstance(raw, str) else raw.decode("ascii", "replace")
     return plain.split("\0")[0].strip()

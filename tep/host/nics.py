@@ -43,12 +43,9 @@ Environ = Callable[[str], str | None]
 
 
 class Number(NamedTuple):
-    """A number of the environment.
+    """A variable of the environment, its text ("": unset), and its number.
 
-    Attributes:
-        name: the variable's name.
-        text: the variable's value; "" = unset.
-        value: the number; None = unset, no number or out of range.
+    The number is None if it is unset, no number or out of range.
     """
 
     name: str
@@ -57,14 +54,10 @@ class Number(NamedTuple):
 
 
 class NameList(NamedTuple):
-    """Names of devices or interfaces as NCCL lists them: [^][=]name[:port],...
+    """Names of devices or interfaces as NCCL lists them in a variable: [^][=]name[:port],...
 
-    Attributes:
-        name: the variable's name.
-        text: the variable's value; "" = unset.
-        entries: the names; a port behind one is not looked at, each NIC has one here.
-        excludes: "^": all but these.
-        exact: "=": whole names, and not beginnings.
+    "^" excludes: all but these. "=" is exact: whole names, and not beginnings. A port is not looked
+    at, as each NIC has one here.
     """
 
     name: str
@@ -104,12 +97,7 @@ def read_list(name: str, environ: Environ) -> NameList:
 
 
 def said(used: Iterable[Number | NameList], meant: Mapping[str, str]) -> str:
-    """Describe the variables that were read; "" if none is set.
-
-    Args:
-        used: the variables that were read.
-        meant: the meaning of each variable here, by its name.
-    """
+    """Describe the variables that were read, by the meaning of each here; "" if none is set."""
     words = []
     for one in used:
         if one.text and isinstance(one, Number) and one.value is None:
@@ -128,14 +116,10 @@ class Found(NamedTuple):
     """One RDMA device, as examined.
 
     Attributes:
-        name: the device's name.
         text: its description, or why it cannot be used.
-        usable: True if it can be used.
         link_bps: nominal rate, bits a second; 0 where unknown.
-        is_ib: InfiniBand and not Ethernet.
         subnet: prefix of the InfiniBand subnet, 16 hex digits; "" on Ethernet.
         path: sysfs path of its PCI device; "" if it has none.
-        is_efa: True if EFA's driver drives it.
         physical: path of the physical function if this is a virtual one; else "".
         missing: its device file, if this container was not given it; else "".
     """

@@ -66,13 +66,9 @@ class Seen(Protocol):
 
 
 class _Here:
-    """The engines that this process shows.
+    """The engines that this process shows, by id, and the thread that answers while there is one.
 
-    Attributes:
-        lock: guards `thread`; `seen` needs none.
-        seen: the engines, by id.
-        thread: the thread that answers, while there is an engine.
-        bell: an eventfd that wakes the thread.
+    The lock guards `thread`; `seen` needs none. The bell is an eventfd that wakes the thread.
     """
 
     lock = threading.Lock()
@@ -314,13 +310,7 @@ def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
 
 
 class Found(NamedTuple):
-    """A process that can be asked.
-
-    Attributes:
-        pid: its id.
-        path: its socket.
-        uid: its user.
-    """
+    """A process that can be asked, by its socket."""
 
     pid: int
     path: Path

@@ -40,7 +40,6 @@ class Gpu:
 
     Attributes:
         index: N of "cuda:N"; None: this process cannot use it.
-        pci: its PCI address.
         name: model name; "" if only the CUDA driver knows it.
         path: sysfs path of its PCI device; "" if the container hides it.
         numa: its NUMA node, -1 if unknown.
@@ -59,9 +58,7 @@ class Place:
 
     Attributes:
         device: "cuda:N" or "cpu".
-        nics: names of its NICs, in order.
         cpus: the CPUs for its threads, one a physical core; () = anywhere.
-        is_efa: True if the NICs are EFA's.
         why: the reason for this choice of NICs, in words.
     """
 
@@ -197,7 +194,6 @@ class Topology:
         return "\n".join([*lines, *(f"not taken: {name}: {why}" for name, why in self.left)])
 
     def to_json(self) -> dict[str, object]:
-        """Return the topology as plain data."""
         shares = self.shares()
         return {
             "gpus": [
@@ -278,7 +274,6 @@ def _shared_steps(one: str, other: str) -> int:
 
 
 def _nic(files: HostFiles, name: str) -> Found:
-    """Read one NIC from sysfs."""
     folder = f"{_NICS}/{name}"
     path = files.real(f"{folder}/device")
     driver = files.real(f"{path}/driver").rpartition("/")[2] if path else ""

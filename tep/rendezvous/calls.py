@@ -78,7 +78,6 @@ class Caller:
         name: of the other end, for errors; "": the worker's.
 
     Attributes:
-        hello, worker: as given.
         lost: why the connection ended, where that does not prove that the other end has hung up.
         ended: done when the connection has ended.
     """
@@ -124,7 +123,6 @@ class Caller:
             self._peer.write(_frame(_Call(_NO_ANSWER, method, list(args))))
 
     def keep_alive(self) -> None:
-        """Have the connection end some time after the other host has vanished."""
         self._peer.keep_alive()
 
     async def _listen(self) -> None:
@@ -211,15 +209,9 @@ def _typed(method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
 async def connect(
     worker: object, host: str, port: int, token: str, hello: Hello, *, patience_s: float = 60.0
 ) -> Caller:
-    """Connect a worker to a listener.
+    """Connect a worker, whose public coroutine methods are called, to a controller's listener.
 
-    Args:
-        worker: its public coroutine methods are called.
-        host: where the controller listens, or will soon.
-        port: there.
-        token: a secret that it knows too; it is never sent.
-        hello: who this worker is.
-        patience_s: how long to call, seconds.
+    It may not listen yet: this calls for `patience_s`.
 
     Raises:
         FabricError: nobody let it in within patience_s.
@@ -277,7 +269,6 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port it listens at."""
         assert self._door is not None, "use it as an async context manager"
         return self._port
 
@@ -319,11 +310,7 @@ class Listener:
             self._news.notify_all()
 
     async def wait_for(self, role: str, name: str, timeout_s: float) -> Caller:
-        """Wait until this worker has connected; a later one of the same name is another.
-
-        Raises:
-            TimeoutError: it has not.
-        """
+        """Wait until this worker has connected; a later one of the same name is another."""
         async with asyncio.timeout(timeout_s), self._news:
             await self._news.wait_for(lambda: (role, name) in self._came)
             return self._came.pop(Hello(role, name))

@@ -124,11 +124,7 @@ class RankProcesses:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
 
     async def start(self, rank: int, command: Sequence[str], host: str = "") -> None:
-        """Start a rank, for the first time or again: here, or by ssh in the same folder of a host.
-
-        Raises:
-            RendezvousError: the program cannot be started.
-        """
+        """Start a rank, also again: here, or by ssh in the same folder of a host."""
         variables = dataclasses.replace(self._place, rank=rank).variables()
         if host:
             shell = ["ssh", "-o", "BatchMode=yes", host, "sh", "-s"]
@@ -162,11 +158,9 @@ class RankProcesses:
                 ) from error
 
     def log(self, rank: int) -> Path:
-        """The file that takes what a rank prints."""
         return self._folder / f"rank-{rank}.log"
 
     def last_words(self, rank: int) -> str:
-        """The end of a rank's log."""
         return self.log(rank).read_text(encoding="utf-8", errors="replace")[-_QUOTED:]
 
     async def ended(self, rank: int) -> int:

@@ -126,11 +126,7 @@ TROUBLE: Final = (RendezvousError, EOFError, OSError)
 
 
 def frame(message: object, limit: int = 2**32 - 1) -> bytes:
-    """Make the frame of a message; one frame can be sent to many peers.
-
-    Raises:
-        UsageError: it is longer than the limit.
-    """
+    """Make the frame of a message; one frame can be sent to many peers."""
     data = _encode(message)
     if len(data) > limit:
         raise UsageError(f"a control frame of {len(data)} bytes; {limit} at the most")
@@ -138,11 +134,7 @@ def frame(message: object, limit: int = 2**32 - 1) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Read a message.
-
-    Raises:
-        RendezvousError: the bytes are no message.
-    """
+    """Read a message; RendezvousError if the bytes are none."""
     try:
         message: Message = _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -151,12 +143,7 @@ def decode(data: bytes) -> Message:
 
 
 class Peer:
-    """One connection, framed.
-
-    Attributes:
-        name: its address.
-        proven: True if it has proved that it knows the token.
-    """
+    """One connection, framed; `proven` if the other end has proved that it knows the token."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -188,14 +175,10 @@ class Peer:
             self._writer.write(data)
 
     async def drain(self) -> None:
-        """Wait until the kernel has all that was written."""
         await self._writer.drain()
 
     async def hear(self, parts: int) -> Message:
-        """Receive the next message, which may hold `parts` parts of others; 0 for strangers.
-
-        Raises one of TROUBLE.
-        """
+        """Receive the next message, which may hold `parts` parts of others; 0 for strangers."""
         limit = STRANGER_BYTES_MAX
         if parts:
             limit = parts * (PART_BYTES_MAX + 5) + _AROUND_BYTES_MAX
@@ -227,7 +210,6 @@ class Peer:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Hang up, and wait for it."""
         self.hang_up()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -270,11 +252,7 @@ async def challenge(peer: Peer, token: str) -> Join:
 
 
 async def refuse(peer: Peer, why: str) -> NoReturn:
-    """Send a caller a refusal with its reason.
-
-    Raises:
-        RendezvousError: always, with the same reason.
-    """
+    """Send a caller a refusal, and raise its reason as RendezvousError."""
     await peer.say(Refused(why))
     raise RendezvousError(why)
 
@@ -293,15 +271,10 @@ _NO_SUCH_FAMILY: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # "localhost
 
 
 class Door:
-    """Listening sockets, and the strangers connected to them; needs a running loop.
+    """Bound sockets, which it closes, and the strangers connected to them; needs a running loop.
 
-    Args:
-        sockets: bound sockets; the door closes them.
-        admit: admits a peer, or raises one of TROUBLE.
-
-    Attributes:
-        refused: number of peers that were refused.
-        refusals: reasons for the first few.
+    admit() admits a peer, or raises one of TROUBLE. `refusals` are the reasons of the first few of
+    the `refused` peers.
     """
 
     def __init__(
@@ -411,13 +384,6 @@ async def enter(host: str, port: int, token: str, who: Who, timeout_s: float) ->
     """Connect until a listener that knows the token admits us.
 
     The listener may not be up yet, and it disconnects the oldest of many callers.
-
-    Args:
-        host: the listener's host.
-        port: the listener's port.
-        token: the secret that both know.
-        who: this process's introduction to the listener.
-        timeout_s: time limit of all tries, seconds.
 
     Raises:
         TimeoutError: no listener admitted us in time; says how the last try failed.

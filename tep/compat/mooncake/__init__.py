@@ -101,7 +101,6 @@ class TransferEngine:
         return _tried(register)
 
     def unregister_memory(self, buffer_addr: int) -> int:
-        """Give memory back."""
         found = self._owned.pop(buffer_addr, None)
         if found is None:
             logger.error("no memory was registered at %#x", buffer_addr)
@@ -111,12 +110,10 @@ class TransferEngine:
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """Register several pieces of memory."""
         pairs = zip(buffer_addresses, capacities, strict=True)
         return min([self.register_memory(*pair, location) for pair in pairs], default=0)
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
-        """Give several pieces of memory back."""
         return min([self.unregister_memory(one) for one in buffer_addresses], default=0)
 
     def allocate_managed_buffer(self, length: int) -> int:
@@ -170,7 +167,6 @@ class TransferEngine:
         opcode: _Opcode,
         notify: TransferNotify | None = None,
     ) -> nixl_xfer_handle:
-        """Post a transfer."""
         told = b"" if notify is None else json.dumps([notify.name, notify.msg]).encode()
         name, op = self._remote(target).name, opcode.name.upper()
         for again, here, there in itertools.product((False, True), _MEMS, _MEMS):
@@ -221,7 +217,6 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """Move one piece, and wait for the end."""
         places = [buffer], [peer_buffer_address], [length]
         return self.batch_transfer_sync(target_hostname, *places, opcode, notify)
 
@@ -285,7 +280,6 @@ class TransferEngine:
     # ------------------------------------------------------------------ other engines
 
     def get_notifies(self) -> list[TransferNotify]:
-        """Return the notifications since the last call."""
         found = self._agent.get_new_notifs().values()
         return [TransferNotify(*json.loads(one)) for messages in found for one in messages]
 

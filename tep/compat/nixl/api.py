@@ -138,13 +138,7 @@ class nixl_xfer_handle(_Handle):
 
 
 class nixl_agent(Registry):
-    """An agent: one engine of tep, under NIXL's interface.
-
-    Args:
-        agent_name: unique among the agents that meet.
-        nixl_conf: see nixl_agent_config.
-        instantiate_all: ignored: there is one backend.
-    """
+    """An agent: one engine of tep, under NIXL's interface."""
 
     def __init__(
         self,
@@ -253,7 +247,6 @@ class nixl_agent(Registry):
         return number
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
-        """Forget a prepared list."""
         handle.release()
 
     # ------------------------------------------------------------------ transfers
@@ -397,7 +390,6 @@ class nixl_agent(Registry):
         return found
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Return times and size of a transfer that is done."""
         if not self._telemetry:
             raise nixlBind.nixlNoTelemetryError(
                 "open the agent with capture_telemetry=True, or set NIXL_TELEMETRY_ENABLE=y"
@@ -409,7 +401,6 @@ class nixl_agent(Registry):
             return request.telemetry()
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
-        """Return the name of the only backend."""
         self._found(handle)
         return next(iter(self.backends))
 
@@ -484,7 +475,6 @@ class nixl_agent(Registry):
             raise nixlBind.nixlRemoteDisconnectError(f"agent {remote.name!r}: {what}")
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
-        """Return the notifications since the last call, by agent."""
         self._check_backends(backends)
         self._clean()
         with self.lock:
@@ -748,7 +738,6 @@ class nixl_agent(Registry):
 
 
 def _asked(variable: str, otherwise: bool) -> bool:
-    """Read an environment variable that says yes or no."""
     text = os.environ.get(variable, "").lower()
     return text in _YES if text else otherwise
 
@@ -762,7 +751,6 @@ def _check_lengths(here: nixlBind.Rows, there: nixlBind.Rows) -> None:
 
 
 def _checked(notif: bytes) -> bytes:
-    """Refuse a notification that is too long for a message."""
     if len(notif) > NOTIF_MAX:
         raise nixlBind.nixlInvalidParamError(
             f"a notification of {len(notif)} bytes; {NOTIF_MAX} are possible"

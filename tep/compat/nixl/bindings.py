@@ -214,7 +214,6 @@ class _DList:
         return ()
 
     def append(self, desc: Sequence[Any]) -> None:
-        """Add one descriptor."""
         if len(desc) != self._WIDTH:
             raise TypeError(f"{type(self).__name__}: {desc!r} has not {self._WIDTH} elements")
         self._rows.append(self._checked(tuple(desc)))
@@ -229,15 +228,12 @@ class _DList:
         return (*numbers, *desc[3:])
 
     def clear(self) -> None:
-        """Remove all."""
         self._tuples, self._array = [], None
 
     def descCount(self) -> int:
-        """Return the number of descriptors."""
         return len(self)
 
     def getType(self) -> nixl_mem_t:
-        """Return the kind of memory."""
         return self._mem
 
     def index(self, desc: Sequence[Any]) -> int:
@@ -252,15 +248,12 @@ class _DList:
         return self._rows.index(found)
 
     def isEmpty(self) -> bool:
-        """Return True if the list is empty."""
         return not len(self)
 
     def print(self) -> None:
-        """Print the list."""
         print(self)  # noqa: T201  # what the method is for
 
     def remDesc(self, index: int) -> None:
-        """Remove the descriptor at a place."""
         del self._rows[index]
 
     def rows(self) -> Rows:
@@ -311,7 +304,6 @@ class nixlRegDList(_DList):
         return (*found[:3], found[3].encode() if isinstance(found[3], str) else bytes(found[3]))
 
     def trim(self) -> nixlXferDList:
-        """Return the same memory as a list for transfers."""
         return nixlXferDList(self._mem, [row[:3] for row in self._rows])
 
 

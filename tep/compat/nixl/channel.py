@@ -105,7 +105,6 @@ class Channel:
     """The messages to and from one incarnation of one agent.
 
     Attributes:
-        name, addr: the agent's.
         held: received messages that wait until the agent owns its name.
         next: number of the piece that is taken next.
         early: pieces that came before it, by number.
@@ -250,14 +249,11 @@ class Channels:
 
     Args:
         engine: its messages belong to this object.
-        name: the agent's name.
         on_message: called under the lock, on the engine's thread, with each message in order.
         on_gone: called under the lock with a channel whose agent was lost, or has restarted.
 
     Attributes:
-        engine, name: the arguments.
         lock: guards everything of the agent.
-        raw: the engine's address.
         garbled: number of undecodable messages.
         foreign: number of messages from another engine than they name.
     """

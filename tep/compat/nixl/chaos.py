@@ -29,7 +29,6 @@ class Nodes:
         self._free = iter(tuple(cluster.engines))
 
     def take(self) -> TransferEngine:
-        """Return the next node's engine."""
         engine = next(self._free, None)
         if engine is None:
             raise UsageError(
@@ -39,7 +38,6 @@ class Nodes:
         return engine
 
     def turn(self) -> None:
-        """Let some time pass."""
         env = self.cluster.env
         end_ps = env.now + _TURN_PS
         env.call_at(end_ps, lambda _: None)

@@ -63,11 +63,7 @@ class Listener:
 
     @staticmethod
     def ask(host: str, port: int, call: Body) -> bytes:
-        """Make a call, and return its answer.
-
-        Raises:
-            OSError, TepError: nobody answers there.
-        """
+        """Make a call, and return its answer; OSError or TepError if nobody answers there."""
         with socket.create_connection((host, port), _CALL_S) as peer:
             peer.sendall(encode(call))
             peer.shutdown(socket.SHUT_WR)
@@ -98,7 +94,6 @@ class Listener:
                     logger.warning("a call was refused: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
-        """Stop listening."""
         self._closed = True
         self._calls.shutdown(wait=False)
         if self._server is not None:

@@ -34,15 +34,7 @@ def _known(yes: bool) -> nixl_status_t:  # an answer
 class nixlAgent:
     """An agent with the calls of NIXL's C++ interface, those of `_CALLS`.
 
-    Args:
-        name: unique among the agents that meet.
-        config: its configuration.
-
-    Attributes:
-        front: the nixl_agent over it; it is opened by the first call.
-
-    Raises:
-        ValueError: the name is empty.
+    `front` is the nixl_agent over it, which the first call opens.
     """
 
     front: nixl_agent
@@ -66,13 +58,11 @@ class nixlAgent:
         return int(handle._handle)
 
     def handle(self, number: int) -> Any:
-        """Return the handle of a number."""
         if number not in self._handles:
             raise nixlBind.nixlInvalidParamError(f"handle {number} is not known")
         return self._handles[number]
 
     def release(self, number: int) -> nixl_status_t:
-        """Release a handle by its number."""
         self.handle(number).release()
         del self._handles[number]
         return nixl_status_t.NIXL_SUCCESS

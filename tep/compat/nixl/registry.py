@@ -63,14 +63,7 @@ _LOST_S = 30.0
 
 
 class Registry:
-    """The half of an agent that transfers nothing.
-
-    Attributes:
-        name, engine, channels: the agent's.
-        lock: guards everything.
-        remotes: the agents that are known, by name.
-        backends, plugin_list, nixl_mems: same as in NIXL's agent.
-    """
+    """The half of an agent that transfers nothing; the lock guards everything."""
 
     _listener: Listener
 
@@ -93,11 +86,9 @@ class Registry:
     # ------------------------------------------------------------------ backends
 
     def get_plugin_list(self) -> list[str]:
-        """Return the names that create_backend takes."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
-        """Return the kinds of memory that a plugin can move."""
         return list(MEMS) if backend in PLUGINS else []
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
@@ -105,7 +96,6 @@ class Registry:
         return dict(PARAMS) if backend in PLUGINS else {}
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
-        """Return the kinds of memory that a backend can move."""
         return self.get_plugin_mem_types(backend) if backend in self.backends else []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
@@ -132,7 +122,6 @@ class Registry:
         mem_type: str | None = None,
         backends: list[str] = [],
     ) -> nixlBind.nixlRegDList:
-        """Register memory, for transfers from here and from peers."""
         descs: nixlBind.nixlRegDList | None = self.get_reg_descs(reg_list, mem_type)
         self._check_backends(backends)
         if descs is None:
@@ -160,7 +149,6 @@ class Registry:
         self._regions.setdefault(entry[0].key, []).append(entry)
 
     def _held(self) -> list[tuple[Region, MrHandle]]:
-        """List the registered regions."""
         with self.lock:
             return [entry for same in self._regions.values() for entry in same]
 
@@ -169,7 +157,6 @@ class Registry:
         dereg_list: nixlBind.nixlRegDList,
         backends: list[str] = [],
     ) -> None:
-        """Deregister memory."""
         self._check_backends(backends)
         mem = int(dereg_list.getType())
         for start, nbytes, device, *_ in dereg_list:
@@ -276,7 +263,6 @@ class Registry:
         return bool((find_regions(regions, int(descs.getType()), descs.rows()) >= 0).all())
 
     def make_connection(self, remote_agent: str | bytes, backends: list[str] = []) -> None:
-        """Connect in advance."""
         self._check_backends(backends)
         self.engine.add_peer_group([self._addr(self._remote(remote_agent))])
 
@@ -418,7 +404,6 @@ class Registry:
         return kind(mem, [(*row, *kind._rest()) for row in rows])
 
     def get_serialized_descs(self, descs: Any) -> bytes:
-        """Pickle a list."""
         return pickle.dumps(descs)
 
     def deserialize_descs(self, serialized_descs: bytes) -> Any:

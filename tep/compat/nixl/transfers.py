@@ -31,7 +31,6 @@ class Side(NamedTuple):
     held: list[tuple[Region, Any]]
 
     def pick(self, which: Rows) -> Side:
-        """Return a selection of them."""
         return self._replace(rows=self.rows[which], where=self.where[which])
 
 
@@ -82,10 +81,7 @@ def cut_rows(local: Side, there: Side) -> list[Rows2]:
 class Numbers:
     """Immediates of one writer at one target, in order; those of failed transfers are not reused.
 
-    Rows of a failed transfer may have been counted, so its number would count short.
-
-    Attributes:
-        burnt: those that are not used again.
+    Rows of a failed transfer may have been counted, so its number would count short: it is burnt.
     """
 
     def __init__(self, grant: Grant) -> None:
@@ -94,11 +90,6 @@ class Numbers:
         self.burnt: set[int] = set()
 
     def take(self) -> int:
-        """Return the next number.
-
-        Raises:
-            nixlBackendError: none is left.
-        """
         for found in itertools.islice(self._round, self._count):
             if found not in self.burnt:
                 return found
@@ -117,7 +108,6 @@ class Request:
         imm: the immediate of its rows.
         under_way: True while its memory may be touched.
         asked_s: time of the last message to its agent.
-        transfers: the handles of this posting.
     """
 
     def __init__(
@@ -209,7 +199,6 @@ class Request:
         return [checksum(one.mr, one.here, one.length, places=one.there) for one in self.parts]
 
     def telemetry(self) -> nixlXferTelemetry:
-        """Return times and size of the last posting."""
         took_us = max(1, round((self._ended_s - self._begun_s) * 1e6))
         post_us = min(took_us, max(1, round((self.posted_s - self._begun_s) * 1e6)))
         start_us = round(self._begun_s * 1e6)

@@ -34,7 +34,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> Key:
-        """The key that distinguishes it from other registered memory."""
         return self.mem, self.start, self.nbytes, self.device
 
 
@@ -139,13 +138,7 @@ def _read(decoder: msgspec.msgpack.Decoder[_T], raw: bytes, what: str) -> _T:
 
 
 class Remote:
-    """Another agent as known here.
-
-    Attributes:
-        name: its name.
-        addr: `by_address` of its engine; None before its metadata has come.
-        regions: its memory.
-    """
+    """Another agent as known here; `addr` is None before its metadata has come."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,11 +147,7 @@ class Remote:
 
     @staticmethod
     def read(raw: bytes) -> Metadata:
-        """Decode metadata.
-
-        Raises:
-            BadDescriptor: the bytes are none.
-        """
+        """Decode metadata; BadDescriptor if the bytes are none."""
         return _read(_METADATA, raw, "agent's metadata")
 
     def learn(self, found: Metadata) -> None:

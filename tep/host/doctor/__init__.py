@@ -37,7 +37,6 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def to_json(self) -> dict[str, str]:
-        """Return the finding as plain data."""
         return {
             "level": self.level.value,
             "area": self.area,

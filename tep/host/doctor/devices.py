@@ -169,7 +169,6 @@ def _library() -> ibverbs.Library | None:
 
 
 def _sizes(lib: ibverbs.Library, context: int, attr: Struct) -> str:
-    """Describe a device's largest sizes, in words."""
     longest = []
     for port in range(1, max(1, attr.phys_port_cnt) + 1):
         found = C.ibv_port_attr()
@@ -200,7 +199,6 @@ def _verbs(area: str, attr: Struct) -> Finding:
 
 
 def _efa(name: str, area: str) -> Iterator[Finding]:
-    """Report the abilities that EFA's own library states."""
     try:
         lib = efa.load()
     except BackendUnavailable as error:
@@ -377,7 +375,6 @@ _PCIE_CURE: Final = (
 
 
 def _beside(device: str) -> TransferEngine:
-    """Open an engine with the NICs beside a GPU."""
     return TransferEngine.open("auto", device=device)
 
 

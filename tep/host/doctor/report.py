@@ -40,12 +40,10 @@ def capture(recorder: Recorder) -> None:
 
 
 def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]:
-    """Look at a machine.
+    """Look at a machine by its files.
 
-    Args:
-        files: the machine's files.
-        try_backends: also ask the RDMA devices of this machine for their abilities, and move bytes
-            over its backends, and between its GPUs and NICs.
+    With `try_backends` also ask the RDMA devices of this machine for their abilities, and move
+    bytes over its backends, and between its GPUs and NICs.
     """
     yield from check_host(files)
     yield from check_nics(files)

@@ -59,7 +59,6 @@ class TepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM's
     report: Report
 
     def aggregate(self, other: TepReport) -> TepReport:
-        """Merge the reports of two workers."""
         return TepReport(self.report.aggregate(other.report))
 
 
@@ -151,7 +150,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         logger.info("TepConnector: %s", self._engine.explain())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the engine's address, for the scheduler."""
         if self._worker is None:
             return None
         return TepHandshake(self._worker.address)
@@ -169,7 +167,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
             self._worker.stop_all(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Begin a step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.obey(connector_metadata.orders)
@@ -202,7 +199,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
             self._worker.layer_saved(layer, steps)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the transfers that have ended since the last step."""
         if self._worker is None:
             return KVConnectorTransferResults()
         self.wait_for_save()
@@ -215,7 +211,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         return set() if several else self._report.bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return the rest of the report, for the scheduler."""
         rest = self._report.rest()
         return None if rest is None else TepReport(rest)
 
@@ -233,7 +228,6 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     # ------------------------------------------------------------------ scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Take the addresses of the workers' engines."""
         found = [metadata[key] for key in sorted(metadata)]
         self._scheduler.ranks = tuple(one.address for one in found)
 
@@ -242,29 +236,23 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         self._scheduler.pool = gpu_block_pool
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Return all groups: each is loaded."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def on_new_request(self, request: Any) -> None:
-        """Note a request that has arrived."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens come from a prefiller."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note blocks that were allocated."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Make the orders of a step."""
         return TepMetadata(self._scheduler.orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' results."""
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, TepReport) else None
         self._scheduler.reported(report, connector_output.finished_recving or ())
@@ -278,9 +266,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note a request that has ended."""
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Return True if there are orders that the workers do not have yet."""
         return self._scheduler.pending

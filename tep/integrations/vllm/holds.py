@@ -50,13 +50,7 @@ class _Held:
 
 
 class Holds:
-    """All keys of one worker.
-
-    Args:
-        blocks: its cache.
-        terms: its timeouts.
-        meet: called with the address of each decoder's engine.
-    """
+    """All keys of one worker; meet() is called with the address of each decoder's engine."""
 
     def __init__(self, blocks: KvBlocks, terms: Terms, meet: Callable[[NetAddr], object]) -> None:
         patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
@@ -80,7 +74,6 @@ class Holds:
         return held
 
     def layer_saved(self, step: Step, layer: int) -> None:
-        """Send one layer of a step that is computed."""
         held = self._held.get(step.key)
         if held is not None and not held.why:
             held.done[layer] = max(step.upto, held.done.get(layer, 0))

@@ -38,8 +38,6 @@ class _Ask:
 
 
 class _Loading:
-    """One load."""
-
     def __init__(self, order: Load, load: KvLoad, asks: list[_Ask]) -> None:
         self.order, self.load, self.asks = order, load, asks
         self.failed_s = math.inf
@@ -48,12 +46,7 @@ class _Loading:
 class Loads:
     """All loads of one worker.
 
-    Args:
-        blocks: its cache.
-        terms: its timeouts.
-
     Attributes:
-        receiver: the KvReceiver that it uses.
         done: number of successful loads.
     """
 
@@ -101,7 +94,6 @@ class Loads:
             self._keeps[key] = self._ask(wanted[key], "keep")
 
     def drop(self, source: Source) -> None:
-        """Ask a source to drop blocks that are not wanted."""
         self._ask(source, "drop", tries=DROPS)
 
     def end(self, request: str) -> None:
@@ -248,7 +240,6 @@ class Loads:
     def _ask(
         self, source: Source, kind: Kind, ticket: bytes = b"", tries: float = math.inf
     ) -> list[_Ask]:
-        """Ask all ranks of a source."""
         found = []
         for raw in source.ranks:
             addr = self._blocks.named(NetAddr.from_bytes(raw))

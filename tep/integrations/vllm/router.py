@@ -38,11 +38,7 @@ class _Instance:
         self.alive = True
 
     def ask(self, method: str, path: str, body: bytes | None, limit_s: float) -> HTTPResponse:
-        """Send a request.
-
-        Raises:
-            OSError, HTTPException: it does not answer.
-        """
+        """Send a request; OSError or HTTPException if it does not answer."""
         connection = HTTPConnection(self.host, self.port, timeout=limit_s)
         kind = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -62,12 +58,7 @@ class _Instance:
 
 
 class Router(ThreadingHTTPServer):
-    """The server.
-
-    Args:
-        address: host and port to listen at; port 0: any.
-        prefills, decodes: URLs of the instances.
-    """
+    """The server, at a host and a port (0: any), of instances by their URLs."""
 
     daemon_threads = True
 

@@ -57,7 +57,6 @@ class Scheduler:
 
     Args:
         block_tokens: tokens of a block of each group of layers.
-        terms: the timeouts.
         token: secret from which the keys are made; another one after each start.
 
     Attributes:
@@ -234,7 +233,6 @@ class Scheduler:
     # ------------------------------------------------------------------ workers
 
     def orders(self, scheduled: Any) -> Orders:
-        """Return the workers' orders for a step."""
         self._look_at(scheduled)
         orders, self._orders = self._orders, Orders()
         orders.keeps = list(self._sources.values())

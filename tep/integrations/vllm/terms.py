@@ -32,16 +32,16 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The timeouts, in seconds, and what else is an option of `kv_connector_extra_config`.
+    """The options of `kv_connector_extra_config`.
 
     Attributes:
         lease_s: time that a prefiller keeps finished blocks after a decoder's last message.
         load_s: limit of one load, from its start to its last byte.
         beat_s: interval between repeats of unanswered messages, and between heartbeats.
-        lost_after_s: silence after which a peer is lost; twice beat_s or more.
+        lost_after_s: silence after which a peer is lost.
         doubt_s: time from the failure of a load until it is reported although a write may still
             arrive; its blocks are kept out of use then.
-        checksums: of a prefiller: each load is checked, see KvSender; a load that differs fails.
+        checksums: a prefiller has each load checked, see KvSender; a load that differs fails.
     """
 
     lease_s: float = 30.0
@@ -52,7 +52,6 @@ class Terms:
     checksums: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse times that contradict each other."""
         times = (self.lease_s, self.load_s, self.beat_s, self.lost_after_s, self.doubt_s)
         if min(times) <= 0 or self.lost_after_s < 2 * self.beat_s or self.lease_s <= self.beat_s:
             raise UsageError(
@@ -65,17 +64,13 @@ _SHOWN = 200
 """Characters of an error about a request's parameters."""
 
 Key = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[ -~]+\Z")]
-"""The key of a transfer: printable ASCII."""
 
 
 class Asked(msgspec.Struct, frozen=True):
     """The fields of a request's kv_transfer_params["tep"], unverified; other fields are ignored.
 
-    Attributes:
-        key: key of the transfer.
-        ranks: NetAddr of each of the prefiller's ranks, in base64.
-        ntokens: number of the prompt's tokens, once it is computed.
-        digest: digest of the prompt.
+    `ranks` are the NetAddr of each of the prefiller's ranks, in base64, `ntokens` and `digest` are
+    of the prompt, once it is computed.
     """
 
     key: Key
@@ -88,22 +83,12 @@ class Asked(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, params: object) -> Asked:
-        """Read the value of "tep" in kv_transfer_params.
-
-        Raises:
-            UsageError: it is neither a prefiller's answer nor made by a router.
-        """
         try:
             return msgspec.convert(params, cls, strict=True)
         except (msgspec.ValidationError, RecursionError) as error:
             raise UsageError(f"kv_transfer_params['tep']: {str(error)[:_SHOWN]}") from error
 
     def source(self) -> Source:
-        """Return the source that the request names.
-
-        Raises:
-            UsageError: no addresses.
-        """
         try:
             raw = tuple(base64.b64decode(one, validate=True) for one in self.ranks)
             for one in raw:
@@ -118,13 +103,10 @@ class Asked(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a request's blocks, as the request names it.
+    """The source of a request's blocks: the unique key, and a NetAddr of each prefiller's rank.
 
-    Attributes:
-        key: key of the transfer; unique.
-        ranks: NetAddr of each of the prefiller's ranks, as bytes.
-        early: the prefill may not have begun: ask a prefiller that does not know the key again.
-            Otherwise an unknown key has expired.
+    Where `early` is True the prefill may not have begun: a prefiller that does not know the key is
+    asked again. Otherwise an unknown key has expired.
     """
 
     key: str
@@ -160,11 +142,8 @@ class Load:
 class Step:
     """Order to a prefiller: the state of a request, being computed or, as a hold, computed.
 
-    Attributes:
-        request, key: the request and its key.
-        blocks: blocks of the whole prompt.
-        ntokens: tokens of the whole prompt.
-        upto: number of tokens whose KV is complete after this step.
+    Blocks and `ntokens` are those of the whole prompt; the KV of the first `upto` tokens is
+    complete after this step.
     """
 
     request: str
@@ -179,7 +158,6 @@ class Orders:
     """The orders of one step.
 
     Attributes:
-        loads, steps: see Load and Step.
         holds: requests that are computed: keep their blocks for the decoder.
         keeps: sources of requests that wait for blocks here: the prefiller should keep them.
         drops: sources that are not wanted any more.
@@ -226,7 +204,6 @@ class Report:
         return None
 
     def aggregate(self, other: Report) -> Report:
-        """Merge the reports of two workers."""
         whole = Report(
             self.sent | other.sent,
             self.received | other.received,
@@ -247,16 +224,10 @@ Kind = Literal["load", "keep", "drop"]
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Decoder -> prefiller, about the blocks of one key.
+    """Decoder -> prefiller, about the blocks of one key; the answer has the same number.
 
-    Attributes:
-        number: counted by the decoder; the answer has it too.
-        key: key of the transfer.
-        kind: "load": write them for this ticket. "keep": keep them, a load will come. "drop": they
-            are not wanted any more.
-        early: see Source.
-        card: the card of the decoder's cache, once it was asked for; else b"".
-        ticket: ticket of the load.
+    "load": write them for this ticket. "keep": keep them, a load will come. "drop": they are not
+    wanted any more. `card` is that of the decoder's cache, once it was asked for.
     """
 
     number: Annotated[int, Meta(ge=0)]
@@ -270,12 +241,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Prefiller -> decoder: the answer.
 
-    Attributes:
-        number, key: those of the Want.
-        state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
-            and the reason says why. "card": ask again, with the card.
-        reason: the reason for "gone".
-        process: mark of the prefiller's process, see `loads.mark_here`; "" if there is none.
+    "taken": the load was begun. "kept": the blocks are here, or will be. "gone": they are not, for
+    this reason. "card": ask again, with the card. `process` is `loads.mark_here` of the prefiller.
     """
 
     number: Annotated[int, Meta(ge=0)]
@@ -310,14 +277,8 @@ def views_of(
 ) -> list[tuple[str, Any, str]]:
     """List the parts of one layer's tensor: (suffix of the name, view, axes).
 
-    K and V are one part if a dimension of the block holds both, and two if they lie apart.
-
-    Args:
-        array: a layer's tensor, e.g. [2, nblocks, tokens, heads, elements].
-        nblocks: number of blocks of this rank's cache.
-        heads: number of heads in this rank's cache.
-        tokens: tokens of a block.
-        what: the tensor's name in errors.
+    K and V are one part if a dimension of the block holds both, and two if they lie apart. Numbers
+    of blocks and heads are those of this rank's cache; `what` names the tensor in errors.
 
     Raises:
         UsageError: a layout that is not known.

@@ -41,12 +41,9 @@ class Worker:
 
     Args:
         blocks: its cache, with all tensors; the cache and its engine are this worker's alone.
-        terms: its timeouts.
 
     Attributes:
-        holds, loads: the two halves.
         steps: the steps of the orders that were executed last.
-        garbled: number of undecodable notes.
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms = Terms()) -> None:
@@ -55,7 +52,6 @@ class Worker:
         self._process = mark_here()
         self.holds = Holds(blocks, terms, self._meet)
         self.loads = Loads(blocks, terms)
-        self.garbled = 0
         self.steps: list[Step] = []
         self._strangers: dict[tuple[str, int], NetAddr] = {}
         self._watches: dict[tuple[str, int], PeerWatch | None] = {}
@@ -64,7 +60,6 @@ class Worker:
 
     @property
     def address(self) -> bytes:
-        """The NetAddr of its engine."""
         return self._blocks.engine.main_address.to_bytes()
 
     def stop(self, orders: Orders) -> set[str]:
@@ -139,7 +134,6 @@ class Worker:
         try:
             note = decode(body)
         except BadDescriptor:
-            self.garbled += 1
             return
         if isinstance(note, Told):
             if self.loads.answered(peer, note):

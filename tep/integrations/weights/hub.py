@@ -59,12 +59,7 @@ ReceiverPort: TypeAlias = WeightReceiver | RemoteReceiver
 
 
 class Hub(Controller[SenderPort, ReceiverPort]):
-    """Drives updates between senders and receivers.
-
-    Args:
-        senders: the training ranks, in rank order.
-        timeout_s: of an update, and of each question.
-    """
+    """Drives updates from senders, in rank order; `timeout_s` is of an update and each question."""
 
     def __init__(self, senders: Sequence[SenderPort], *, timeout_s: float = 300.0) -> None:
         super().__init__(senders, bundle_bytes=_BUNDLE_BYTES, timeout_s=timeout_s)

@@ -73,12 +73,7 @@ class Meeting(NamedTuple):
 class Member:
     """This process: first `meet`, `lead`, `follow` or `receive_from`; `close` it at the end.
 
-    Args:
-        name: its own among all processes.
-        fabric: how to reach the others.
-
-    Attributes:
-        receiver: of a rollout rank.
+    Its name is its own among all processes; a rollout rank has a receiver.
     """
 
     def __init__(self, name: str, fabric: Fabric) -> None:
@@ -118,7 +113,6 @@ class Member:
         return meeting
 
     def follow(self, meeting: Meeting, rank: int, world: int) -> None:
-        """Be another training rank."""
         self._end_meeting()
         if self._sender is None:
             sender = WeightSender(self._open(), rank, world, compute=Threads())
@@ -157,7 +151,6 @@ class Member:
         self._tasks.append(self._do(self._loop.create_task, work))
 
     async def _greet(self, hub: Hub) -> None:
-        """Take in rollout ranks as they come."""
         assert self._listener is not None
         while True:
             caller = await self._listener.next("receiver")
@@ -216,7 +209,6 @@ class Member:
         return report
 
     async def _gather_senders(self, hub: Hub, world: int) -> None:
-        """Wait until the hub has all training ranks."""
         assert self._listener is not None
         for rank in range(len(hub.trains), world):
             try:
@@ -262,11 +254,7 @@ class Member:
     # ------------------------------------------------------------------ the end
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the loop's thread and wait for it.
-
-        Raises:
-            WaitTimeout: it takes longer.
-        """
+        """Run a coroutine in the loop's thread and wait for it."""
         timeout_s = timeout_s or self._fabric.timeout_s + _END_S
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

@@ -54,13 +54,9 @@ _FLOATS: Final[dict[str, DType]] = {"bfloat16": "bf16", "float16": "fp16", "floa
 
 
 class Param(NamedTuple):
-    """One parameter.
+    """One parameter by its name in the checkpoint; whole, and not sharded.
 
-    Attributes:
-        name: in the checkpoint's words.
-        dtype: the framework's name, e.g. "bfloat16".
-        shape: whole, not sharded.
-        item: bytes of an element.
+    The dtype is the framework's name, e.g. "bfloat16"; `item` are the bytes of an element.
     """
 
     name: str
@@ -108,12 +104,9 @@ def piece_of(name: str, tensor: Any, rank: int, world: int) -> tuple[Param, Box,
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One training rank's part of a version.
+    """One training rank's part of a version: all parameters that it was given, in order.
 
-    Attributes:
-        nics: of its engine.
-        params: all that it was given, in order.
-        boxes: what it sends of each, in the shape in which that travels; empty ones are left out.
+    The boxes are what it sends of each, in the shape in which that travels, without empty ones.
     """
 
     nics: int
@@ -128,12 +121,9 @@ class Held:
 
 
 class WeightSender(TrainingWorker):
-    """One training rank over one engine, whose weights change in shape; a port of the hub.
+    """One training rank, whose weights change in shape; a port of the hub.
 
-    Args:
-        engine: of this rank; the caller closes it.
-        rank, world: this rank's number, and how many there are.
-        compute: where copies and quantisation run.
+    The caller closes the engine; copies and quantisation run in `compute`.
     """
 
     def __init__(
@@ -151,7 +141,6 @@ class WeightSender(TrainingWorker):
         self._gone = ""
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Copy this rank's part of a version; see loading()."""
         with self.loading() as add:
             for name, tensor in weights:
                 add(name, tensor)
@@ -189,11 +178,7 @@ class WeightSender(TrainingWorker):
         self._held = Held(self._held.nics, tuple(params), boxes)
 
     async def send(self, version: int, timeout_s: float) -> None:
-        """Offer what was loaded as a version, and wait until the hub has sent it.
-
-        Raises:
-            TepError: it could not be sent.
-        """
+        """Offer what was loaded as a version, and wait until the hub has sent it."""
         self._check_hub()
         self._sent = asyncio.get_running_loop().create_future()
         self._version = version
@@ -235,18 +220,12 @@ class WeightSender(TrainingWorker):
             self._sent.set_result(why)
 
     async def gone(self, why: str) -> None:
-        """The hub hung up."""
         self._gone = why
         self._settle(why)
 
 
 class Want(NamedTuple):
-    """A rollout rank's wish for a parameter.
-
-    Attributes:
-        dtype: to convert to, or to quantise to.
-        box: of the parameter in the shape in which it travels.
-    """
+    """A rollout rank's wish: a box of a parameter in the shape in which it travels, in a dtype."""
 
     dtype: DType
     box: Box
@@ -257,14 +236,9 @@ Wants = Callable[[Param], Want | None]
 
 
 class Weight(NamedTuple):
-    """A parameter that has arrived.
+    """A parameter of the trainer's that has arrived, by the box and the dtype that were wanted.
 
-    Attributes:
-        param: as the trainer has it.
-        dtype: in which it is here; "u8": the bytes of param.dtype.
-        box: of it that was wanted.
-        values: in the shape of the box that was wanted.
-        scales: of a quantised one.
+    The dtype "u8" stands for the bytes of param.dtype; a quantised one has scales.
     """
 
     param: Param
@@ -290,7 +264,6 @@ class WeightReceiver(RolloutWorker):
     Args:
         engine: of this rank; the caller closes it.
         name: its own among all rollout ranks.
-        wants: what it wants of each parameter; all of each, as it is sent.
 
     Attributes:
         why_gone: why nothing more will come, "" while the hub is there.
@@ -368,15 +341,10 @@ class WeightReceiver(RolloutWorker):
     # ------------------------------------------------------------------ for the hub
 
     async def welcome(self) -> None:
-        """The hub knows this rank."""
         self.welcomed.set()
 
     async def describe(self, params: tuple[Param, ...]) -> RolloutMeta:
-        """Allocate memory for the parameters that are wanted, if they are others than before.
-
-        Raises:
-            UsageError: wants raised, wants nothing at all, or what does not fit its parameter.
-        """
+        """Allocate memory for the parameters that are wanted, if they are others than before."""
         if params == self._params:
             return self.meta
         await self.abort()
@@ -437,7 +405,6 @@ class WeightReceiver(RolloutWorker):
         await self._tell()
 
     async def gone(self, why: str) -> None:
-        """The trainer hung up: nothing more will come."""
         self.why_gone = why
         await self._tell()
 

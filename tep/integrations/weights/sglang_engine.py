@@ -28,12 +28,10 @@ LOADER: Final = f"{__name__}.load"
 
 
 class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Take part in the updates of the hub at a Meeting; once for each server.
+    """Take part in the updates of the hub at a Meeting, of `Member.lead`; once for each server.
 
-    Attributes:
-        meeting: the trainer's, of `Member.lead`.
-        backend, options, timeout_s: see Fabric.
-        shards: ask only for what this rank reads of each weight.
+    Backend, options and timeout_s: see Fabric. `shards`: ask only for what this rank reads of each
+    weight.
     """
 
     meeting: Meeting
@@ -50,8 +48,6 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class _Rank:
-    """One rank's model, with its engine."""
-
     def __init__(self, model: Any, join: Join) -> None:
         fabric = Fabric(join.backend, join.options, timeout_s=join.timeout_s)
         self._model, self._timeout_s = model, join.timeout_s

@@ -68,7 +68,7 @@ class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
     Attributes:
         world: training ranks; with more than one, host, port and token are the same on all.
         host, port, token: where rank 0 listens; port 0 and an empty token: rank 0 chooses.
-        backend, options: of the engines, on both sides.
+        fabric, options: backend of the engines on both sides, and its options.
         timeout_s: of an update, and of each wait.
         shards: each worker asks only for what it reads of each weight; False: for all of each.
     """
