@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import ctypes.util
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +77,7 @@ def check_libraries() -> Iterator[Finding]:
             continue
         path = lib.efa_path if isinstance(lib, efa.Efa) else lib.path
         file = os.path.realpath(path) if "/" in path else _mapped(path)
-        parts.append(f"{name} {_with_version(file)}")
+        parts.append(f"{name} {file}")
     try:
         facts = libfabric.facts()
         parts.append(f"libfabric {facts['version']} ({facts['library']})")
@@ -127,12 +126,6 @@ def _mapped(soname: str) -> str:
     return soname
 
 
-def _with_version(path: str) -> str:
-    """Name a library of rdma-core, with the version that its file's name ends with."""
-    found = re.search(r"\.so(?:\.\d+){2}\.(\d+\.\d+)$", path)
-    return f"{path} (rdma-core {found[1]})" if found else path
-
-
 def check_devices() -> Iterator[Finding]:
     """Ask every device of this machine; find nothing if there is no library or no device."""
     lib = _library()
@@ -152,8 +145,6 @@ def check_devices() -> Iterator[Finding]:
             yield good(area, _sizes(lib, context, attr))
             if attr.vendor_id == _AMAZON:
                 yield from _efa(name, area)
-            else:
-                yield _verbs(area, attr)
         except FabricError as error:
             yield bad(area, f"does not answer: {error}", "dmesg says what has become of it")
         finally:
@@ -178,23 +169,8 @@ def _sizes(lib: ibverbs.Library, context: int, attr: Struct) -> str:
     return (
         f"firmware {firmware or 'unknown'}; {', '.join(longest)}; registrations to "
         f"{size_text(attr.max_mr_size)}, {attr.max_mr} of them; {attr.max_qp} queue pairs of "
-        f"{attr.max_qp_wr} entries; completion queues of {attr.max_cqe}"
-    )
-
-
-def _verbs(area: str, attr: Struct) -> Finding:
-    """Report if a device with reliable connections can read; all of these can write."""
-    asked, served = attr.max_qp_init_rd_atom, attr.max_qp_rd_atom
-    if asked > 0 and served > 0:
-        return good(
-            area,
-            f"RDMA write, and RDMA read: each queue pair asks for {asked} at a time and answers "
-            f"{served}",
-        )
-    return note(
-        area,
-        f"RDMA write and no RDMA read (max_qp_init_rd_atom {asked}, max_qp_rd_atom {served})",
-        "nothing for writes; a virtual function may be denied reads: see the settings of its host",
+        f"{attr.max_qp_wr} entries and {attr.max_qp_init_rd_atom} reads at a time; completion "
+        f"queues of {attr.max_cqe}"
     )
 
 
