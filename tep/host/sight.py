@@ -68,13 +68,13 @@ class Seen(Protocol):
 class _Here:
     """The engines that this process shows, by id, and the thread that answers while there is one.
 
-    The lock guards `thread`; `seen` needs none. The bell is an eventfd that wakes the thread.
+    The lock guards `thread` and `listener`; `seen` needs none.
     """
 
     lock = threading.Lock()
     seen: Final[dict[int, weakref.ref[Seen]]] = {}
     thread: threading.Thread | None = None
-    bell = -1
+    listener: _Listener | None = None
 
 
 def show(machine: object) -> None:
@@ -109,20 +109,18 @@ def hide(machine: object) -> None:
 
 
 def _ring() -> None:
-    if not _Here.seen and _Here.bell >= 0:
+    if not _Here.seen and (listener := _Here.listener) is not None:
         with contextlib.suppress(OSError):
-            os.eventfd_write(_Here.bell, 1)
+            os.eventfd_write(listener.bell, 1)
 
 
 def _forked() -> None:
     """Forget engines and thread in the child of a fork: they are the parent's."""
-    if _Here.thread is not None and _Here.bell >= 0:
-        os.close(_Here.bell)
     _Here.lock = threading.Lock()
     _Here.seen.clear()
-    _Here.thread, _Here.bell = None, -1
-    if (listener := _Listener.current) is not None:
-        _Listener.current = None
+    listener, _Here.thread, _Here.listener = _Here.listener, None, None
+    if listener is not None:
+        os.close(listener.bell)
         listener.socket.close()  # else the child would take its parent's connections
 
 
@@ -133,9 +131,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Listener:
-    """The listening socket of this process, and its path."""
-
-    current: _Listener | None = None
+    """The listening socket of this process, its path, and an eventfd that wakes the thread."""
 
     def __init__(self) -> None:
         folder = _own_folder()
@@ -144,38 +140,35 @@ class _Listener:
         # The number in the name keeps processes apart that have the same id, e.g. in containers.
         self.path = folder / f"{os.getpid()}.{secrets.token_hex(4)}"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.bell = -1
         try:
             self.socket.setblocking(False)
             self.socket.bind(os.fspath(self.path))
             self.socket.listen(16)
+            self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
             self.close()
             raise UsageError(f"{self.path}: {error}") from error
 
     def close(self) -> None:
         self.socket.close()
+        if self.bell >= 0:
+            os.close(self.bell)
         with contextlib.suppress(OSError):
             self.path.unlink()
 
 
 def _start() -> None:
     listener = _Listener()
-    try:
-        bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    except OSError:
-        listener.close()
-        raise
-    thread = threading.Thread(target=_serve, args=(listener, bell), name="tep-sight", daemon=True)
-    _Listener.current, _Here.bell, _Here.thread = listener, bell, thread
+    thread = threading.Thread(target=_serve, args=(listener,), name="tep-sight", daemon=True)
+    _Here.listener, _Here.thread = listener, thread
     # At the exit of the process; before that, the thread does it.
-    remove = weakref.finalize(listener, _unlink, listener.path, os.getpid())
+    weakref.finalize(listener, _unlink, listener.path, os.getpid())
     try:
         thread.start()
     except RuntimeError:
-        _Listener.current, _Here.bell, _Here.thread = None, -1, None
-        os.close(bell)
+        _Here.listener = _Here.thread = None
         listener.close()
-        remove.detach()
         raise
 
 
@@ -185,12 +178,11 @@ def _unlink(path: Path, pid: int) -> None:
             path.unlink()
 
 
-def _serve(listener: _Listener, bell: int) -> None:
+def _serve(listener: _Listener) -> None:
     """Answer, on the thread, until there is no engine any more."""
-    poller = select.poll()
-    poller.register(bell, select.POLLIN)
-    quiet = select.poll()
-    quiet.register(bell, select.POLLIN)
+    bell, poller, quiet = listener.bell, select.poll(), select.poll()
+    for each in (poller, quiet):
+        each.register(bell, select.POLLIN)
     poller.register(listener.socket, select.POLLIN)
     while True:
         ready = dict(poller.poll())
@@ -199,9 +191,8 @@ def _serve(listener: _Listener, bell: int) -> None:
                 os.eventfd_read(bell)
             with _Here.lock:
                 if not _Here.seen:
-                    _Listener.current, _Here.thread, _Here.bell = None, None, -1
+                    _Here.listener = _Here.thread = None
                     listener.close()
-                    os.close(bell)
                     return
         if len(ready) > (bell in ready):
             try:
