@@ -205,8 +205,7 @@ def _serve(listener: _Listener) -> None:
 def _answer_one(listener: socket.socket) -> None:
     client, _ = listener.accept()
     with client:
-        _, uid, _ = _peer_of(client)
-        if uid not in {0, os.geteuid()}:
+        if _user_of(client) not in {0, os.geteuid()}:
             return
         client.settimeout(_CLIENT_S)
         question = client.recv(_QUESTION_MAX)
@@ -290,11 +289,10 @@ def _sweep(folder: Path) -> None:
                     path.unlink()
 
 
-def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group at the other end."""
+def _user_of(connected: socket.socket) -> int:
+    """Return the user at the other end."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
+    return int(_CREDENTIALS.unpack(raw)[1])
 
 
 # ---------------------------------------------------------------------- asking
@@ -345,7 +343,7 @@ def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any]
             with contextlib.suppress(OSError):
                 process.path.unlink()
             return None
-        if _peer_of(asked)[1] != process.uid:
+        if _user_of(asked) != process.uid:
             raise PermissionError(f"{process.path} is served by another user")
         parts: list[bytes] = []
         try:

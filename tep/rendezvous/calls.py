@@ -164,8 +164,10 @@ class Caller:
             method = _method(worker, call.method)
             args = _typed(method, call.args)
             reply = _frame(_Answer(call.number, "", await method(*args)))
-        except Exception as error:  # noqa: BLE001  # of a user's function: who asked must hear it
-            _log(error, f"{type(worker).__name__}.{call.method}")
+        except Exception as error:  # of a user's function: who asked must hear it
+            if not isinstance(error, TepError | OSError):  # these say where they come from
+                what = f"{type(worker).__name__}.{call.method}"
+                logger.warning("%s raised", what, exc_info=error)
             text = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SHOWN]
             reply = _frame(_Answer(call.number, text.decode(errors="replace")))
         if call.number != _NO_ANSWER:
@@ -181,12 +183,6 @@ class Caller:
 
 def _frame(message: _Call | _Answer) -> bytes:
     return frame(message, FRAME_MAX)
-
-
-def _log(error: Exception, what: str) -> None:
-    """Show where an exception came from; errors of tep and of the system say it themselves."""
-    if not isinstance(error, TepError | OSError):
-        logger.warning("%s raised", what, exc_info=error)
 
 
 def _method(worker: object, name: str) -> Callable[..., Awaitable[object]]:
@@ -249,6 +245,9 @@ class Listener:
         token: a secret that the workers know; it is never sent.
         host, port: to listen at; port 0: any, see `port`.
         awaited: who may come, each once; None: whoever knows the token.
+
+    Attributes:
+        port: the one that it listens at, once it is entered.
     """
 
     def __init__(
@@ -260,17 +259,12 @@ class Listener:
     ) -> None:
         self._token = token
         self._where = (host, port)
+        self.port = port
         self._awaited = None if awaited is None else set(awaited)
         self._came: dict[Hello, Caller] = {}
         self._news = asyncio.Condition()
         self._callers: list[Caller] = []
         self._door: Door | None = None
-        self._port = 0
-
-    @property
-    def port(self) -> int:
-        assert self._door is not None, "use it as an async context manager"
-        return self._port
 
     async def __aenter__(self) -> Listener:
         host, port = self._where
@@ -281,7 +275,7 @@ class Listener:
                 f"the controller cannot listen on {host}:{port}: {error}; if torch has taken the "
                 "port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
             ) from error
-        self._port = sockets[0].getsockname()[1]
+        self.port = sockets[0].getsockname()[1]
         self._door = Door(sockets, self._admit)
         return self
 

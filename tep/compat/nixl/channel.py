@@ -33,7 +33,7 @@ from tep import (
     UsageError,
 )
 
-__all__ = ["BODY_MAX", "Channel", "Channels", "Frame", "Lost"]
+__all__ = ["BODY_MAX", "Channel", "Channels", "Frame"]
 
 logger = logging.getLogger("tep.compat.nixl")
 

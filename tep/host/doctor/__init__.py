@@ -37,12 +37,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def to_json(self) -> dict[str, str]:
-        return {
-            "level": self.level.value,
-            "area": self.area,
-            "text": self.text,
-            "remedy": self.remedy,
-        }
+        return self._asdict() | {"level": self.level.value}
 
 
 def good(area: str, text: str) -> Finding:

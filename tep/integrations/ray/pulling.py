@@ -256,7 +256,3 @@ class Puller:
                 pulls.remove(pull)
             if not pulls:
                 self._pulls.pop(object_id, None)
-
-    def close(self) -> None:
-        """Close the engine, which ends all pulls and offers."""
-        self.engine.close()

@@ -98,7 +98,8 @@ class Scheduler:
                 self._orders.drops.append(source)
                 raise UsageError("the prefiller computed another prompt; the router mixes them up")
         except UsageError as error:
-            self._refuse(request, str(error))
+            self._say(request, "is computed here", str(error))
+            params["do_remote_prefill"] = False
             return
         self._sources[request.request_id] = source
 
@@ -130,10 +131,6 @@ class Scheduler:
         )
         self._loading[name] = mine
         self._orders.loads.append(Load(name, source, mine))
-
-    def _refuse(self, request: Request, why: str) -> None:
-        self._say(request, "is computed here", why)
-        _params(request)["do_remote_prefill"] = False
 
     def _say(self, request: Request, what: str, why: str) -> None:
         logger.error("request %s %s: %s", request.request_id, what, why)

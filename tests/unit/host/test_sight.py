@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -334,7 +335,8 @@ def test_a_socket_of_another_user_is_not_believed(folder: Path) -> None:
 def test_a_user_is_told_from_a_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user whose group has another number would be shown none of the own processes."""
     thread = _served(folder / "7.a", b"{}")
-    monkeypatch.setattr(sight, "_peer_of", lambda _: (7, os.geteuid(), os.geteuid() + 1))
+    found = SimpleNamespace(size=12, unpack=lambda _: (7, os.geteuid(), os.geteuid() + 1))
+    monkeypatch.setattr(sight, "_CREDENTIALS", found)
 
     assert {} == sight.ask(sight.Found(7, folder / "7.a", os.geteuid()), "top")
     thread.join()
@@ -347,7 +349,7 @@ def test_root_and_the_owner_may_ask_and_nobody_else(
     """Addresses and sizes of somebody's job are nobody else's business."""
     with tep.TransferEngine.open("local", name="ana"):
         path = str(mine().path)
-        monkeypatch.setattr(sight, "_peer_of", lambda _: (os.getpid(), user, 4713))
+        monkeypatch.setattr(sight, "_user_of", lambda _: user)
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         with socket.socket(socket.AF_UNIX) as asking:
             asking.settimeout(20)
