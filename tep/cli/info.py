@@ -65,7 +65,7 @@ def info(
     ] = False,
     machine_file: Annotated[
         Path | None,
-        InPath("--machine", help="Of scripts/capture_topology: show that machine instead."),
+        InPath("--machine", help="Show the machine in a bundle of tep doctor instead."),
     ] = None,
 ) -> None:
     """Say which backends can run here; for the others, why not and what would bring them."""
@@ -106,7 +106,7 @@ def doctor(
     machine: Annotated[
         Path | None,
         InPath(
-            "--machine", help="Look at a captured file or a copied root directory, and try nothing."
+            "--machine", help="Look at a bundle or a copied root directory, and try nothing."
         ),
     ] = None,
     try_backends: Annotated[

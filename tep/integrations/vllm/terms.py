@@ -227,7 +227,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Decoder -> prefiller, about the blocks of one key; the answer has the same number.
 
     "load": write them for this ticket. "keep": keep them, a load will come. "drop": they are not
-    wanted any more. `card` is that of the decoder's cache, once it was asked for.
+    wanted any more. `card` describes the cache of the decoder, once it was asked for.
     """
 
     number: Annotated[int, Meta(ge=0)]

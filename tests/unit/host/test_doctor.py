@@ -337,7 +337,7 @@ def test_a_capture_keeps_configuration_spaces(tmp_path):
     recorder = Recorder(built.capture())
     before = list(examine(recorder, try_backends=False))
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(recorder.capture.to_json()))
+    path.write_text(json.dumps(bundle(recorder, before)))
 
     assert before == list(examine(Capture.load(path), try_backends=False))
     assert path.stat().st_size < 100_000
@@ -466,7 +466,7 @@ def test_a_captured_machine_is_examined_without_trying_anything(tmp_path, capsys
     path = tmp_path / "dgx.json"
     built = healthy(dgx_h100())
     built.texts["/proc/self/limits"] = GOOD.replace("unlimited", "65536")
-    path.write_text(json.dumps(built.capture().to_json()))
+    path.write_text(json.dumps(bundle(Recorder(built.capture()), [])))
     status = main(["doctor", "--machine", str(path)])
     out = capsys.readouterr().out
 

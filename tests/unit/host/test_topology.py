@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,6 +15,7 @@ from tep import BackendUnavailable, TransferEngine, UsageError
 from tep.backends import auto, open_backend
 from tep.backends.base import Opened
 from tep.cli import main
+from tep.host.doctor.report import bundle
 from tep.host.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
 from tep.host.nics import natural
 from tep.host.topology import check_files, cpus_in, detect
@@ -226,13 +225,7 @@ def test_a_capture_says_what_the_machine_said(capture):
 def test_a_capture_of_this_machine_shows_its_topology(tmp_path):
     """A machine without a NIC has GPUs and cores all the same."""
     path = tmp_path / "machine.json"
-    ran = subprocess.run(
-        [sys.executable, "-m", "tep.host.doctor.report"],
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    path.write_bytes(ran.stdout)
+    path.write_text(json.dumps(bundle(Recorder(LiveFiles()), [])))
 
     assert detect(LiveFiles()) == detect(Capture.load(path))
     assert detect(LiveFiles()).cores
@@ -241,7 +234,7 @@ def test_a_capture_of_this_machine_shows_its_topology(tmp_path):
 def test_a_file_that_is_no_capture_is_refused(tmp_path):
     """A wrong file must not be taken for a machine without NICs."""
     path = tmp_path / "x.json"
-    for text in ("{", "[]", '{"format": "tep-machine-1"}', '{"format": "other"}'):
+    for text in ("{", "[]", '{"machine": {"format": "tep-machine-1"}}', '{"format": "other"}'):
         path.write_text(text)
         with pytest.raises(UsageError, match=r"x\.json"):
             Capture.load(path)
@@ -274,7 +267,7 @@ def test_devices_may_be_listed_elsewhere_as_for_rdma_core(tmp_path, monkeypatch)
 def test_info_shows_a_captured_machine(tmp_path, capsys):
     """The picture is what people send when they ask why a NIC idles."""
     path = tmp_path / "dgx.json"
-    path.write_text(json.dumps(dgx_h100().capture().to_json()))
+    path.write_text(json.dumps(bundle(Recorder(dgx_h100().capture()), [])))
 
     assert 0 == main(["info", "--machine", str(path)])
     out = capsys.readouterr().out
