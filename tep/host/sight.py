@@ -256,9 +256,6 @@ def _stacks() -> list[dict[str, object]]:
     ]
 
 
-# ---------------------------------------------------------------------- places
-
-
 def _own_folder() -> Path:
     """Return the folder for this user's sockets; make it if it is missing.
 

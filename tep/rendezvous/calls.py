@@ -199,9 +199,6 @@ def _typed(method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
     return [msgspec.convert(arg, hints[name]) for name, arg in given.items()]
 
 
-# ---------------------------------------------------------------------- the worker's side
-
-
 async def connect(
     worker: object, host: str, port: int, token: str, hello: Hello, *, patience_s: float = 60.0
 ) -> Caller:
@@ -233,9 +230,6 @@ async def answer(
         await caller.close()
     if caller.lost is not None:
         raise caller.lost
-
-
-# ---------------------------------------------------------------------- the controller's side
 
 
 class Listener:

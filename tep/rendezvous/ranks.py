@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from tep.base.checks import check_seconds, unpicklable
 from tep.base.errors import RendezvousError, UsageError, WaitTimeout
@@ -34,6 +34,8 @@ from tep.rendezvous.wire import (
 )
 
 __all__ = ["RANKS_MAX", "AsyncGroup", "Place"]
+
+T = TypeVar("T")
 
 RANKS_MAX: Final = 4095
 """Number of parts of 1 MiB that fit into one frame with its 32-bit length."""
@@ -298,7 +300,9 @@ class AsyncGroup:
         try:
             if self.rank == 0:
                 return await self._collect_at_0(what, data, timeout_s)
-            return await self._collect_elsewhere(what, data, timeout_s)
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            await self._with_0(what, timeout_s, self._peers[0].say(Put(self._turn, what, data)))
+            return await self._hear_from_0(what, deadline - asyncio.get_running_loop().time())
         except BaseException:
             await self.close()  # the ranks may be out of step now
             raise
@@ -339,29 +343,10 @@ class AsyncGroup:
             )
         return gathered
 
-    async def _collect_elsewhere(self, what: str, data: bytes, timeout_s: float) -> list[bytes]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        try:
-            async with asyncio.timeout_at(deadline):
-                try:
-                    await self._peers[0].say(Put(self._turn, what, data))
-                except TROUBLE as error:
-                    raise self._lost(0, what, error) from error
-        except TimeoutError:
-            raise self._no_answer(what, timeout_s) from None
-        return await self._hear_from_0(what, deadline - loop.time())
-
     async def _hear_from_0(self, what: str, timeout_s: float) -> list[bytes]:
         """Wait for rank 0's answer, a little longer than rank 0 waits for all ranks."""
-        try:
-            async with asyncio.timeout(timeout_s + _GRACE_S):
-                try:
-                    answer = await self._peers[0].hear(self.size)
-                except TROUBLE as error:
-                    raise self._lost(0, what, error) from error
-        except TimeoutError:
-            raise self._no_answer(what, timeout_s) from None
+        heard = self._peers[0].hear(self.size)
+        answer = await self._with_0(what, timeout_s, heard, _GRACE_S)
         if isinstance(answer, Late):
             raise (RendezvousError if answer.lost else WaitTimeout)(f"{answer.why} (says rank 0)")
         if not isinstance(answer, Got) or answer.turn != self._turn:
@@ -370,11 +355,22 @@ class AsyncGroup:
             )
         return answer.data
 
-    def _no_answer(self, what: str, timeout_s: float) -> WaitTimeout:
-        return WaitTimeout(
-            f"rendezvous: {what} {self._turn} of rank {self.rank}: no answer from rank 0 in "
-            f"{timeout_s:.3g} s; it has not called {what} (missing: 0), or waits longer for others"
-        )
+    async def _with_0(
+        self, what: str, timeout_s: float, work: Coroutine[Any, Any, T], grace_s: float = 0.0
+    ) -> T:
+        """Wait for something that rank 0 has a part in."""
+        try:
+            async with asyncio.timeout(timeout_s + grace_s):
+                try:
+                    return await work
+                except TROUBLE as error:
+                    raise self._lost(0, what, error) from error
+        except TimeoutError:
+            raise WaitTimeout(
+                f"rendezvous: {what} {self._turn} of rank {self.rank}: no answer from rank 0 in "
+                f"{timeout_s:.3g} s; it has not called {what} (missing: 0), or waits longer for "
+                "others"
+            ) from None
 
     async def _late(self, what: str, here: Collection[int], timeout_s: float) -> WaitTimeout:
         """Send those that came the list of missing ranks; return it as the error to raise."""

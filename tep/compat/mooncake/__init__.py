@@ -277,8 +277,6 @@ class TransferEngine:
 
         return _tried(wait)
 
-    # ------------------------------------------------------------------ other engines
-
     def get_notifies(self) -> list[TransferNotify]:
         found = self._agent.get_new_notifs().values()
         return [TransferNotify(*json.loads(one)) for messages in found for one in messages]

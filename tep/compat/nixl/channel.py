@@ -299,8 +299,6 @@ class Channels:
             self._introduced.discard(name)
             self._owners.pop(name, None)
 
-    # ------------------------------------------------------------------ senders
-
     def _take(self, payload: memoryview, sender: Sender) -> None:
         try:
             frame = msgspec.msgpack.decode(payload, type=Frame, strict=True)

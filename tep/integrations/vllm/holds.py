@@ -195,8 +195,6 @@ class Holds:
         for who in [one for one in self._cards if one[0] == name and one[1] <= epoch]:
             del self._cards[who]
 
-    # ------------------------------------------------------------------ ends
-
     def _give_up(self, held: _Held, why: str) -> None:
         if not held.why:
             held.why = why

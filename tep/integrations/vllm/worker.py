@@ -128,8 +128,6 @@ class Worker:
         self.loads.poll(report)
         return report
 
-    # ------------------------------------------------------------------ other workers
-
     def _on_note(self, peer: NetAddr, body: bytes) -> None:
         try:
             note = decode(body)

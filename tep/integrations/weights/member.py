@@ -251,8 +251,6 @@ class Member:
             raise UsageError(f"{self.name} is no rollout rank; receive_from() first")
         return self.receiver
 
-    # ------------------------------------------------------------------ the end
-
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine in the loop's thread and wait for it."""
         timeout_s = timeout_s or self._fabric.timeout_s + _END_S

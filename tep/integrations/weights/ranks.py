@@ -199,8 +199,6 @@ class WeightSender(TrainingWorker):
         if self._gone:
             raise FabricError(f"rank {self.rank}: {self._gone}", code="NO_HUB")
 
-    # ------------------------------------------------------------------ for the hub
-
     async def held(self, version: int) -> Held:
         """Wait until a version is loaded; return what there is of it."""
         await self._ready.wait()
@@ -284,8 +282,6 @@ class WeightReceiver(RolloutWorker):
         self._news = asyncio.Condition()
         self.welcomed = asyncio.Event()
 
-    # ------------------------------------------------------------------ for its engine
-
     async def whole(self, version: int | None, timeout_s: float) -> int:
         """Wait for a version; None: for the next one that was not waited for. Return its number.
 
@@ -337,8 +333,6 @@ class WeightReceiver(RolloutWorker):
             )
         with self.lease():
             yield list(self._weights)
-
-    # ------------------------------------------------------------------ for the hub
 
     async def welcome(self) -> None:
         self.welcomed.set()
