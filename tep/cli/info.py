@@ -105,7 +105,7 @@ def doctor(
     json: Json = False,
     machine: Annotated[
         Path | None,
-        InPath("--machine", help="Look at a bundle or a copied root directory, and try nothing."),
+        InPath("--machine", help="Look at the machine in a bundle, and try nothing."),
     ] = None,
     try_backends: Annotated[
         bool, typer.Option("--try/--no-try", help="Move bytes over each backend that opens.")

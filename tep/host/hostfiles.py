@@ -1,4 +1,4 @@
-"""The files that describe a machine, below a root directory or from a bundle of the doctor.
+"""The files that describe a machine: this one, or the machine in a bundle of the doctor.
 
 Topology and doctor read sysfs, procfs and the environment only through this module, so that they
 work for a captured machine too. No rule lives here.
@@ -44,23 +44,16 @@ class HostFiles(Protocol):
 
 
 class LiveFiles:
-    """The files below a root directory: this machine's, or a copy of another's.
+    """The files of this machine.
 
-    On this machine SYSFS_PATH replaces /sys where RDMA devices are listed, as for rdma-core.
-
-    Args:
-        root: the root directory. Only "/" is this machine: for another root the environment and
-            the CUDA driver are not asked.
+    SYSFS_PATH replaces /sys where RDMA devices are listed, as for rdma-core.
     """
 
-    def __init__(self, root: str | Path = "/") -> None:
-        self._root = Path(root)
-        self._here = os.path.realpath(root) == "/"
-
-    def _at(self, path: str) -> Path:
-        if self._here and path.startswith("/sys/class/infiniband"):
+    @staticmethod
+    def _at(path: str) -> Path:
+        if path.startswith("/sys/class/infiniband"):
             return Path(os.environ.get("SYSFS_PATH", "/sys"), path.removeprefix("/sys/"))
-        return self._root / path.lstrip("/")
+        return Path(path)
 
     def read(self, path: str) -> str | None:
         found = self.read_bytes(path)
@@ -81,18 +74,12 @@ class LiveFiles:
 
     def real(self, path: str) -> str:
         where = self._at(path)
-        if not where.exists():
-            return ""
-        found = os.path.realpath(where)
-        root = os.path.realpath(self._root)
-        return found if root == "/" else found.removeprefix(root)
+        return os.path.realpath(where) if where.exists() else ""
 
     def environ(self, name: str) -> str | None:
-        return os.environ.get(name) if self._here else None
+        return os.environ.get(name)
 
     def cuda(self) -> list[CudaDevice] | None:
-        if not self._here:
-            return None
         from tep.host.cuda import list_devices
 
         try:
@@ -199,10 +186,6 @@ class Recorder:
         return self.capture.devices
 
 
-def open_files(where: str | Path | None = None) -> HostFiles:
-    """Open the files of this machine (None), of a copied tree (a folder) or in a bundle."""
-    if where is None:
-        return LiveFiles()
-    if Path(where).is_dir():
-        return LiveFiles(where)
-    return Capture.load(where)
+def open_files(bundle: Path | None = None) -> HostFiles:
+    """Open the files of this machine (None), or of the machine in a bundle."""
+    return LiveFiles() if bundle is None else Capture.load(bundle)

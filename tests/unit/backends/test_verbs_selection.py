@@ -15,7 +15,7 @@ from tep.backends.ffi.ibverbs import ENUMS, Library, load
 from tep.backends.verbs import facts, open_domains, probe, survey
 from tep.backends.verbs.device import Device, Settings
 from tep.base.errors import BackendUnavailable, UsageError
-from tep.host.hostfiles import LiveFiles
+from tep.host.hostfiles import Capture
 from tep.host.nics import Found, choose, gpu_paths
 from tep.memory.source import adapt
 from tests.support.verbs_stub import Knob
@@ -160,18 +160,17 @@ def test_every_nic_is_taken_or_left_with_a_reason_and_none_for_nothing(found, gp
     assert all(seen.usable for seen in choice.taken)
 
 
-def test_gpus_are_found_by_class_and_vendor(tmp_path):
+def test_gpus_are_found_by_class_and_vendor():
     """The BMC's display is no GPU."""
     kinds = [("0x030200", "0x10de"), ("0x030000", "0x1a03"), ("0x020000", "0x15b3")]
-    pci = "sys/bus/pci/devices"
-    for k, (kind, vendor) in enumerate(kinds):
-        folder = tmp_path / pci / f"0000:0{k}:00.0"
-        folder.mkdir(parents=True)
-        (folder / "class").write_text(f"{kind}\n")
-        (folder / "vendor").write_text(f"{vendor}\n")
-    (tmp_path / pci / "0000:09:00.0").mkdir()
+    top, names = "/sys/bus/pci/devices", [f"0000:0{k}:00.0" for k in range(4)]
+    files = Capture(
+        {}, {f"{top}/{name}": f"/sys/devices/{name}" for name in names}, {top: names}, {}
+    )
+    for name, (kind, vendor) in zip(names, kinds):
+        files.texts |= {f"{top}/{name}/class": kind, f"{top}/{name}/vendor": vendor}
 
-    assert [f"/{pci}/0000:00:00.0"] == gpu_paths(LiveFiles(tmp_path))
+    assert [f"/sys/devices/{names[0]}"] == gpu_paths(files)
 
 
 @pytest.fixture
