@@ -164,10 +164,8 @@ class Caller:
             method = _method(worker, call.method)
             args = _typed(method, call.args)
             reply = _frame(_Answer(call.number, "", await method(*args)))
-        except Exception as error:  # of a user's function: who asked must hear it
-            if not isinstance(error, TepError | OSError):  # these say where they come from
-                what = f"{type(worker).__name__}.{call.method}"
-                logger.warning("%s raised", what, exc_info=error)
+        except Exception as error:  # noqa: BLE001  # of a user's function: who asked must hear it
+            _log(error, f"{type(worker).__name__}.{call.method}")
             text = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SHOWN]
             reply = _frame(_Answer(call.number, text.decode(errors="replace")))
         if call.number != _NO_ANSWER:
@@ -183,6 +181,12 @@ class Caller:
 
 def _frame(message: _Call | _Answer) -> bytes:
     return frame(message, FRAME_MAX)
+
+
+def _log(error: Exception, what: str) -> None:
+    """Show where an exception came from; errors of tep and of the system say it themselves."""
+    if not isinstance(error, TepError | OSError):
+        logger.warning("%s raised", what, exc_info=error)
 
 
 def _method(worker: object, name: str) -> Callable[..., Awaitable[object]]:

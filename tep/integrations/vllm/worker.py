@@ -27,7 +27,7 @@ from tep import (
 from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm.holds import Holds
 from tep.integrations.vllm.loads import Loads, mark_here
-from tep.integrations.vllm.terms import Orders, Report, Step, Terms, Told, decode, encode
+from tep.integrations.vllm.terms import Orders, Report, Step, Terms, Told, Want, decode, encode
 
 __all__ = ["Worker"]
 
@@ -140,10 +140,8 @@ class Worker:
         # Answers have numbers below 0, so that they differ from our Wants'.
         try:
             answer = self.holds.answer(peer, note)
-        except Exception as error:  # the decoder must get an answer
-            logger.exception("no answer to %s (%s)", peer.name, note.kind)
-            why = f"{type(error).__name__}: {error}"[:1000]
-            answer = Told(note.number, note.key, "gone", why)
+        except Exception as error:  # noqa: BLE001  # the decoder must get an answer
+            answer = _no_answer(peer, note, error)
         answer = msgspec.structs.replace(answer, process=self._process)
         self._blocks.send_note(peer, ~note.number, encode(answer))
 
@@ -175,3 +173,9 @@ class Worker:
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind in {PeerChange.LOST, PeerChange.RESTARTED}:
             self._lost(event.peer, event.epoch)
+
+
+def _no_answer(peer: NetAddr, want: Want, error: Exception) -> Told:
+    """Answer a decoder after a bug here."""
+    logger.error("no answer to %s (%s)", peer.name, want.kind, exc_info=error)
+    return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}"[:1000])
