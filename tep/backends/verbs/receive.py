@@ -336,12 +336,9 @@ STATUS_TEXT: Final = meaning(
     "may not write (read) there, or the row reaches beyond it, or the key is another NIC's",
     REMOTE_RANGE="the target's NIC calls the request invalid: too long for it? Between Soft-RoCE "
     "NICs of machines that stand still for tenths of a second, timeout=18 avoids it",
-    LENGTH="longer than this NIC's rows may be, or than the peer's buffer",
     RNR="the peer had no receive posted for too long: its engine is not being turned",
     UNREACHABLE="no answer within timeout and retries: the peer or its process is "
     "gone, or packets get lost: compare MTU, GID and PFC settings of both ends; or a failover "
     "has fenced rows between these two NICs off",
-    NIC_DOWN="the device reported a fatal error, or its port stayed down while another "
-    "NIC's was up; whether the row landed is unknown",
     PROVIDER="",
 )

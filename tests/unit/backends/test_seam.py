@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+
 import numpy as np
 import pytest
 
@@ -18,6 +21,7 @@ from tep.backends.base import (
     new_completions,
     put_completion,
 )
+from tep.backends.common import Sleeper
 from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
 
@@ -152,3 +156,28 @@ def test_the_first_completions_are_what_the_array_holds() -> None:
     for k in range(4):
         put_completion(out, k * COMPLETION_BYTES, 1 + k, 2, 3, 2**32 - 4 - k, 5, 2**64 - 6, 7 + k)
     assert out[:3].tolist() == first_completions(out, 3)
+
+
+def test_a_sleeper_wakes_for_its_descriptors_and_at_its_time_and_is_quiet_after() -> None:
+    """One that stays readable turns a core; one that does not become so hangs the engine."""
+    bells = [os.eventfd(0), os.eventfd(0)]
+    sleeper = Sleeper(*bells)
+
+    def woken(wait_s: float = 0.0) -> bool:
+        return select.select([sleeper.fd], [], [], wait_s)[0] != []
+
+    assert not woken()
+    sleeper.wake_in(0.001)
+    assert woken(60.0)
+    sleeper.wake_in(3600.0)
+    assert not woken(), "the new time stands in place of the old one"
+    sleeper.wake_in(0.001)
+    sleeper.wake_in(None)
+    assert not woken(0.05)
+    os.eventfd_write(bells[1], 1)
+    assert woken()
+    sleeper.ignore(bells[1])
+    assert not woken()
+    sleeper.close()
+    for bell in bells:
+        os.close(bell)
