@@ -36,11 +36,7 @@ class Choice(NamedTuple):
 
 
 def choose(devices: Path = _DEVICES) -> Choice:
-    """Apply the rule: EFA: libfabric, provider "efa"; any other device: verbs; none: local.
-
-    Args:
-        devices: where the kernel lists them.
-    """
+    """Apply the rule: EFA: libfabric, provider "efa"; any other device: verbs; none: local."""
     try:
         found = sorted(devices.iterdir())
     except OSError:
@@ -55,11 +51,7 @@ def choose(devices: Path = _DEVICES) -> Choice:
 
 
 def open_domains(**options: object) -> Opened:
-    """Open what choose() says, with these options.
-
-    Raises:
-        BackendUnavailable: that cannot run here. Nothing else is tried.
-    """
+    """Open what choose() says, or raise BackendUnavailable: nothing else is tried."""
     choice = choose()
     try:
         return open_backend(choice.backend, **{**choice.options, **options})
@@ -78,11 +70,7 @@ def probe() -> str:
 
 
 def check_all(backend: str, options: dict[str, object]) -> None:
-    """Refuse a NIC without a device file, where a backend takes all NICs that belong together.
-
-    Raises:
-        BackendUnavailable: there is such a NIC.
-    """
+    """Refuse a NIC without a device file, where a backend takes all NICs that belong together."""
     if "nics" not in options and (backend in {"auto", "verbs"} or _is_efa(backend, options)):
         check_files(survey(LiveFiles()).taken)
 

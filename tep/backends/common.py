@@ -152,11 +152,7 @@ def all_or_none(opening: Iterable[DomainT]) -> tuple[DomainT, ...]:
 
 
 def check_memory(caps: DomainCaps, memory: Memory, access: Access) -> None:
-    """Raise unless a NIC can reach this memory, and peers may do with it what they are to.
-
-    Raises:
-        FabricError: LOCAL_KEY; a device that the NIC does not take, or read-only as a target.
-    """
+    """Raise FabricError, LOCAL_KEY, if a NIC cannot reach this memory, or a target is read-only."""
     if memory.kind not in caps.memory_kinds:
         raise FabricError(
             f"{caps.nic}: memory on {memory.device} cannot be registered; "
@@ -208,11 +204,7 @@ def closed(nic: str) -> ClosedError:
 
 
 def read_message(decoder: msgspec.msgpack.Decoder[T], data: bytes, meant: str) -> T:
-    """Read bytes of a peer strictly; `meant` is what they should be.
-
-    Raises:
-        BadDescriptor: they are something else.
-    """
+    """Read bytes of a peer strictly; BadDescriptor: they are not what is `meant`."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -223,11 +215,7 @@ def read_message(decoder: msgspec.msgpack.Decoder[T], data: bytes, meant: str) -
 
 
 class Unread:
-    """The control messages that have come to one NIC and that its engine has not taken.
-
-    Args:
-        report: takes the completion of each.
-    """
+    """The control messages that have come to one NIC and that its engine has not taken."""
 
     __slots__ = ("_controls", "_report", "_slots")
 
@@ -289,11 +277,9 @@ class ReceivePool:
         return slot, buffers[slot]
 
     def view(self, slot: int) -> memoryview:
-        """The message in a buffer."""
         return self._buffers[slot][: self._messages[slot][0]].toreadonly()
 
     def sender(self, slot: int) -> bytes:
-        """The address of the NIC that sent the message in a buffer."""
         return self._messages[slot][1]
 
     def give_back(self, slot: int) -> None:
@@ -307,11 +293,7 @@ class Sleeper:
 
     A dead peer makes no event. The time is what lets an engine sleep without a limit.
 
-    Args:
-        fds: the descriptors that it joins; they are not closed here.
-
-    Attributes:
-        fd: what to sleep on.
+    `fds` are not closed here; `fd` is what to sleep on.
     """
 
     def __init__(self, *fds: int) -> None:
@@ -333,7 +315,6 @@ class Sleeper:
         self._epoll.unregister(fd)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         self._epoll.close()
         self._timer.close()
 
@@ -457,7 +438,6 @@ class HostRegion:
         view: the bytes, uint8[nbytes].
         raw: the same; a slice of it costs a third of one of `view`.
         origin: virtual address of the first byte.
-        nbytes: length.
         base: what the region's first byte is called by peers: origin, or 0.
         writable: whether peers may write here.
     """

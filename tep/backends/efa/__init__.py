@@ -145,20 +145,12 @@ def _caps(nic: Nic, rules: Rules, peer_timeout_s: float, *, cuda: bool) -> Domai
 
 
 def facts() -> dict[str, object]:
-    """Report libraries and devices, by name; for `tep info`.
-
-    Raises:
-        BackendUnavailable: a library is missing.
-    """
+    """Report libraries and devices, by name, for `tep info`; BackendUnavailable: no library."""
     lib = load()
     return {"libibverbs": lib.path, "libefa": lib.efa_path, "devices": efa_devices(lib)}
 
 
 def probe() -> str:
-    """Say which libraries and devices are here.
-
-    Raises:
-        BackendUnavailable: a library or a device is missing.
-    """
+    """Say which libraries and devices are here; BackendUnavailable: one of them is missing."""
     lib = load()
     return f"{lib.path}, {lib.efa_path}; {', '.join(_names(lib, None))}"

@@ -51,12 +51,7 @@ _FATAL: Final = {
 
 
 class Place(NamedTuple):
-    """The place of a peer's queue pair.
-
-    Attributes:
-        ah, ahn: our address handle to its NIC, as a pointer, and as entries name it.
-        qpn, qkey: its queue pair.
-    """
+    """A peer's queue pair, and our address handle to its NIC: a pointer, and as entries name it."""
 
     ah: int
     ahn: int
@@ -98,25 +93,18 @@ def efa_devices(lib: Efa) -> list[str]:
 
 
 class Endpoint:
-    """The queue pair of a NIC under the name that the shared parts know it by.
+    """The queue pair of a NIC under the name that the shared parts know it by."""
 
-    Attributes:
-        address, ready: the queue pair, a pointer.
-        writemsg, readmsg: not called: rows go by the NIC's way.
-    """
-
-    writemsg = readmsg = None
+    writemsg = readmsg = None  # rows go by the NIC's way
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic
         self.address = self.ready = nic.qp
 
     def name(self) -> bytes:
-        """Its address."""
         return self._nic.raw()
 
     def close(self) -> None:
-        """Destroy it."""
         self.address = 0
         self._nic.close_pair()
 
@@ -124,19 +112,13 @@ class Endpoint:
 class Nic(Context):
     """One NIC with one SRD queue pair, ready to post.
 
-    Args:
-        sizes: what is wished; the device may have less.
-
     Attributes:
         efa: what the device can do, its efadv_device_attr.
-        sizes: what it got.
-        gid, qpn, qkey: its address.
-        link_bps: nominal rate, bits a second; 0 = unknown.
+        sizes: of its queues: what was wished, or the less that the device has.
         closed: whether it was closed, or belongs to the parent of this process.
         failure: why it is lost; "" = it lives.
         armed: a wake-up has been asked for, and nothing was found since.
         ask_wake: asks for one; set by who reads the completion queue.
-        events: wake-ups taken.
         wait_fds: of these one becomes readable, once armed, when there may be news.
     """
 
@@ -218,7 +200,6 @@ class Nic(Context):
         return self.make(name, self.pointer, *pointers, sizes=self.sizes)
 
     def _bring_up(self) -> None:
-        """Make the queue pair ready to send and to receive."""
         modify, qp = self.lib.modify_qp, self.qp
         can_retry = self.efa.device_caps & _CAP_RNR_RETRY
         modify(qp, "INIT", pkey_index=0, port_num=1, qkey=self.qkey)
@@ -227,7 +208,6 @@ class Nic(Context):
 
     @property
     def can_read(self) -> bool:
-        """Whether the device has RDMA read."""
         return bool(self.efa.device_caps & _CAP_READ)
 
     def session_calls(self) -> tuple[Callable[[int], object], Callable[[int], object]]:
@@ -254,14 +234,12 @@ class Nic(Context):
     # --- where queues are mapped
 
     def work_queues(self) -> tuple[Struct, Struct]:
-        """The send queue and the receive queue."""
         send, receive = Dv.efadv_wq_attr(), Dv.efadv_wq_attr()
         pointers = (ctypes.byref(send), ctypes.byref(receive), ctypes.sizeof(send))
         self.ok("efadv_query_qp_wqs", self.qp, *pointers)
         return send, receive
 
     def completion_queue(self) -> Struct:
-        """The completion queue."""
         attr = Dv.efadv_cq_attr()
         self.ok("efadv_query_cq", self.cq, ctypes.byref(attr), ctypes.sizeof(attr))
         return attr
@@ -274,12 +252,9 @@ class Nic(Context):
         return self.gid + number + bytes(8)
 
     def insert(self, raw: bytes) -> int:
-        """Make a peer known: its NIC gets an address handle if it has none. Return its number.
+        """Make a peer known, and return its number; its NIC gets an address handle if it has none.
 
-        The device takes no write from a NIC for which it has no handle.
-
-        Raises:
-            FabricError: no handle is left.
+        The device takes no write from a NIC for which it has no handle. FabricError: none is left.
         """
         gid = raw[:16]
         if gid not in self._handles:
@@ -292,7 +267,6 @@ class Nic(Context):
         return number
 
     def place(self, number: int) -> Place:
-        """The place of a peer."""
         return self._places[number][1]
 
     def remove(self, number: int) -> None:
@@ -348,7 +322,6 @@ class Nic(Context):
     # --- ends
 
     def lose(self, why: str) -> None:
-        """The NIC is lost."""
         self.failure = self.failure or why
         self.dead = True
 

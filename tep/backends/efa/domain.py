@@ -207,7 +207,6 @@ class Slots(slots.Slots):
 
     @property
     def room(self) -> int:
-        """Rows that may still be posted."""
         return self._rows_max - self.open - self.adrift
 
     def post(self, _call: Callable[..., int], _endpoint: object, ticket: Ticket, n: int) -> int:

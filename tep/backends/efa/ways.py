@@ -125,9 +125,6 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
     start of each posting session: ibv_wr_start and ibv_wr_abort, a session without requests, is
     that fence, and changes nothing. Between loads the fence of tep.backends.common suffices:
     completions are in ordinary memory of this host. Not verified, for want of a machine.
-
-    Raises:
-        BackendUnavailable: neither of the two.
     """
     machine = platform.machine()
     if machine == "x86_64":
@@ -160,11 +157,7 @@ class Columns:
     Attributes:
         batch_max: entries between two doorbells; `device_batch_max` is the device's own limit.
         more: the last poll stopped before the first entry that is not there yet.
-        kind: status and flags of all entries of the last poll, as in KINDS; None = it
-            found several kinds.
-
-    Raises:
-        BackendUnavailable: the device does not offer what is needed.
+        kind: status and flags of all entries of the last poll, as in KINDS; None = several kinds.
     """
 
     def __init__(self, nic: Nic) -> None:
@@ -322,14 +315,12 @@ class Columns:
     def write_one(
         self, number: int, ends: Ends, src: int, dst: int, nbytes: int, imm: int | None
     ) -> None:
-        """Post one write, or one read."""
         place, lkey, rkey, op = ends
         ctrl1 = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         key = lkey & LKEY_MASK
         self._put(number, ctrl1, place, imm or 0, nbytes, rkey, dst, nbytes, key, src)
 
     def send(self, number: int, place: Place, address: int, nbytes: int, lkey: int) -> None:
-        """Post one message."""
         key = lkey & LKEY_MASK
         self._put(number, ALWAYS_1 | OP_SEND, place, 0, nbytes, key, address, 0, 0, 0)
 

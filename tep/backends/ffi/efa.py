@@ -75,11 +75,7 @@ int efadv_query_cq(struct ibv_cq *, struct efadv_cq_attr *, uint32_t inlen);
 
 
 class Efa(Library):
-    """Both libraries with the calls that EFA needs; `Library` says how they are made.
-
-    Attributes:
-        efa_path: libefa's.
-    """
+    """Both libraries with the calls that EFA needs; `Library` says how they are made."""
 
     def __init__(self, verbs_path: str, efa_path: str) -> None:
         # libefa is the provider itself under another name: there is one copy of it in the process.
@@ -106,12 +102,9 @@ class Efa(Library):
 
 
 def load() -> Efa:
-    """Load both libraries; the same object each time.
+    """Load both libraries, the same object each time; BackendUnavailable: one is missing.
 
     TEP_LIBIBVERBS and TEP_LIBEFA name others than those that the dynamic linker finds.
-
-    Raises:
-        BackendUnavailable: one of them is missing, or lacks a call.
     """
     verbs = _find("libibverbs", "TEP_LIBIBVERBS", _MORE)
     return _opened(verbs, _find("libefa", "TEP_LIBEFA", _DIRECT))

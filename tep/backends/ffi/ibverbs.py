@@ -482,7 +482,6 @@ class Library:
         return int(getattr(self._lib, name)(*arguments))
 
     def do(self, name: str, *arguments: object) -> None:
-        """Make a call that returns nothing."""
         getattr(self._lib, name)(*arguments)
 
     def modify_qp(self, qp: int, state: str, **fields: object) -> None:
@@ -524,9 +523,7 @@ class Library:
     def open_device(self, name: str) -> tuple[int, str]:
         """Open a device by name; return the context and the device's folder in sysfs.
 
-        Raises:
-            FabricError: the library cannot open it.
-            LookupError: there is no such device.
+        FabricError: the library cannot open it. LookupError: there is none.
         """
         with self._listed() as found:
             for each, path, pointer in found:
@@ -557,14 +554,9 @@ class Context:
     """An open device with a protection domain.
 
     Attributes:
-        pointer, pd: the ibv_context and the ibv_pd.
-        limits: its ibv_device_attr.
+        pointer, pd, limits: its ibv_context, ibv_pd and ibv_device_attr.
         sysfs: its folder.
         dead: it has failed for good: what is given back may be refused, and that is no error.
-
-    Raises:
-        BackendUnavailable: there is no such device.
-        FabricError: it cannot be opened.
     """
 
     def __init__(self, lib: Library, name: str) -> None:
@@ -615,7 +607,6 @@ class Context:
         return C.ibv_mr.from_address(found)
 
     def dereg_mr(self, mr: Struct) -> None:
-        """Withdraw a region."""
         self.free("ibv_dereg_mr", ctypes.addressof(mr))
 
     def close(self) -> None:

@@ -81,14 +81,7 @@ def ip_address(sockaddr: bytes) -> str:
 
 
 class Timer:
-    """A timerfd.
-
-    Attributes:
-        fd: readable once the time has come, until clear().
-
-    Raises:
-        OSError: no descriptor is left.
-    """
+    """A timerfd: `fd` is readable once the time has come, until clear()."""
 
     def __init__(self) -> None:
         # int timerfd_create(int clockid, int flags);
@@ -113,10 +106,8 @@ class Timer:
         self._set(self.fd, 0, (ctypes.c_long * 4)(0, 0, whole, rest_ns), None)
 
     def clear(self) -> None:
-        """Be readable no more."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 8)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         os.close(self.fd)

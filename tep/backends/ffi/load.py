@@ -157,9 +157,7 @@ class Found(NamedTuple):
     """A library that was loaded and accepted.
 
     Attributes:
-        library: the handle.
-        path: what was given to the loader.
-        found_via: name of the place where it was found.
+        path, found_via: what was given to the loader, and the name of the place.
         tried: (place, why it failed) of the places before.
     """
 
@@ -180,14 +178,10 @@ def find(
 
     Args:
         what: the library, for the message.
-        named: where the user may name a path, and the path; if there is one, it is all that is
-            tried.
+        named: where the user may name a path, and the path: if there is one, nothing else is tried.
         places: names for the loader by place, best first; none: nothing is installed there.
         accept: raises LookupError with the reason if a loaded library is not usable.
-        cure: what to do when nothing is found, for the message.
-
-    Raises:
-        BackendUnavailable: with each place and its reason.
+        cure: what to do when nothing is found, for the message of BackendUnavailable.
     """
     variable, path = named
     tried = [] if path else [(variable, "not set")]
@@ -230,10 +224,7 @@ def check(
         rc: what the call returned; -errno where it failed.
         what: the call, e.g. "fi_enable".
         describe: errno -> text, the library's own.
-        **context: values that whoever reads the message will want.
-
-    Raises:
-        FabricError: code "PROVIDER"; the message holds call, text, code and context.
+        **context: values for the message of the FabricError, whose code is "PROVIDER".
     """
     if rc >= 0:
         return rc

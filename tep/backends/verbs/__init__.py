@@ -134,11 +134,7 @@ def _names(lib: Library, nics: int | str | Sequence[str] | None, settings: Setti
 
 
 def probe() -> str:
-    """Say which devices would be taken, and which address of each would be used.
-
-    Raises:
-        BackendUnavailable: no library, or no usable device; says why for each.
-    """
+    """Say which devices would be taken, with the address of each, or BackendUnavailable."""
     found = survey(load(), Settings())
     if not any(seen.usable for seen in found):
         raise BackendUnavailable(

@@ -82,12 +82,7 @@ _ACCESS: Final = (
 
 
 class Queues(NamedTuple):
-    """The queues that all queue pairs of one NIC share.
-
-    Attributes:
-        cq: for the completions of everything.
-        imm_srq, msg_srq: shared receive queues; receives for immediates have no buffers.
-    """
+    """The queues that all queue pairs of one NIC share; receives for immediates have no buffers."""
 
     cq: int
     imm_srq: int
@@ -106,16 +101,11 @@ class Conn:
     Two, since both messages and immediates use up receives in the order in which these were
     posted: on one queue pair an immediate would eat a message's buffer.
 
-    Args:
-        peer: PeerId of its far end.
-        rng: draws packet sequence numbers.
-        rows: False = for messages only.
-
     Attributes:
         reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
         msg_ref, row_ref: its queue pairs, ready for a call; no row_ref: for messages only.
-        runs: the chains of rows on it that have not come back, oldest first.
-        back: rows of the oldest run that have come back.
+        runs, back: chains of rows that have not come back, oldest first; rows of the oldest that
+            have.
         ids: number and first packet sequence number of each: messages, then rows.
         lost, gone: nothing more can be posted; its queue pairs are destroyed.
         quiet_s, deadline_s: once it is lost: when its queue pairs receive no more, and when they
@@ -214,7 +204,6 @@ class Conn:
                 self.quiet_s = math.inf  # the deadline ends it
 
     def holds(self, qp: int) -> bool:
-        """Whether a queue pair is one of these."""
         return qp in self._made
 
     def destroy(self) -> None:
@@ -243,7 +232,6 @@ class Draining:
 
     Args:
         holds: whether something that was posted on a connection has not come back.
-        ready: takes entries for poll().
         depth: completions that the queue holds.
         retire: what to do with a connection that has drained (True), or did not in time (False).
 
@@ -272,7 +260,6 @@ class Draining:
         self.fences: list[tuple[int, int]] = []
 
     def add(self, conn: Conn, now_s: float) -> None:
-        """Let a connection fail."""
         conn.fail(now_s)
         self.conns[conn] = math.inf
 

@@ -183,16 +183,12 @@ _NO_EX: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class Device(Context):
-    """An open device with its port, e.g. "mlx5_0".
+    """An open device with its port, which is up and has an address, or BackendUnavailable.
 
     Attributes:
-        is_ib: the port is InfiniBand and not Ethernet.
         reads_asked, reads_served: reads that one queue pair may have on the wire, and can answer,
             at a time.
         inline_max: bytes of a row that the provider copies into its request; 0: none.
-
-    Raises:
-        BackendUnavailable: it cannot be opened, or its port is down or has no address.
     """
 
     def __init__(self, lib: Library, name: str, settings: Settings) -> None:
@@ -293,7 +289,6 @@ class Device(Context):
 
     @property
     def link_bps(self) -> int:
-        """Nominal rate, bits a second; 0 = unknown."""
         return link_bps(self.sysfs, self.settings.port)
 
     @property
@@ -310,7 +305,6 @@ class Device(Context):
         )
 
     def route(self, gid: bytes, lid: int) -> Struct:
-        """The route of packets to a peer."""
         found = C.ibv_ah_attr()
         found.port_num = self.settings.port
         found.sl = self.service_level
@@ -343,7 +337,6 @@ class Device(Context):
         return found
 
     def make_srq(self, depth: int) -> int:
-        """Make a shared receive queue."""
         attr = C.ibv_srq_init_attr()
         attr.attr.max_wr, attr.attr.max_sge = depth, 1
         return self.make("ibv_create_srq", self.pd, ctypes.byref(attr), max_wr=depth)
@@ -357,7 +350,6 @@ class Device(Context):
             self.free("ibv_destroy_cq", cq)
 
     def has_link(self) -> bool:
-        """Whether the port is up now."""
         if self._closed:
             return False
         port = C.ibv_port_attr()
@@ -369,7 +361,6 @@ class Device(Context):
         super().close()
 
     def caps(self, sq_depth: int, reads: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
-        """The abilities of a NIC on this device."""
         settings, port = self.settings, self.port
         longest_control = control_bytes(port.active_mtu)
         return DomainCaps(
@@ -389,7 +380,6 @@ class Device(Context):
         )
 
     def describe(self) -> str:
-        """Say in a line what this is and how it is addressed."""
         rate = f"{self.link_bps / 1e9:g} Gb/s" if self.link_bps else "rate unknown"
         layer = "InfiniBand" if self.is_ib else "Ethernet"
         partition = "" if self.pkey == _DEFAULT_PKEY else f", P_Key {self.pkey:#06x}"
@@ -420,7 +410,6 @@ _IMMS_MAX: Final = 32767
 
 
 def _first(*values: int | None) -> int:
-    """The first value that is set."""
     return next(value for value in values if value is not None)
 
 
@@ -503,10 +492,7 @@ def _candidates(rows: int | None, reads: int | None, most: int) -> Iterator[tupl
 
 
 class GidChoice(NamedTuple):
-    """An entry of the table with its place in the ranking; `rank` 0 is best.
-
-    `gid_type` is as the library numbers it.
-    """
+    """An entry of the table with its place in the ranking; `rank` 0 is best."""
 
     rank: int
     entry: int

@@ -71,8 +71,7 @@ class VerbsDomain:
 
     Args:
         device: opened for this domain alone, which closes it.
-        name, nic, epoch: of the engine, its NIC, and its incarnation; the first two are the
-            identity that outlives a restart.
+        name, nic: of the engine, and of the NIC in it: the identity that outlives a restart.
         export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
         cuda: whether CUDA memory can be registered.
 

@@ -75,7 +75,6 @@ class Address(
     identity: U64
 
     def encode(self) -> bytes:
-        """Write it down."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -208,7 +207,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     payload: bytes = b""
 
     def encode(self) -> bytes:
-        """Write it down."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -276,7 +274,6 @@ class Patience:
         self._deadline_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A question goes out."""
         self._pause_s = self._resend_s
         self._deadline_s = now_s + self._patience_s
         self.next_s = now_s + self._pause_s
@@ -301,10 +298,7 @@ class Patience:
 class Negotiation(Patience):
     """One side's view of one peer; `next_s` is when tick() wants to be called, or None.
 
-    Args:
-        actions: the owner.
-        attempts: numbers for our attempts, each larger than the one before.
-        patience_s, resend_s: as of Patience.
+    `attempts` are numbers for ours, each larger than the one before.
     """
 
     def __init__(

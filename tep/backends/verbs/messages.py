@@ -4,12 +4,11 @@ Messages are copied into registered slots on the way out, into a rotating pool o
 that finds no buffer at its target waits there, in the NIC (RNR), until one is posted. Datagrams
 have one UD queue pair and slots of their own; they may be lost, and never wait.
 
-A route is an address handle, made without holding up the worker. On RoCE the kernel asks for the
-neighbour's Ethernet address inside ibv_create_ah, and waits up to a second for its answer,
-uninterruptibly (Linux, drivers/infiniband/core/addr.c, rdma_addr_find_l2_eth_by_grh). A host that
-is off never answers, and one worker serves all peers. So a helper thread makes the call. The worker
-waits for it for as long as a neighbour takes that is there; one that did not answer is not asked
-again at once.
+A route is an address handle. On RoCE the kernel asks for the neighbour's Ethernet address inside
+ibv_create_ah, and waits up to a second for its answer, uninterruptibly (Linux, drivers/infiniband/
+core/addr.c, rdma_addr_find_l2_eth_by_grh). A host that is off never answers, and one worker serves
+all peers. So a helper thread makes the call; the worker waits for as long as a neighbour takes that
+is there, and does not ask one again at once that did not answer.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ class _Region:
 
 
 class _In(NamedTuple):
-    """One receive buffer."""
-
     region: _Region
     offset: int
     nbytes: int
@@ -136,10 +133,7 @@ class Messages(_Requests):
     # --- out
 
     def reserve(self, payload: bytes, ctx: int) -> int | None:
-        """Copy a message into a slot; None = all are in use.
-
-        Raises FabricError where the device registers no memory for it.
-        """
+        """Copy a message into a slot; None = all are in use. FabricError: no memory for it."""
         if not self._free:
             return None
         if self._slots is None:
@@ -171,7 +165,6 @@ class Messages(_Requests):
         return rc == 0
 
     def sent(self, slot: int, status: int) -> None:
-        """End a message."""
         out = self._out.pop(slot)
         if out.large is not None:
             self._device.dereg_mr(out.large.mr)
@@ -191,7 +184,6 @@ class Messages(_Requests):
     # --- in
 
     def add(self, nbytes: int, count: int) -> None:
-        """Add receive buffers."""
         region = self._region(nbytes * count)
         first = len(self._in)
         self._in.extend(_In(region, k * nbytes, nbytes) for k in range(count))
@@ -206,12 +198,10 @@ class Messages(_Requests):
         self._fill()
 
     def view(self, slot: int) -> memoryview:
-        """The message in a buffer."""
         region, at, _ = self._in[slot]
         return memoryview(region.memory)[at : at + self._came[slot][0]].toreadonly()
 
     def sender(self, slot: int) -> int:
-        """The PeerId of who sent the message in a buffer."""
         return self._came[slot][1]
 
     def done(self, slot: int) -> None:
@@ -286,12 +276,10 @@ class Datagrams(_Requests):
             self._free.append(slot)
 
     def sent(self, slot: int) -> None:
-        """Take the completion of a datagram: it has left."""
         self._free.append(slot)
 
     @property
     def in_flight(self) -> int:
-        """Datagrams that have not left yet."""
         return DATAGRAMS_OUT - len(self._free)
 
     def payload(self, slot: int, nbytes: int) -> bytes:
@@ -306,7 +294,6 @@ class Datagrams(_Requests):
         return self._device.data.post_recv(self._qp, self._recv_ptr, self._bad_ptr)
 
     def close(self) -> None:
-        """Give everything back."""
         self._device.free("ibv_destroy_qp", self._qp)
         self.routes.close()
         self._device.dereg_mr(self._slots.mr)

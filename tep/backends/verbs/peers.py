@@ -114,12 +114,7 @@ class Peers:
     # --- peers
 
     def connect(self, raw: bytes) -> int:
-        """Number a peer by its address, and begin to connect to it.
-
-        Raises:
-            BadDescriptor: these bytes are no address of such a NIC.
-            UsageError: there is no way from here to there.
-        """
+        """Number a peer by its address, and begin to connect; UsageError: there is no way there."""
         where = Address.decode(raw)
         why = "" if where in self._by_address else self.own.why_unreachable(where)
         if why:
@@ -201,7 +196,6 @@ class Peers:
                 self._heard[key] = hello
 
     def _answer(self, hello: Hello, now_s: float) -> None:
-        """Take a datagram of a handshake."""
         peer = self._peer(hello.sender)
         if peer.gone is None:
             self._tend(peer, now_s, partial(peer.negotiation.hear, hello))
@@ -233,14 +227,12 @@ class Peers:
         self.attend(peer)
 
     def hold_message(self, peer: Peer, slot: int) -> None:
-        """Keep a message until its peer is connected."""
         peer.messages.append(slot)
         self.attend(peer)
 
     # --- connections
 
     def new_conn(self, peer: Peer) -> Conn:
-        """Make queue pairs for a peer."""
         conn = Conn(self.device, self._queues, peer.number, self._rng, rows=not peer.shut)
         self.conns.update((number, conn) for number, _ in conn.ids)
         self._sources = None
@@ -319,7 +311,7 @@ class Peers:
     def _lift(self, now_s: float) -> None:
         """Ask those that we let in again for a fresh connection, and others whether theirs stands.
 
-        For those may have fenced us, and let us in again, without our having heard of either.
+        The others may have fenced us, and let us in again, without our having heard of either.
         """
         fencing = {number for number, _ in self.draining.fences}
         for peer in [peer for peer in self._lifting if peer.number not in fencing]:
@@ -590,7 +582,6 @@ class Peer:
                 self._owner.ready.append((kind, told, 1, 0, row, batch.ctx, 0))
 
     def fail_waiting(self, status: Status) -> None:
-        """End what waits."""
         self.fail_rows(status)
         while self.messages:
             self._owner.messages.sent(self.messages.popleft(), int(status))
@@ -612,8 +603,7 @@ _PAUSES: Final = 8
 class _Line(Patience):
     """The control messages that wait for one peer; the first is out.
 
-    Attributes:
-        number, heard: numbers of the one that is out, and of the last one that came from there.
+    `number` is that one's, `heard` the number of the last one that came from there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -623,12 +613,7 @@ class _Line(Patience):
 
 
 class _Controls:
-    """The control messages of one NIC.
-
-    Attributes:
-        open: peers that a control message is out to.
-        unread: control messages that have come.
-    """
+    """The control messages of one NIC: those that have come, and peers that one is out to."""
 
     def __init__(self, ready: deque[Entry]) -> None:
         self.open: dict[Peer, None] = {}
@@ -650,7 +635,6 @@ class _Controls:
         return True
 
     def _begin(self, peer: Peer, now_s: float) -> None:
-        """Send the first of a line."""
         self.open[peer] = None
         peer.line.number += 1
         peer.line.begin(now_s)

@@ -3,7 +3,7 @@
 A run is a chain of rows to one queue pair, filled by columns. Loose rows are posted one by one: a
 few to one peer, or a fan, each to a peer of its own. Scatters go to the same peers again and again,
 so from the second on they have a fan of their own, until some peer loses its connection. Reads are
-runs always, on the first queue pair of their peer.
+runs always.
 
 Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
 more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
@@ -72,11 +72,7 @@ _LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
 class _Loose:
-    """Rows of one batch, posted each by itself; they come back in any order.
-
-    Attributes:
-        conns, done: by row: where it went, and whether it is back (1).
-    """
+    """Rows of one batch, posted each by itself: where each went, and whether it is back (1)."""
 
     __slots__ = ("conns", "ctx", "done", "left", "start")
 
@@ -152,8 +148,7 @@ class Writer:
     def scatter(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Post each row to a peer of its own; return how many were dealt with, a prefix.
 
-        The rows are taken by parts. The first part with an impossible row, or with a peer that is
-        not connected, ends them.
+        It ends before the first part with an impossible row, or a peer that is not connected.
         """
         peers = batch.peer
         assert not isinstance(peers, int)
@@ -279,7 +274,6 @@ class Writer:
         return True
 
     def _post_fan(self, fan: _Fan, batch: WriteBatch, start: int) -> None:
-        """Post the rows that were laid out last."""
         number, n = self._number, len(fan.conns)
         calls = iter(fan.calls)
         codes = starmap(self._post_send, calls)
@@ -349,7 +343,6 @@ class Writer:
             conn.back = 0
 
     def complete_loose(self, wr_id: int, status: int) -> None:
-        """Take the completion of a loose row."""
         number = wr_id >> NUMBER_SHIFT & NUMBER_MASK
         found = self._sets[number]
         row = wr_id & ROW_MASK
@@ -519,7 +512,6 @@ class _One(_Ring):
         self._sge_bytes = self._sge.view(np.uint8).data
 
     def write(self, row: Row, wr_id: int, flags: int) -> None:
-        """Write a row."""
         _, src, lkey, dst, rkey, nbytes, imm = row
         opcode, imm = (_OP_WRITE, 0) if imm is None else (_OP_WRITE_IMM, htonl(imm))
         sge, sges = self._sge_ptr, 1 if nbytes else 0
@@ -528,13 +520,7 @@ class _One(_Ring):
 
 
 class _Fan(_Ring):
-    """Rows that are posted one by one, row k always to the same peer.
-
-    All that stays the same is made once.
-
-    Attributes:
-        conns, calls: by row: where it goes, and the arguments of its post.
-    """
+    """Rows that are posted one by one, row k always to the same peer: what stays is made once."""
 
     def __init__(self, n: int, write_bytes_max: int, bad: Ref) -> None:
         super().__init__(n)
