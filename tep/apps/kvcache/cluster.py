@@ -195,9 +195,7 @@ class _Member:
 class _Child:
     """One member, as the launcher, its scheduler and the member itself see it.
 
-    Attributes:
-        card: of a prefiller that is ready.
-        over: done when the member has ended and is settled: how it ended.
+    `over` is done when the member has ended and is settled, and says how it ended.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -238,9 +236,6 @@ class RankedCluster:
     Args:
         shape: what was started.
         place: of this process: rank 0 of as many as there are members, and itself.
-
-    Attributes:
-        shape, scheduler: of the cluster.
 
     Raises:
         UsageError: another number of processes was started, or this is another rank.
@@ -341,11 +336,7 @@ class RankedCluster:
 
 
 class Cluster(RankedCluster):
-    """A cluster whose members are processes of this host; it starts them.
-
-    Args:
-        shape: what to start.
-    """
+    """A cluster whose members are processes of this host; it starts them."""
 
     def __init__(self, shape: Shape) -> None:
         size = 1 + len(shape.members)

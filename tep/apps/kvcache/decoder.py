@@ -32,9 +32,7 @@ class _Attempt:
     """One order, from its pages to their end.
 
     Attributes:
-        card: of the prefiller.
         order: the message; its serial is this decoder's number of the attempt, and of the note.
-        pages, slot: of its cache, and of its tail.
         loads: one a rank.
         ended: "" when the cache is complete, else why it will not be.
         taken: whether the prefiller has it.

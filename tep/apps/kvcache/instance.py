@@ -31,14 +31,13 @@ class Instance(ABC):
     """One prefill or decode instance; made inside a running event loop.
 
     Args:
-        name: of the instance; unique.
+        name: unique.
         engines: one a rank.
         model: computes.
         side: sizes, times and memory.
 
     Attributes:
-        name, memory, pool: of this instance.
-        tails: the tail slots.
+        pool, tails: of pages, and of tail slots.
     """
 
     def __init__(
@@ -85,12 +84,9 @@ class Instance(ABC):
     # ------------------------------------------------------------------ messages
 
     def _send(self, peer: NetAddr, message: Message, number: int | None = None) -> None:
-        """Send a message that may be lost.
+        """Send a message, which may be lost, to the first rank of an instance.
 
-        Args:
-            peer: the first rank of its instance.
-            message: to send.
-            number: the same each time that it is sent; None: it is not sent again.
+        `number` is the same each time that it is sent; None: it is not sent again.
         """
         number = next(self._numbers) if number is None else number
         self.memory.blocks[0].send_note(peer, number, encode(message))

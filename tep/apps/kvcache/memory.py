@@ -28,15 +28,7 @@ PageIndices = npt.NDArray[np.int64]
 
 
 class PagePool:
-    """All pages of one instance.
-
-    Args:
-        npages: how many there are.
-
-    Attributes:
-        npages: as given.
-        nfree: how many of them are free.
-    """
+    """All pages of one instance; `nfree` of them are free."""
 
     def __init__(self, npages: int) -> None:
         if npages < 1:
@@ -133,9 +125,7 @@ class SideOptions:
 class _View:
     """Dense bytes at an address, in the form that `KvBlocks.add` takes of a tensor.
 
-    Attributes:
-        memory: as allocated; it owns them.
-        bytes: the same where the CPU can touch them.
+    `memory` owns them; `bytes` shows them where the CPU can touch them.
     """
 
     address: int
@@ -181,10 +171,7 @@ class KvMemory:
         side: sizes, and what makes the memory.
 
     Attributes:
-        engines, layout: as given.
-        npages, tail_slots, tail_bytes: of the side.
-        shapes: one a rank.
-        blocks: one a rank; all is registered.
+        shapes, blocks: one a rank; all is registered.
     """
 
     def __init__(

@@ -63,10 +63,8 @@ class DecodeSide(Protocol):
 class _Place(Generic[T]):
     """A prefiller or decoder that has joined.
 
-    Attributes:
-        name, what: of it.
-        load: a prefiller's tokens to compute, or a decoder's requests.
-        blamed_s: of a prefiller, when a try with it failed last though the decoder was there.
+    `load` is a prefiller's tokens to compute, or a decoder's requests. A prefiller is blamed when a
+    try with it failed though the decoder was there; `blamed_s` is the last time.
     """
 
     name: str

@@ -9,6 +9,7 @@ draws a `Scenario`: members come, go, crash and lose NICs under load, and no req
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import resource
 import statistics
@@ -22,7 +23,7 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 
 from tep import EngineOptions, TransferEngine, UsageError
-from tep.apps.kvcache.blocks import KvSender, Patience
+from tep.apps.kvcache.blocks import Patience
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.memory import KvMemory, SideOptions, host_memory, no_memory
 from tep.apps.kvcache.model import (
@@ -137,7 +138,7 @@ class Report(Shown):
         completions: of every request, in the order of their ends. `ttft_s` is from the arrival to
             the first token; on chaos to the complete cache, from where the decoder had the request.
         compute_s: for each of them, its prefill's compute alone, as the model says; what a prefix
-            saved is not in it.
+            saved is not in it. NaN: nothing was computed.
         wrong: completions with other tokens than those of one place; they are compared on chaos.
         engines: at the start.
         writes, rows, nbytes: paged writes and tails; rows they made; their bytes.
@@ -202,12 +203,9 @@ class Report(Shown):
 class TimedModel:
     """Takes the time that a model would take, and computes nothing.
 
-    Args:
-        plant: gives the times.
-        blocks: request -> ids of the blocks that its prompt is made of.
+    `blocks` has for each request the ids of the blocks that its prompt is made of.
 
     Attributes:
-        layout, chunk_tokens: of the plant's model.
         first_s: the time of the first token of each request that is not over.
         compute_s: the compute of each request's prefill.
         tokens, tokens_found: of all prompts; those that a prefiller had.
@@ -267,7 +265,7 @@ def first_token(ntokens: int, plant: Plant | None = None, seed: int = 0) -> Repo
 
     Args:
         ntokens: its length.
-        plant: the cluster; None: one prefiller and one decoder.
+        plant: None: one prefiller and one decoder.
         seed: of the fabric.
     """
     alone = plant or Plant(prefillers=1, decoders=1)
@@ -277,10 +275,7 @@ def first_token(ntokens: int, plant: Plant | None = None, seed: int = 0) -> Repo
 def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = ()) -> Report:
     """Run a cluster under load until every request has ended.
 
-    Args:
-        plant: the cluster.
-        load: the requests.
-        events: (simulated second, what to do to the world) pairs: joins, departures, crashes.
+    `events` are (simulated second, what to do to the `World`) pairs: joins, departures, crashes.
     """
     started_s = time.process_time()
     env = FabricEnv()
@@ -290,16 +285,12 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     completions: list[Completion] = []
     with world:
         world.run(_play(plant, world, arrivals, events, completions))
-        senders = [sender for one in world.everybody for sender in _senders(one.side)]
+        sides = [one.side for one in world.everybody if isinstance(one.side, Prefiller)]
+        senders = [sender for side in sides for sender in side.senders]
     asked = {request.name: request for _, request in arrivals}
-    lengths = {request.ntokens for request in asked.values()}
-    alone_s = {n: _compute_s(plant, n, toy) for n in lengths}
     return Report(
         completions,
-        [
-            timed.compute_s.get(done.request, alone_s[asked[done.request].ntokens])
-            for done in completions
-        ],
+        [_compute_s(asked[done.request], timed, toy) for done in completions],
         [done for done in completions if toy and not _is_right(toy, asked[done.request], done)],
         plant.engines,
         sum(one.writes for one in senders),
@@ -316,7 +307,7 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
 def _world(
     plant: Plant, load: Load, env: FabricEnv, timed: TimedModel
 ) -> tuple[World, ToyModel | None]:
-    """The cluster; and the model that computes for real, on chaos."""
+    """Make the cluster; and on chaos the model that computes for real."""
     fabric: TimingFabric | ChaosFabric
     if plant.chaos is None:
         machines = [plant.profile, plant.decode_profile or plant.profile]
@@ -349,10 +340,10 @@ def _probing(patience: Patience) -> EngineOptions:
     return EngineOptions(probe_first_s=patience.beat_s, probe_max_s=patience.silent_s)
 
 
-def _compute_s(plant: Plant, ntokens: int, toy: ToyModel | None) -> float:
+def _compute_s(request: Request, timed: TimedModel, toy: ToyModel | None) -> float:
     if toy is None:
-        return plant.model.compute_s(ntokens)
-    chunks = cut_chunks(ntokens, toy.chunk_tokens, toy.page_tokens)
+        return timed.compute_s.get(request.name, math.nan)
+    chunks = cut_chunks(request.ntokens, toy.chunk_tokens, toy.page_tokens)
     return len(chunks) * toy.layers * toy.layer_s
 
 
@@ -360,10 +351,6 @@ def _is_right(toy: ToyModel, request: Request, done: Completion) -> bool:
     assert request.input_ids is not None
     alone = toy.alone(request.input_ids, request.max_tokens)
     return done.tokens is None or list(done.tokens) == alone
-
-
-def _senders(side: Prefiller | Decoder) -> list[KvSender]:
-    return side.senders if isinstance(side, Prefiller) else []
 
 
 def _arrivals(load: Load, *, ids: bool) -> list[tuple[float, Request]]:
@@ -444,7 +431,6 @@ class Scenario:
     """One run.
 
     Attributes:
-        plant, load: the cluster and its requests.
         events: (simulated second, one of EVENTS) pairs.
         happened: filled in by `run`: how often each event was of each kind of member.
     """
@@ -497,12 +483,7 @@ class Scenario:
 
 
 def draw_scenario(seed: int, **fixed: Any) -> Scenario:
-    """Draw a small cluster and one event.
-
-    Args:
-        seed: of everything drawn.
-        fixed: `event`, or fields of Plant, that are not drawn.
-    """
+    """Draw a small cluster and one event; `fixed` are `event`, or fields of Plant, not drawn."""
     dice = random.Random(f"kvcache scenario {seed}")
     prefill_tp, decode_tp = dice.choice(_DEGREES)
     drawn: dict[str, Any] = {
@@ -536,14 +517,7 @@ def draw_scenario(seed: int, **fixed: Any) -> Scenario:
 
 @dataclass(slots=True)
 class Member:
-    """One incarnation of one instance.
-
-    Attributes:
-        side: the prefiller or decoder.
-        engines: one a rank.
-        alive: whether it runs.
-        maimed: ranks whose engine has lost a NIC.
-    """
+    """One incarnation of one instance; `maimed` are the ranks whose engine has lost a NIC."""
 
     side: Prefiller | Decoder
     engines: list[TransferEngine]
@@ -559,16 +533,12 @@ class World:
 
     Args:
         fabric: where hosts are made.
-        model: of all instances.
-        side: their settings.
+        model, side, options: of all instances and their engines.
         nics: of every host, on the chaos fabric.
         fence_s: from a death to the certainty of it.
-        options: of every engine.
         decode_profile: the decoders' machine, one of a fabric that has several.
 
     Attributes:
-        env: the clock.
-        scheduler: of the world.
         members: name -> its newest incarnation.
         past: incarnations that were replaced or have left.
     """

@@ -25,11 +25,9 @@ Words = npt.NDArray[np.uint32]
 
 
 class ToyCache:
-    """The pages of one sequence, their heads spread over the ranks.
+    """The pages of one sequence in order, their heads spread over the ranks.
 
-    Args:
-        views: of each rank, its heads, and u32[layers, 2, npages, heads, page_tokens, head_dim].
-        pages: of the sequence, in order.
+    `views` has of each rank its heads, and u32[layers, 2, npages, heads, page_tokens, head_dim].
     """
 
     def __init__(self, views: Sequence[tuple[range, Words]], pages: PageIndices) -> None:

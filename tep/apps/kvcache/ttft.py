@@ -131,7 +131,7 @@ class Overhead:
 def fit(
     layout: KvLayout, chunk_tokens: int, rows: Sequence[Measured], known: Overhead = Overhead()
 ) -> tuple[TtftModel, Overhead]:
-    """Calibrate on measured prompts: least squares of relative errors.
+    """Calibrate on measured prompts, by least squares of relative errors.
 
     Compute is fitted to the layers' times and the same node's TTFT; `start_s` is the part of the
     layers' transfers that does not grow with their pages; `hand_over_s` meets what is left of the

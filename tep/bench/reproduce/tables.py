@@ -71,7 +71,6 @@ class Table:
         name: its name for `tep reproduce`.
         title, source, unit: same for all its points.
         notes: further remarks for a reader.
-        points: its points, in order.
     """
 
     name: str

@@ -135,9 +135,9 @@ def test_rows_that_do_not_fit_are_refused_before_a_byte_is_written():
 
         pair.receiver._covered = odd
         load = pair.receiver.expect("r", [[1]], timeout_s=0.01)
-        pair.sender.begin("r", [[2]], load.ticket)
+        send = pair.sender.begin("r", [[2]], load.ticket)
         await load.wait_async(WAIT_S)
-        return load, str(pair.receiver.refused)
+        return load, send.reason
 
     load, why = play(main, gap=1)
     assert not load.ok

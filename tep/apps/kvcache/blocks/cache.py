@@ -65,12 +65,9 @@ _card = lru_cache(maxsize=64)(partial(decode_as, Card))
 
 
 class PeerLayout:
-    """The tensors of another rank's cache; one object for all whose cards say the same.
+    """The tensors of another rank's cache, by name; one object for all whose cards say the same.
 
-    Attributes:
-        tp, rank: of that cache.
-        tensors: by name.
-        ends: of each region, its tensor that ends last, and that end.
+    `ends` has of each region the tensor that ends last, and that end.
     """
 
     def __init__(self, raw: bytes, tp: int, rank: int) -> None:
@@ -91,19 +88,9 @@ _layout = lru_cache(maxsize=64)(PeerLayout)
 
 
 class PeerCache:
-    """Another rank's cache, from its card.
+    """Another rank's cache, from its card; BadDescriptor where that is none, or cannot be.
 
-    Args:
-        raw: the card.
-        named: how its engine is called here, see `KvBlocks.named`.
-
-    Attributes:
-        addr: of its engine.
-        descs: of its regions.
-        layout: of its tensors.
-
-    Raises:
-        BadDescriptor: no card, or one that cannot be.
+    `named` says how its engine is called here: `KvBlocks.named`.
     """
 
     def __init__(self, raw: bytes, named: Callable[[NetAddr], NetAddr]) -> None:
@@ -136,8 +123,7 @@ class KvBlocks:
         tp, rank: degree of tensor parallelism, and this rank.
 
     Attributes:
-        engine, tp, rank: as given.
-        placed: the tensors added so far.
+        placed: the tensors, by name, once they are registered.
         garbled: messages that were none.
         foreign: messages that came from another engine than they said.
     """
@@ -311,14 +297,10 @@ class KvBlocks:
                 del self._under_way[key]
 
     def send_note(self, peer: NetAddr, number: int, body: bytes) -> None:
-        """Send something of one's own to whoever stands on a peer's cache.
+        """Send something of one's own, up to 24 MiB, to whoever stands on a peer's cache.
 
-        Notes may be lost, repeated and overtake each other. Who needs one sends it again.
-
-        Args:
-            peer: its engine.
-            number: of the note; the same number has the same body.
-            body: up to 24 MiB; they travel in pieces.
+        Notes travel in pieces. They may be lost, repeated and overtake each other. Who needs one
+        sends it again, under the same `number`; another body has another number.
 
         Raises:
             UsageError: the body is longer.

@@ -148,13 +148,7 @@ class KvRequest:
 
 
 class KvSide(ABC):
-    """The base of senders and receivers.
-
-    Attributes:
-        blocks: the cache.
-        patience: times.
-        events: for `poll`.
-    """
+    """The base of senders and receivers."""
 
     def __init__(self, blocks: KvBlocks, patience: Patience) -> None:
         self.blocks, self.patience = blocks, patience

@@ -110,7 +110,6 @@ class Cancel(_Message, frozen=True, array_like=True, forbid_unknown_fields=True,
     Attributes:
         addr: NetAddr of the receiver.
         serial: of its request.
-        reason: why.
     """
 
     addr: bytes
@@ -141,9 +140,7 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
 class Stopping(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Sender -> receiver: I know that I shall stop, and rows of this claim are under way.
 
-    Attributes:
-        addr: NetAddr of the sender.
-        serial: of the receiver's request.
+    `addr` and `serial` are as of Ended.
     """
 
     addr: bytes

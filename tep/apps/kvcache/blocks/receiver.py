@@ -53,16 +53,9 @@ __all__ = ["ImmSpace", "KvLoad", "KvReceiver"]
 class ImmSpace:
     """The immediates of one receiver; they go round, and one that ended comes last.
 
-    A number is *live* from take() to its end. A clean end (all that was expected has arrived) frees
-    it at once. After a cancel or a failure it is *burnt*, as engines call it: neither end uses it
+    A number is live from take() to its end. A clean end (all that was expected has arrived) frees
+    it at once. After a cancel or a failure it is burnt, as engines call it: neither end uses it
     again.
-
-    Args:
-        numbers: which immediates are ours, e.g. range(1, 1 << 24).
-
-    Attributes:
-        live: numbers given out.
-        burnt: numbers that stay out of use.
     """
 
     def __init__(self, numbers: range) -> None:
@@ -103,7 +96,7 @@ class ImmSpace:
 
 
 class _Grant:
-    """The grant of one sender for one request."""
+    """What one sender may write of one request."""
 
     def __init__(self, addr: NetAddr, message: Claim, imm: int, count: int) -> None:
         self.addr, self.claim, self.imm, self.count = addr, message.claim, imm, count
@@ -164,8 +157,6 @@ class KvReceiver(KvSide):
             is asked to stop may be silent before it is removed.
 
     Attributes:
-        blocks, patience, imms: as given.
-        refused: claims that were refused, by reason.
         removed: the claims of each sender that was removed from the engine, with their requests'
             serials, which it has not ended by its own word.
     """
@@ -182,7 +173,6 @@ class KvReceiver(KvSide):
         blocks.engine.on_peer(self._on_peer)
         super().__init__(blocks, patience)
         self.imms = ImmSpace(imms)
-        self.refused: dict[str, int] = {}
         self._serial = 0
         self._loads: dict[int, KvLoad] = {}
         self._dead: dict[str, tuple[int, int]] = {}  # epoch, and the last request expected then
@@ -199,7 +189,7 @@ class KvReceiver(KvSide):
         """Expect a request's blocks; hand its `ticket` to the sender.
 
         Args:
-            request: its name.
+            request: its name, the same at the sender.
             block_ids: for each group, the blocks here. Nothing else may use them until the load is
                 finished. They take the last blocks of the sender's.
             timeout_s: for all of it; None: the patience's.
@@ -278,7 +268,6 @@ class KvReceiver(KvSide):
                 self._cancel(load, grant)
                 return
         why = why or f"{message.request!r} is not expected here, or not any more"
-        self.refused[why] = self.refused.get(why, 0) + 1
         self.blocks.send(addr, Refuse(addr.epoch, message.claim, why))
 
     def _ask_to_end(self, addr: NetAddr) -> bool:
@@ -293,7 +282,7 @@ class KvReceiver(KvSide):
         return bool(old)
 
     def _grant(self, load: KvLoad, message: Claim, addr: NetAddr) -> _Grant:
-        """Check who wants to write what, and grant it; an error: refused."""
+        """Grant a claim. An error is the reason to refuse it."""
         epoch, serial = self._dead.get(addr.name, (-1, 0))
         if addr.epoch <= epoch:
             if load._serial <= serial:

@@ -52,11 +52,8 @@ Row = tuple[Placed, Placed, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int
 class _Run:
     """Tensors of one layer whose rows leave together: rows of one length between two regions.
 
-    Attributes:
-        group, regions, length, rows: of these tensors.
-        fewest: the target's tensor with the fewest blocks.
-        starts: of the first tensor, here and there.
-        kind: equal for runs that differ in their starts alone: layers of a cache mostly do.
+    `fewest` is the target's tensor with the fewest blocks. `kind` is equal for runs that differ
+    alone in their starts, those of the first tensor here and there: layers of a cache mostly do.
     """
 
     def __init__(
@@ -165,7 +162,6 @@ class KvSender(KvSide):
             receiver compares it with its memory before the load is done.
 
     Attributes:
-        blocks, patience, checksums: as given.
         layers: of the model that this cache holds.
         writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
     """
