@@ -48,11 +48,7 @@ class _Attempt:
 
 
 class Decoder(Instance):
-    """One decode instance; see Instance.
-
-    Attributes:
-        receivers: one a rank.
-    """
+    """One decode instance; see Instance."""
 
     def __init__(
         self, name: str, engines: Sequence[TransferEngine], model: Model, side: SideOptions
@@ -88,9 +84,7 @@ class Decoder(Instance):
     def fenced(self, prefiller: str, epoch: int) -> None:
         """An incarnation is certain to be dead, e.g. its process ended: none of its writes lands.
 
-        Args:
-            prefiller: its name.
-            epoch: of its first rank: it, and all before it.
+        `epoch` is its first rank's; all incarnations before it are dead, too.
         """
         self._dead[prefiller] = max(epoch, self._dead.get(prefiller, epoch))
         for attempt in tuple(self._open.values()):
@@ -112,12 +106,8 @@ class Decoder(Instance):
         """Have a prompt computed by a prefiller, and decode it here.
 
         It does not raise for anything that goes wrong before the model decodes: the completion has
-        the reason. Cancelling the task cancels the request.
-
-        Args:
-            request: the prompt.
-            prefiller: who computes it.
-            cached: called once its cache is here.
+        the reason. Cancelling the task cancels the request. `cached` is called once its cache is
+        here.
         """
         start_s = self._loop.time()
         self._busy += 1

@@ -89,13 +89,7 @@ class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """The part of a cache that one rank of a tensor-parallel instance holds.
-
-    Attributes:
-        layout: of the model.
-        tp: ranks of the instance.
-        rank: this one, 0 <= rank < tp.
-    """
+    """The part of a cache that rank `rank` of `tp` holds."""
 
     layout: KvLayout
     tp: int
@@ -222,11 +216,7 @@ def served_heads(
     Where several ranks of the source hold a head, one of them writes it: another for each rank of
     the target, in turn. Both sides compute this alike.
 
-    Args:
-        heads: of the whole model.
-        src: degree and rank of the source.
-        dst: degree and rank of the target.
-        what: for errors.
+    `src` and `dst` are degree and rank of both; `what` is for errors.
     """
     here, there = held_heads(heads, *src, what), held_heads(heads, *dst, what)
     first, stop = max(here.start, there.start), min(here.stop, there.stop)

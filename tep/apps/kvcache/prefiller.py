@@ -44,11 +44,7 @@ class _Job:
 
 
 class Prefiller(Instance):
-    """One prefill instance; see Instance.
-
-    Attributes:
-        senders: one a rank.
-    """
+    """One prefill instance; see Instance."""
 
     def __init__(
         self, name: str, engines: Sequence[TransferEngine], model: Model, side: SideOptions

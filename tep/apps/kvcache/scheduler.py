@@ -22,12 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PrefillerCard:
-    """The name and addresses of a prefiller, for schedulers and decoders.
-
-    Attributes:
-        name: of the instance.
-        addrs: of its engines, one a rank.
-    """
+    """The name of a prefiller and the addresses of its engines, one a rank."""
 
     name: str
     addrs: tuple[NetAddr, ...]

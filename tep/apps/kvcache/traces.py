@@ -33,13 +33,9 @@ _MS: Final = 1e-3
 
 
 class Arrival(NamedTuple):
-    """One request.
+    """One request: when it comes, tokens of its prompt, and how many are wanted.
 
-    Attributes:
-        at_s: when it comes.
-        ntokens: of its prompt.
-        max_tokens: wanted.
-        blocks: ids of the prompt's blocks of BLOCK_TOKENS; none: it shares nothing.
+    `blocks` are ids of the prompt's blocks of BLOCK_TOKENS; none: it shares nothing.
     """
 
     at_s: float

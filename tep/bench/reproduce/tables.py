@@ -95,10 +95,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A point with its simulated value.
+    """A point of a table with its simulated value.
 
     Attributes:
-        table, point: the published number.
         simulated: in the table's unit; None: not modelled.
         ends: of a prediction, the interval of the simulated value, see tep.sim.sweeps.interval;
             None: not asked for.

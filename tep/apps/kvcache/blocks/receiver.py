@@ -96,7 +96,7 @@ class ImmSpace:
 
 
 class _Grant:
-    """What one sender may write of one request."""
+    """The right of one sender to write for one request."""
 
     def __init__(self, addr: NetAddr, message: Claim, imm: int, count: int) -> None:
         self.addr, self.claim, self.imm, self.count = addr, message.claim, imm, count
