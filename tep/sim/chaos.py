@@ -125,7 +125,6 @@ class ChaosFabric(Fabric):
         return new
 
     def kill_nic(self, name: str, nic: int) -> None:
-        """Kill one NIC for good."""
         self._nic(name, nic).kill()
 
     def revoke(self, name: str, nic: int | None = None) -> None:
@@ -134,7 +133,6 @@ class ChaosFabric(Fabric):
             self._nic(name, number).revoke()
 
     def inflict(self, fault: Fault) -> None:
-        """Carry out a fault, now."""
         match fault:
             case KillNic(name, nic):
                 self.kill_nic(name, nic)
@@ -212,11 +210,7 @@ _DOWN: Final = int(Kind.DOWN)
 
 
 class ChaosNic(ChaosTarget):
-    """One NIC; made by ChaosFabric.node().
-
-    Attributes:
-        link: its way to and from the others.
-    """
+    """One NIC; made by ChaosFabric.node()."""
 
     def __init__(self, fabric: Fabric, node: ChaosNode, number: int) -> None:
         super().__init__(fabric, node, number)
@@ -305,7 +299,7 @@ class ChaosNic(ChaosTarget):
         return True
 
     def _is_lost(self, row: Flight) -> bool:
-        """Whether a message gets lost for good; it may also arrive, and only its answer be lost."""
+        """Draw whether a message is lost for good, or arrives and only its answer is lost."""
         if self.fabric.healed or (row.bits >> 40) & 15 >= self._chaos.message_loss:
             return False
         row.ack_lost = bool(row.bits >> 44 & 1)
@@ -464,7 +458,7 @@ class ChaosNic(ChaosTarget):
     # ------------------------------------------------------------------ at the owner
 
     def _ask(self, read: Flight) -> None:
-        """The request is at the owner."""
+        """Take the request at the owner."""
         target = read.peer.target
         assert target is not None
         if not read.flying and read.ghost is None:
@@ -501,7 +495,7 @@ class ChaosNic(ChaosTarget):
     # ------------------------------------------------------------------ at the reader
 
     def _bring(self, piece: Fragment) -> None:
-        """Bytes of the owner are here."""
+        """Take bytes of the owner that have come here."""
         read, target = piece[0], piece[0].peer.target
         assert target is not None
         if read.flying:

@@ -59,7 +59,6 @@ class CompletionQueue:
 
     Attributes:
         entries: those that poll() can return now.
-        waker: called when there is something new.
         imms_polled: immediates handed out so far.
         down_seen: whether the owner has polled that the NIC is gone.
     """
@@ -78,7 +77,7 @@ class CompletionQueue:
 
     @property
     def held(self) -> int:
-        """The number of entries that nobody has polled."""
+        """Count the entries that nobody has polled."""
         return len(self.entries) + len(self._hidden)
 
     def push(self, entry: Entry) -> None:
@@ -99,7 +98,6 @@ class CompletionQueue:
         self.waker()
 
     def flush(self) -> None:
-        """Make everything visible at once."""
         self.entries.extend(self._hidden)
         self._hidden.clear()
 

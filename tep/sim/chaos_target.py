@@ -72,8 +72,7 @@ Trouble = Literal["clog", "deaf", "mute"]
 class Link:
     """The link of one NIC: slow, clogged, deaf, cut off from some, or without acknowledgements.
 
-    It holds what cannot pass and releases it in the order it came. How a row ends that waits too
-    long is the NIC's matter.
+    It holds what cannot pass and releases it in the order it came.
 
     Attributes:
         troubles: number of current faults of each kind, never 0: "clog" lets nothing pass, "deaf"
@@ -100,7 +99,7 @@ class Link:
         return not ("clog" in mine or "deaf" in mine or "clog" in source.troubles or source in mine)
 
     def lets_acks_in(self, target: Link) -> bool:
-        """Whether answers of another link to what was sent from here come in now."""
+        """Whether answers from another link come in here now."""
         return "mute" not in self.troubles and self.lets_in(target)
 
     def trouble(self, what: Trouble | Link, for_ps: int | None) -> None:
@@ -127,7 +126,6 @@ class Link:
         self._env.call_at(self._env.now + for_ps, end)
 
     def heal(self) -> None:
-        """End every trouble at once."""
         self._healed += 1
         self.troubles.clear()
         self._slows.clear()
@@ -161,7 +159,6 @@ class Peer:
     """One address that a NIC has connected to.
 
     Attributes:
-        name, nic, epoch: of the address.
         target: the NIC at that address; None until somebody opens it.
         landed_ps: ordered fabrics: when the last fragment lands that was sent so far.
         held: ordered fabrics: fragments behind a row that waits for a receive; None: none waits.
@@ -182,11 +179,9 @@ class Flight:
     """One write, read or message, from its post to its completion.
 
     Attributes:
-        nic: that posted it.
-        peer: its other end.
+        nic: the NIC that posted it.
         number: in order of posting, over the whole fabric.
         bits: drawn once; separate fields of it serve separate decisions.
-        ctx, index: named by its completion.
         kind: Kind.WRITE, READ or SENT.
         flying: False once it is acknowledged or doomed; its fragments then change nothing.
         left: fragments that have not landed, of a read those that are not placed yet. A write has
@@ -197,11 +192,10 @@ class Flight:
         is_control: whether its payload is for the peer's engine, not for a user's buffer.
         ghost: the bytes of a write that has failed, while more of them may land. A read has b""
             while more of it may be placed after its end. None: nothing may.
-        payload: of a message; None for others.
+        payload: None where it is no message.
         region: memory here: a write's source, or a read's sink; None for 0 bytes.
         at: first byte in that region.
         remote, rkey: address and key at the peer.
-        nbytes, imm: as posted.
     """
 
     nic: ChaosTarget
@@ -246,7 +240,7 @@ def reach(fragment: Fragment) -> None:
 
 
 def is_address(address: bytes) -> bool:
-    """Whether these bytes can be the address of a simulated NIC."""
+    """Return True if these bytes can be the address of a simulated NIC."""
     return _ADDRESS.fullmatch(address) is not None
 
 
@@ -254,15 +248,14 @@ class Fabric:
     """Nodes on one clock, as their NICs see them.
 
     Attributes:
-        env, chaos, row_log: the clock, the knobs, and the log; None: nothing is recorded.
-        draws: of the knobs' seed.
+        row_log: None: nothing is recorded.
         nodes: the incarnation of each host that runs now.
         rows: rows and messages posted so far.
         failed: (NIC, ctx, row, status) of every row and message that ended in an error.
         violations: things that no correct engine does, in words.
         happened: faults that nobody asked for: those that the fabric's own load brought about.
         seen: name -> count of events that a suite should have met.
-        healed: whether heal() was called: nothing of the fabric's own will goes wrong any more.
+        healed: True after heal(): nothing of the fabric's own will goes wrong any more.
     """
 
     def __init__(self, env: FabricEnv, chaos: Chaos, row_log: RowLog | None) -> None:
@@ -289,14 +282,14 @@ class Fabric:
         raise BadDescriptor(f"{address[:80]!r} is not the address of a simulated NIC")
 
     def find(self, name: str, nic: int, epoch: int) -> ChaosTarget | None:
-        """The NIC of an address, if that incarnation is the one that runs."""
+        """Find the NIC of an address, if that incarnation is the one that runs."""
         node = self.nodes.get(name)
         if node is None or node.epoch != epoch or nic >= len(node.nics):
             return None
         return node.nics[nic]
 
     def why_lost(self, name: str, epoch: int) -> Status:
-        """Why an address cannot be reached."""
+        """Say why an address cannot be reached."""
         node = self.nodes.get(name)
         return Status.STALE_PEER if node and node.epoch > epoch else Status.UNREACHABLE
 
@@ -309,14 +302,13 @@ class Fabric:
 
 
 class ChaosNode(SimNode):
-    """One incarnation of one host.
+    """One incarnation of one host; the first has epoch 1.
 
     A worker is never charged for its time, and every completion wakes it.
 
     Attributes:
-        epoch: 1 for the first incarnation, then 2, ...
         uid: number of the host on its fabric; part of every draw.
-        nics: its NICs, which the fabric makes; `domains` to its engine.
+        nics: made by the fabric; `domains` to its engine.
     """
 
     nics: tuple[ChaosTarget, ...]
@@ -358,10 +350,7 @@ class ChaosTarget(SimNic):
     """One NIC as far as others reach it; `ChaosNic` adds what it posts, and its death.
 
     Attributes:
-        state: whether it is up, dead, closed or gone.
-        link: its way to and from the others.
         rows: rows and messages accepted so far.
-        entries: those that poll() can return now.
     """
 
     link: Link
@@ -413,12 +402,11 @@ class ChaosTarget(SimNic):
         self._fencing: dict[bytes, set[int]] = {}  # by sender, the fences that are not confirmed
 
     def watch(self, row_log: RowLog) -> None:
-        """Record from now on."""
         self._row_log = row_log
 
     @property
     def regions(self) -> int:
-        """The number of registered regions."""
+        """Count the registered regions."""
         return len(self._lkeys)
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
@@ -602,7 +590,7 @@ class ChaosTarget(SimNic):
     def readable_at(
         self, rkey: int, address: int, nbytes: int, reader: bytes, number: int
     ) -> memoryview | Status:
-        """The bytes that row `number` of a reader asks for, or why it may not have them."""
+        """Return the bytes that row `number` of a reader asks for, or why it may not have them."""
         if self.state is not NicState.UP or number <= self._barred.get(reader, 0):
             return Status.UNREACHABLE
         if nbytes == 0:
@@ -639,7 +627,7 @@ class ChaosTarget(SimNic):
             self._announce(row, imm)
 
     def _overruns(self) -> bool:
-        """Whether one more unsolicited immediate is too much for the completion queue: it dies."""
+        """Die if one more unsolicited immediate is too much for the completion queue."""
         depth = self._chaos.cq_depth
         if not depth or self._chaos.ordered or self._cq.held < depth or self.fabric.healed:
             return False

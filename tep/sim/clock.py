@@ -193,7 +193,7 @@ class FabricEnv(simpy.Environment):
         super().step()
 
     def enter(self) -> None:
-        """Mark the clock as running; whoever calls this sets `running` back to False."""
+        """Mark the clock as running; the caller sets `running` back to False."""
         if self.running:
             raise UsageError(
                 "the simulated clock is already running: inside a coroutine, process or callback "

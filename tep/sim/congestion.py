@@ -70,7 +70,7 @@ class Passing:
     Attributes:
         flights: quanta whose landing is known, a row each.
         served: when the receiver has taken each.
-        done: the landing time of each: no byte lands before its sender has sent it.
+        done: when each has landed: no byte lands before its sender has sent it.
         receivers: the time from which each receiver is free.
     """
 
@@ -110,7 +110,7 @@ class Paths:
         latency_ps: of every route, or of the shortest, without the network's own.
         receiving: (sources, targets, holds) -> how long each holds its receiver.
         ways: (sources, targets) -> the latency of each; None: `latency_ps`.
-        profile: of a machine; which of them does not matter for what is read here.
+        profile: of a machine; any will do here.
         seed: of the hash that chooses paths.
     """
 
@@ -431,7 +431,7 @@ class _Pair:
 
     Attributes:
         place: its turn among equals.
-        waiting, ended_ps: quanta, and the end of its latest service.
+        ended_ps: the end of its latest service.
         paced_ps: not before, by its rate.
         rate, goal, alpha: RC, RT and alpha of DCQCN.
         turns, counts: steps back so far, by the timer and by bytes.
@@ -456,9 +456,6 @@ class PacedQueue(SendQueue):
     """The plan of one NIC, made only as far as it is asked for: rule 2.
 
     The last of `starts` stands for the rest: no quantum that is not planned leaves before it.
-
-    Args:
-        profile: of its machine.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -608,10 +605,6 @@ class Marks:
     Packets are marked when they leave a port, by the bytes that stand there then, so the arrivals
     until then have to be known: quanta wait here for that.
 
-    Args:
-        profile: of the machines.
-        pairs: of the machines, if they are not all alike.
-        seed: of the draws.
     """
 
     def __init__(self, profile: Profile, pairs: Pairs | None, seed: int) -> None:

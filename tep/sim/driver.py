@@ -40,13 +40,8 @@ poll on an idle core takes well under a microsecond."""
 class SimNode:
     """One simulated host with one engine; each fabric derives its own.
 
-    Args:
-        name: of the engine.
-        epoch: this incarnation's number.
-
     Attributes:
-        name, epoch: as given.
-        domains: its NICs.
+        epoch: this incarnation's number.
         busy_until_ps: when the engine's worker has done the work that it is charged with.
         on_drift: called with the new speed of the engine's clock, in millionths of the
             simulation's, and with a jump in ps.
@@ -77,7 +72,6 @@ class SimNic:
 
     Attributes:
         pool: the buffers that messages come to.
-        waker: wakes the owner.
     """
 
     def __init__(self) -> None:
@@ -85,11 +79,9 @@ class SimNic:
         self.waker: Callable[[], object] = nobody
 
     def recv_view(self, slot: int) -> memoryview:
-        """See `tep.backends.base.Domain`, as for the others."""
         return self.pool.view(slot)
 
     def recv_source(self, slot: int) -> bytes:
-        """Look it up in the pool."""
         return self.pool.sender(slot)
 
     def engine_of(self, address: bytes) -> bytes:
@@ -101,11 +93,9 @@ class SimNic:
         """Nothing is kept of a peer that could be given back."""
 
     def set_waker(self, waker: Callable[[], None]) -> None:
-        """Wake this owner from now on."""
         self.waker = waker
 
     def wakeup_fd(self) -> int | None:
-        """There is none in simulated time."""
         return None
 
 
@@ -133,21 +123,15 @@ class _Clock:
     speed: int
 
     def read(self, now_ps: int) -> int:
-        """The reading at a time."""
         return self.reads_ps + (now_ps - self.at_ps) * self.speed // _MILLION
 
     def when(self, reads_ps: int) -> int:
-        """The first time at which it reads so much."""
+        """Compute the first time at which it reads so much."""
         return self.at_ps - (self.reads_ps - reads_ps) * _MILLION // self.speed
 
 
 class SimDriver:
-    """Drives one engine of one node.
-
-    Args:
-        env: the clock, shared by all nodes of a fabric.
-        node: the one whose delays count.
-    """
+    """Drives one engine of one node, on the clock that all nodes of a fabric share."""
 
     def __init__(self, env: FabricEnv, node: SimNode) -> None:
         self.env = env

@@ -139,7 +139,6 @@ class Batches:
         return number
 
     def end(self, number: int) -> None:
-        """Forget a batch."""
         self._free.append(number)
 
 

@@ -109,7 +109,6 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1 / PS_PER_S
 
     def time(self) -> float:
-        """Simulated seconds."""
         return self.env.now / PS_PER_S
 
     def create_task(  # type: ignore[override]  # the base's own signature varies by version

@@ -49,14 +49,8 @@ def ack_ps(source: Profile, target: Profile) -> int:
 class Machine:
     """One kind of machine.
 
-    Args:
-        profile: its numbers.
-        kind: its number among those that differ in what a pair takes.
-        seed: of the draws.
-
     Attributes:
-        profile, kind: as given.
-        wire, dma: its rates.
+        kind: its number among those that differ in what a pair takes.
         late: delays of its NICs' rows.
     """
 
@@ -70,10 +64,8 @@ class Machine:
     def service_ps(self, nbytes: Ints, first: npt.NDArray[np.bool_] | None = None) -> Ints:
         """The time that one of its NICs takes for each quantum.
 
-        Args:
-            nbytes: of each.
-            first: whether each is the first of its row, which brings the NIC's own time for a row
-                with it; None: all are.
+        The first quantum of a row brings the NIC's own time for a row with it; `first` says which
+        these are, None: all are.
         """
         own = self.profile.op_ps if first is None else np.where(first, self.profile.op_ps, 0)
         found: Ints = np.maximum(self.wire.ps(nbytes), own + self.dma.ps(nbytes))
@@ -83,16 +75,11 @@ class Machine:
 class Machines:
     """All machines of a fabric; a machine is found by its profile.
 
-    Args:
-        profiles: of the fabric; a node that names none has the first.
-        seed: of the draws.
-        network: between the NICs; None: the one that the profiles say.
-
     Attributes:
         first: the machine of a node that names no profile.
         shortest_ps: the least latency of any pair: the lookahead.
         pairs: numbers of pairs; None: all machines are alike in these.
-        network: between the NICs.
+        network: the given one, else the one of the profiles.
 
     Raises:
         UsageError: two transports, or two networks.
@@ -122,12 +109,10 @@ class Machines:
 
     @property
     def profiles(self) -> list[Profile]:
-        """The profiles of all machines."""
         return [machine.profile for machine in self._known]
 
     @property
     def names(self) -> str:
-        """The names of all profiles, for people."""
         return ", ".join(profile.name for profile in self.profiles)
 
     def latency_ps(self, source: Ints, target: Ints) -> Ints | int:
@@ -203,7 +188,6 @@ class Pairs:
         self.kind = np.zeros(16, np.int64)
 
     def place(self, number: int, kind: int) -> None:
-        """Set the kind of a NIC."""
         if number >= len(self.kind):
             more = np.zeros(max(len(self.kind), number), np.int64)
             self.kind = np.concatenate((self.kind, more))
@@ -243,7 +227,7 @@ class Pairs:
 
 
 def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str:
-    """Why two machines cannot be on one fabric."""
+    """Say why two machines cannot be on one fabric."""
     if name == "ordered":
         return (
             f"profiles {mine} and {its} are of two transports ({name}: {value}, {other}), whose "
@@ -316,12 +300,7 @@ _PPM: Final = 1e-6
 
 
 class Late:
-    """The delays of the rows that the NICs of one machine send.
-
-    Args:
-        profile: of the machine.
-        seed: of the draws.
-    """
+    """The delays of the rows that the NICs of one machine send."""
 
     def __init__(self, profile: Profile, seed: int) -> None:
         self._profile = profile

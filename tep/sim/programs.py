@@ -145,11 +145,7 @@ _SPREAD_PS: Final = 3000 * PS_PER_NS
 
 
 class Datagrams:
-    """All mailboxes of one cluster; `cluster.datagrams`.
-
-    Attributes:
-        sent, lost, doubled: counts so far.
-    """
+    """All mailboxes of one cluster; `cluster.datagrams`."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.sent = self.lost = self.doubled = 0

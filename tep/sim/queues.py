@@ -41,15 +41,13 @@ _MANY: Final = 64  # units of a plan; a shorter one is quickly made again
 class Rate:
     """Turns bytes into ps without floats, so that arrays and single numbers agree bit for bit.
 
-    Args:
-        bps: bits a second. Held as ps a byte with 20 binary places: 64 KiB are 0.1 ps off at most.
+    A rate is held as ps a byte with 20 binary places: 64 KiB are 0.1 ps off at most.
     """
 
-    __slots__ = ("bps", "scale")
+    __slots__ = ("scale",)
 
     def __init__(self, bps: int) -> None:
         assert bps > 0, bps
-        self.bps = bps
         self.scale = ((8 * 10**12 << _FRACTION_BITS) + bps // 2) // bps
 
     def ps(self, nbytes: Ints) -> Ints:
@@ -277,16 +275,15 @@ def _serve(
 
 
 class Units(NamedTuple):
-    """Quanta to send, a column each; those of one row stand together and in order.
+    """Quanta to send, as columns; those of one row stand together and in order. Times are ps.
 
     Attributes:
-        number: of the row.
-        target: NIC it goes to; the queue pairs of a NIC are told apart by it.
-        ready: earliest departure, ps.
-        service: time on the wire, ps.
+        number: the row.
+        target: the NIC it goes to, which tells the queue pairs of a NIC apart.
+        ready: earliest departure.
+        service: time on the wire.
         last: whether the row ends with it.
-        nbytes: of it.
-        holds: time that it holds its receiver, ps; None: `service`.
+        holds: time that it holds its receiver; None: `service`.
     """
 
     number: Ints
@@ -298,7 +295,6 @@ class Units(NamedTuple):
     holds: Ints | None = None
 
     def pick(self, which: slice | Ints) -> Units:
-        """Select some."""
         return Units._make([None if column is None else column[which] for column in self])
 
     def rows(self) -> Iterator[tuple[int, int, int, int, bool, int, int]]:
@@ -308,7 +304,6 @@ class Units(NamedTuple):
 
     @staticmethod
     def join(parts: list[Units]) -> Units:
-        """Put some behind each other."""
         if len(parts) == 1:
             return parts[0]
         # Only a plan that nothing was added to so far, and that is empty, has no `holds`.

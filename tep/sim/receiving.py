@@ -32,11 +32,7 @@ _IMM, _RECV, _CONTROL = int(Kind.IMM), int(Kind.RECV), int(Kind.CONTROL)
 
 
 class Inlet:
-    """The receiving end of one NIC.
-
-    Attributes:
-        targets: rkey -> region.
-    """
+    """The receiving end of one NIC."""
 
     def __init__(self, fabric: Fabric, nic: Nic) -> None:
         self.targets: dict[int, Region] = {}
@@ -195,7 +191,6 @@ class Inlet:
         self._finish(number, time_ps)
 
     def _sender(self, number: int) -> bytes:
-        """The address of the NIC that sent a message."""
         ledger = self._fabric.ledger
         return self._fabric.nic(int(ledger.source[number - ledger.base])).address
 

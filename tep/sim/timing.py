@@ -53,11 +53,11 @@ _WINDOW_MIN: Final = 64
 
 
 class _Rows(NamedTuple):
-    """Rows whose arrival is known, with their columns of the ledger.
+    """Rows whose arrival is known.
 
     Attributes:
         numbers, landed: the rows, and their landing times.
-        rows, source, target, batch: of each, in the ledger.
+        rows: their indices in the ledger.
         seen, acked: times when the receiver sees each, and when the sender learns of it.
         counts: rows of each batch.
         mine: batches that have some.
@@ -82,7 +82,7 @@ class TimingFabric(Fabric):
         env: the clock.
         profile: the machine, or the name of one that comes with tep; or several: see `node`.
         seed: of the jitter of unordered profiles.
-        row_log: receives the events; None: they are not recorded.
+        row_log: None: nothing is recorded.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
         mortal: whether NICs can die, and fence others off; costs control messages.
         network: between the NICs; None: the profile's, mostly a perfect switch.
@@ -149,7 +149,6 @@ class TimingFabric(Fabric):
         return made
 
     def _why_gone(self, number: int) -> Status:
-        """STALE_PEER if a later incarnation is there, else UNREACHABLE."""
         nic = self._nics[number]
         if nic is not None and self._epochs[nic.node.name] > nic.node.epoch:
             return Status.STALE_PEER
@@ -312,7 +311,7 @@ class TimingFabric(Fabric):
         return parts[0] if len(parts) == 1 else np.concatenate([no_flights(), *parts])
 
     def _landing(self, passing: Passing) -> _Rows:
-        """The rows whose last quanta these are."""
+        """Find the rows whose last quanta these are."""
         ends = passing.flights[:, LAST] != 0
         numbers = passing.flights[ends, NUMBER]
         return self._rows(numbers, self._late(numbers, passing.done[ends]))

@@ -142,7 +142,7 @@ class TimingNic(Nic):
         ledger.message[where] = False
 
     def _costs(self, n: int, peer: int | npt.NDArray[np.unsignedinteger]) -> Ints:
-        """CPU time of posting each of n rows."""
+        """Compute the CPU time of posting each of n rows."""
         profile = self.profile
         costs = np.full(n, profile.post_next_ps)
         costs[0] = profile.post_first_ps
@@ -510,7 +510,6 @@ class MortalNic(TimingNic):
 
     @property
     def is_dead(self) -> bool:
-        """Whether it was killed."""
         return bool(self.fabric.gone[self.number])
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
@@ -537,7 +536,6 @@ class MortalNic(TimingNic):
     # ------------------------------------------------------------------ faults
 
     def kill(self) -> None:
-        """Die."""
         self._lose_flying()
         self._end(Status.NIC_DOWN)
         self.ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))

@@ -37,8 +37,6 @@ class Region:
     """Registered memory.
 
     Attributes:
-        ptr: address of the first byte.
-        nbytes: length.
         writable: whether peers may write here.
         host: the bytes; None where the fabric moves none, so that the memory need not exist.
     """
@@ -63,22 +61,19 @@ class Fabric:
     """The part of a timing fabric that its nodes and NICs see; `timing` moves their rows.
 
     Attributes:
-        env, machines, row_log: the clock, the machines, and the log; None: nothing is recorded.
+        row_log: None: nothing is recorded.
         pairs: numbers of pairs of unlike machines; None: all are alike.
-        move_bytes, mortal: as for `timing.TimingFabric`.
-        ledger, batches: rows in flight.
-        payloads: of the messages in flight, by number.
-        controls: which of them are control messages.
+        payloads: messages in flight, by number.
+        controls: numbers of those that are control messages.
         slow: NIC -> percent of its usual time for every byte.
         refused: the NICs whose owners wait for room.
-        gone: by the number of a NIC, whether it is gone; as all columns here.
+        gone: whether a NIC is gone, by its number; as all columns here.
         soft, soft_acks: earliest times at which non-urgent immediates, and completions, may wake
             the owner.
         free: when the receiving side is free.
-        landed_bytes: landed here.
         poll_ps: worker's time for an immediate.
-        first: the first NIC of its node.
-        heard_ps: of a node's first NIC: when the worker has taken all immediates that have landed.
+        first: the first NIC of the same node.
+        heard_ps: when the worker has taken all immediates that have landed; kept at the first NIC.
     """
 
     def __init__(
@@ -164,16 +159,11 @@ class Nic(SimNic):
     """The part of a NIC that its node, and other NICs, see; `timing_nic.TimingNic` adds the seam.
 
     Attributes:
-        caps, address: of the seam.
-        fabric, node: of this NIC.
-        profile: of its machine.
-        index: of this NIC in its node.
-        number: of this NIC on its fabric.
+        index, number: in its node, and on its fabric.
         queue: quanta that it still has to send.
         inbox: rows that land here, by the time they can be seen.
         outbox: rows sent from here, by the time their completion can be seen.
         sources: lkey -> region.
-        ready: completions that poll() hands out.
         open_rows: rows posted and not completed.
     """
 
@@ -212,13 +202,7 @@ class Nic(SimNic):
 
 
 class Node(SimNode):
-    """One host with one device: its NICs and the CPU of its worker.
-
-    Attributes:
-        machine: which one it is.
-        busy_until_ps: time of the worker's next turn.
-        wakes: the wake-ups of the worker.
-    """
+    """One host with one device: its NICs and the CPU of its worker."""
 
     def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
         super().__init__(name, epoch)
@@ -231,7 +215,6 @@ class Node(SimNode):
         self.wakes = Wakes(fabric)
 
     def step_delay_ps(self) -> int:
-        """The delay from a kick, or a completion, to the worker's turn."""
         return self._profile.step_delay_ps
 
     def charge(self, cost_ps: int) -> None:
@@ -308,12 +291,8 @@ _NOTHING: Final = np.empty(0, np.int64)
 class Wakes:
     """The wakes of one node.
 
-    Args:
-        fabric: has the clock. Its columns `soft` and `soft_acks` hold the earliest time at which
-            gathered immediates, and gathered completions, of each NIC may wake the owner.
-
     Attributes:
-        nics: of the node, those that are open.
+        nics: the open NICs of the node.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -341,10 +320,7 @@ class Wakes:
         """The time when most of a send queue is free; NEVER_PS if that is not known yet.
 
         The quarter that is still to be sent keeps the wire busy until the owner has refilled it.
-
-        Args:
-            nic: the owner of the queue.
-            acked: times of completions that are not in its outbox yet.
+        `acked` has the times of completions that are not in the outbox yet.
         """
         need = max(1, nic.open_rows - nic.caps.sq_depth // 4)
         booked = len(nic.outbox)
@@ -411,7 +387,6 @@ class Wakes:
             self.book()
 
     def is_due(self, now: int) -> bool:
-        """Whether it is time to look."""
         if self._urgent and self._urgent[0] <= now:
             return True
         for nic in self.nics:

@@ -37,9 +37,7 @@ class Record(Protocol):
     """One run as frozen data: a Case, or what an engine's own tests draw; `shrink` reduces it."""
 
     @property
-    def chaos(self) -> Chaos:
-        """The fabric's knobs."""
-        ...
+    def chaos(self) -> Chaos: ...
 
     @property
     def events(self) -> tuple[tuple[int, Fault], ...]:

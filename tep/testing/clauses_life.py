@@ -496,13 +496,10 @@ class ErrorsContract:
         a, b = net.pair()
         net.write(a.batch(b, imm=1), a)
         net.kill(b)
-        limit_s = a.domains[0].caps.peer_timeout_s
         for _ in range(3):
-            batch = a.batch(b, imm=2)
-            net.until(functools.partial(a.offer, batch), "room", limit_s)
-            net.ended(a, "a row to nobody to fail")
-            assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
-            assert 1 == a.rows_ended(batch.ctx).total()
+            ended = net.try_lost(a, a.batch(b, imm=2), "a row to nobody to fail")
+            assert set(ended) <= _GIVEN_UP
+            assert 1 == ended.total()
 
     def test_c17_a_message_to_a_killed_peer_fails(self, net: Net) -> None:
         """A message that waits for a receive must learn that its reader is gone."""
@@ -523,12 +520,9 @@ class ErrorsContract:
         net.write(a.batch(b, imm=1), a)
         net.forget(b)
         b.close()
-        batch = a.batch(b, imm=2)
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(functools.partial(a.offer, batch), "room", limit_s)
-        net.ended(a, "a row to a closed peer to fail")
+        ended = net.try_lost(a, a.batch(b, imm=2), "a row to a closed peer to fail")
 
-        assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
+        assert set(ended) <= _GIVEN_UP
 
     def test_c17_a_peer_that_listens_again_is_reached(self, net: Net) -> None:
         """A process that was stopped for a while would be dead to its peers for good."""

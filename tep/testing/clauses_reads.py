@@ -334,15 +334,12 @@ class ReadsContract:
         early = a.read(b, memory, n=50)
         taken = _some(net, a, early)
         net.kill(b)
-        limit_s = a.domains[0].caps.peer_timeout_s
         net.ended(a, "reads of a dead peer to fail")
-        late = a.read(b, memory, local=4096)
-        net.until(lambda: a.offer(late), "room", limit_s)
-        net.ended(a, "a read of nobody to fail")
+        late = net.try_lost(a, a.read(b, memory, local=4096), "a read of nobody to fail")
 
         assert taken == a.rows_ended(early.ctx).total()
         assert Status.NIC_DOWN not in a.rows_ended(early.ctx)
-        assert Status.OK not in a.rows_ended(late.ctx)
+        assert Status.OK not in late
         assert {Status.OK: 1} == _finish(net, a, a.read(c, other, local=8192))
 
     def test_c32_no_read_brings_bytes_of_the_next_incarnation(self, net: Net) -> None:
@@ -353,13 +350,10 @@ class ReadsContract:
         net.kill(b)
         reborn = net.side(node=net.world.restart(b.node))
         reborn.readable(65536)
-        stale = a.read(b, memory, nbytes=256)
-        limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.offer(stale), "room", limit_s)
-        net.ended(a, "a stale read to fail")
+        stale = net.try_lost(a, a.read(b, memory, nbytes=256), "a stale read to fail")
         net.quiet()
 
-        assert Status.OK not in a.rows_ended(stale.ctx)
+        assert Status.OK not in stale
         assert a.untouched(0, 256)
 
     def test_c32_a_nic_that_dies_ends_its_reads(self, net: Net) -> None:

@@ -281,21 +281,7 @@ class RowsContract:
 
 _STOPPED_MAX = 30  # turns after which a sender that nobody listens to counts as stopped
 
-VALUES = (
-    0,
-    1,
-    2,
-    7,
-    0xFF,
-    0x100,
-    0xFFFF,
-    0x10000,
-    0x10001,
-    0x01020304,
-    0x04030201,
-    2**31,
-    2**32 - 1,
-)
+VALUES = (0, 1, 2, 7, 0xFF, 0x100, 0xFFFF, 0x10001, 0x01020304, 0x04030201, 2**31, 2**32 - 1)
 
 
 class ImmsContract:

@@ -91,14 +91,8 @@ class Trial(Cluster):
     """The cluster of one case, and the judgement of what a protocol does there.
 
     What `run()` and the fixture `tep_cluster` have in common: trouble ends at the case's `heal_us`,
-    `run()` limits the time that a protocol may take after that, and `judge()` tells a finding from
-    an error that a fault has caused.
-
-    Args:
-        case: who is there, and what breaks.
-        may_fail: whether the protocol may end in an error that a fault has caused.
-        deadline_s: simulated seconds after healing in which it must come to an end.
-        row_log: takes everything that happens on the fabric.
+    the method `run` limits the time that a protocol may take after that, and `judge` tells a
+    finding from an error that a fault has caused. The arguments are those of `run()`.
     """
 
     def __init__(
@@ -234,7 +228,7 @@ All others say that a call was wrong, or came too early: no fault excuses these.
 
 
 def _leaves(error: Exception) -> Iterator[Exception]:
-    """The exceptions of a group, or the only one."""
+    """Yield the exceptions of a group, or the only one."""
     if isinstance(error, ExceptionGroup):
         for one in error.exceptions:
             yield from _leaves(one)
@@ -323,12 +317,12 @@ def hunt(
 
     Args:
         protocol: as for run().
-        runs: so many seeds, from `seed` on.
+        runs: number of seeds, from `seed` on.
         seed: the first.
-        nodes: how many there are.
-        nics: of each node, or the least and the most.
-        faults: groups of faults, as for Case.draw().
-        heal_us: when trouble ends.
+        nodes: as for Case.draw().
+        nics: as for Case.draw().
+        faults: as for Case.draw().
+        heal_us: as for Case.draw().
         may_fail: as for run().
 
     Returns:
@@ -382,7 +376,7 @@ def _name(error: BaseException) -> str:
 
 
 def _standing(task: asyncio.Task[Any]) -> str:
-    """The innermost line of a protocol that a task waits in; "" if there is none."""
+    """Find the innermost line of a protocol that a task waits in; "" if there is none."""
     frame: FrameType | None = None
     inner: Any = task.get_coro()
     while inner is not None:
@@ -398,7 +392,7 @@ def _standing(task: asyncio.Task[Any]) -> str:
 
 
 def _told(error: BaseException) -> str:
-    """An exception with the line of the protocol that raised it, or called what raised it."""
+    """Tell an exception with the line of the protocol that raised it, or called what raised it."""
     found = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in found if not frame.filename.startswith(_OURS)] or found
     where = f" (line {frames[-1].lineno} of {frames[-1].name}: {frames[-1].line})" if frames else ""
@@ -406,7 +400,7 @@ def _told(error: BaseException) -> str:
 
 
 def _again(protocol: Protocol[T], case: Case, *, may_fail: bool) -> str:
-    """The line that runs it again: for a shell where the protocol can be found, else for Python."""
+    """Make the line that runs it again, in a shell if the protocol stands in a file."""
     place = _place(protocol)
     if not place:
         name = getattr(protocol, "__name__", "protocol")
@@ -442,9 +436,7 @@ _HALVINGS: Final = 6
 
 
 def shrink(finding: Violation, *, runs_max: int = RUNS_MAX) -> Violation:
-    """Find the simplest run that shows a finding, and return what is found there.
-
-    The same every time.
+    """Find the simplest run that shows a finding; return what is found there, the same each time.
 
     Args:
         finding: what `run` or `hunt` raised.
@@ -481,7 +473,7 @@ class _Search:
         self._known: dict[Any, Violation | None] = {}
 
     def found(self, record: Any) -> Violation | None:
-        """The same finding, in this record; None if it is not there, or no run is left."""
+        """Look for the finding in a record; None if it is not there, or no run is left."""
         if record not in self._known:
             if self._left <= 0:
                 return None
@@ -594,12 +586,11 @@ _EACH_MAX: Final = 4  # lines of each of the other parts
 
 @dataclass(slots=True)
 class _Row:
-    """One row or message, from its post on.
+    """The records of one row or message.
 
     Attributes:
-        post: its first record.
         pieces: (time in ps, first byte, bytes) of what landed.
-        imm, end: records of its immediate, and of its end at the sender; None: not yet.
+        end: its end at the sender.
     """
 
     post: Record
@@ -609,12 +600,12 @@ class _Row:
 
     @property
     def landed(self) -> bool:
-        """Whether all of it is there; a piece that landed twice counts once."""
+        """Return True if all of it is there; a piece that landed twice counts once."""
         places = {start: nbytes for _, start, nbytes in self.pieces}
         return self.imm is not None or sum(places.values()) >= self.post.nbytes
 
     def told(self) -> str:
-        """Its life in one line."""
+        """Tell its life in one line."""
         post = self.post
         what = "message" if post.what == "send" else "row"
         said = [f"{what} {post.row}, {post.node}/{post.nic} to {post.peer}, {post.nbytes} B"]
@@ -671,7 +662,7 @@ def _us(t_ps: int) -> str:
 
 
 def _rows(records: Sequence[Record]) -> list[_Row]:
-    """The rows and messages of a log, in the order of posting."""
+    """Collect the rows and messages of a log, in the order of posting."""
     rows: dict[int, _Row] = {}
     last_ps = records[-1].t_ps if records else 0
     for one in records:

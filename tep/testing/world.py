@@ -54,7 +54,7 @@ class Node(Protocol):
 
 
 class Ability(Enum):
-    """The abilities of a world besides making nodes; a test that needs more is skipped there."""
+    """The abilities of a world beside making nodes; a test that needs more is skipped there."""
 
     KILL = auto()  # end a node as a killed process ends: nothing is said to anybody
     RESTART = auto()  # bring a node back: same name, later incarnation
@@ -67,7 +67,6 @@ class World:
     """The world of one test's nodes. Subclass it, or use OpenWorld.
 
     Attributes:
-        abilities: its abilities.
         turns_max: turns after which a test gives up waiting.
         quiet_turns: turns after which nothing more arrives.
         burst_rows: immediates in the suite's largest burst; more than any receive queue holds.
@@ -204,12 +203,7 @@ class Seen:
 
 
 class Buffer:
-    """Memory registered on every NIC of a side, between two guards.
-
-    Attributes:
-        data: the registered bytes, uint8[nbytes].
-        keys: one a NIC.
-    """
+    """Memory registered on every NIC of a side, between two guards; `keys` has one a NIC."""
 
     def __init__(
         self, domains: Sequence[Domain], data: npt.NDArray[np.uint8], access: Access
@@ -236,13 +230,12 @@ class Side:
     """One node with a source and a target buffer.
 
     Attributes:
-        node, domains: what the world made.
         source: pseudo-random bytes, never equal to the target's blank ones.
         target: blank, open to peers.
         seen: every completion, in the order of polling.
         out: what it polls into.
         unread: messages that arrived and whose buffers are still out.
-        control messages: (NIC, payload, sender's address) of each control message that arrived.
+        controls: (NIC, payload, sender's address) of each control message that arrived.
         on_imm: called with each immediate at the moment it is polled, before anything else moves.
     """
 
@@ -402,21 +395,18 @@ class Side:
 
     def send(self, to: Side, payload: bytes, remote: int = 0, nic: int = 0) -> int:
         """Post a message, turning the net while the queue is full; return its ctx."""
-        self._ctx += 1
-        ctx, domain = self._ctx, self.domains[nic]
-        peer = self.peer(to, nic, remote)
-        what = f"post_send() to take a message of {len(payload)} bytes"
-        self.net.until(lambda: domain.post_send(peer, payload, ctx), what)
-        self.sent[ctx] += 1
-        return ctx
+        return self._say(self.domains[nic].post_send, self.peer(to, nic, remote), payload)
 
     def control(self, to: Side, payload: bytes, nic: int = 0, remote: int = 0) -> int:
         """Post a control message, turning the net while the queue is full; return its ctx."""
+        domain = cast("ControlDomain", self.domains[nic])
+        return self._say(domain.post_control, self.peer(to, nic, remote), payload)
+
+    def _say(self, post: Callable[[int, bytes, int], bool], peer: int, payload: bytes) -> int:
         self._ctx += 1
         ctx = self._ctx
-        peer, domain = self.peer(to, nic, remote), cast("ControlDomain", self.domains[nic])
-        what = f"post_control() to take a control message of {len(payload)} bytes"
-        self.net.until(lambda: domain.post_control(peer, payload, ctx), what)
+        what = f"a message of {len(payload)} bytes to be taken"
+        self.net.until(lambda: post(peer, payload, ctx), what)
         self.sent[ctx] += 1
         return ctx
 
@@ -466,12 +456,12 @@ class Side:
 
     @property
     def rows_open(self) -> int:
-        """Rows taken and not completed."""
+        """Count the rows taken and not completed."""
         return self.accepted.total() - self.returned.total()
 
     @property
     def messages_open(self) -> int:
-        """Messages taken and not acknowledged."""
+        """Count the messages taken and not acknowledged."""
         return self.sent.total() - self.acknowledged.total()
 
     def imms(self) -> Counter[int]:
@@ -513,11 +503,7 @@ class Side:
 
 
 class Net:
-    """The sides of one test, turned together.
-
-    Args:
-        world: makes the nodes and lets time pass.
-    """
+    """The sides of one test, turned together."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -558,11 +544,11 @@ class Net:
             side.poll()
 
     def until(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
-        """Turn until done() holds.
+        """Turn until done() holds, which is asked before each turn.
 
         Args:
-            done: asked before each turn.
-            what: the thing waited for, in words.
+            done: the condition.
+            what: the condition in words.
             timeout_s: seconds of the world's clock, less those in which this process was held up;
                 None = the world's turns_max turns.
         """
@@ -607,6 +593,13 @@ class Net:
         """Turn until all rows and messages of a side have ended, within its peer timeout (C17)."""
         limit_s = side.domains[0].caps.peer_timeout_s
         self.until(lambda: not (side.rows_open or side.messages_open), what, limit_s)
+
+    def try_lost(self, side: Side, batch: Batch, what: str) -> Counter[Status]:
+        """Post a batch to a peer that is gone, and wait until it has ended (C17); say how."""
+        limit_s = side.domains[0].caps.peer_timeout_s
+        self.until(lambda: side.offer(batch), "room", limit_s)
+        self.ended(side, what)
+        return side.rows_ended(batch.ctx)
 
     def write(self, batch: Batch, side: Side, nic: int = 0) -> None:
         """Post a batch and turn until all is quiet."""
