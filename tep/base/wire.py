@@ -16,7 +16,6 @@ The envelope of every object (all integers little-endian):
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import struct
 import zlib
@@ -55,12 +54,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     KIND: ClassVar[bytes]
 
     def __post_init__(self) -> None:
-        kind = type(self)
-        with contextlib.suppress(*_UNSOUND):  # all at once; if that fails, one by one
-            values = [getattr(self, name) for name in kind.__struct_fields__]
-            msgspec.msgpack.encode(msgspec.convert(values, _row(kind), strict=True))
-            return
-        for name, hint in _hints(kind).items():
+        for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
             try:
                 sound = msgspec.convert(value, hint, strict=True)
@@ -101,15 +95,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 @lru_cache(maxsize=8)
-def _row(cls: type[_Wire]) -> type[msgspec.Struct]:
-    """Make a type of a class's fields that checks the fields and nothing else."""
-    fields = [(name, hint) for name, hint in _hints(cls).items()]
-    return msgspec.defstruct(f"{cls.__name__}Row", fields, array_like=True)
-
-
-@lru_cache(maxsize=8)
 def _hints(cls: type[_Wire]) -> dict[str, object]:
-    """Return the types of a class's fields, with their bounds."""
     hints = get_type_hints(cls, include_extras=True)
     return {name: hints[name] for name in cls.__struct_fields__}
 

@@ -235,7 +235,6 @@ class Channel:
         return _Delivery(message, (nic, link.addr.domains[remote]), link, remote)
 
     def _put(self, question: _Question) -> None:
-        """Begin a round."""
         paths = self._paths(question.link)
         question.round += 1
         question.due_s = None
@@ -282,7 +281,6 @@ class Channel:
         return work
 
     def _gone(self, nic: int, address: bytes) -> None:
-        """Count an answer that is not queued any more."""
         engine = self.engine_of(nic, address)
         self._answers[engine] -= 1
         if not self._answers[engine]:
@@ -623,6 +621,5 @@ class Notices:
 
 
 def _cut(text: str, nbytes: int) -> str:
-    """Return the beginning of a text's first line."""
     line = text.split("\n", 1)[0].encode()
     return line[:nbytes].decode(errors="ignore")

@@ -652,7 +652,6 @@ class Fencing:
 
 
 def _is_used(path: Path, pending: Pending) -> bool:
-    """Whether rows of a batch are in flight on a path."""
     if pending.at == pending.back or pending.domain != path.domain:
         return False
     rows = pending.posted_rows() if varies(pending) else (0,)
@@ -660,13 +659,11 @@ def _is_used(path: Path, pending: Pending) -> bool:
 
 
 def _is_on(path: Path, pending: Pending, row: int) -> bool:
-    """Whether a row of a batch on our NIC goes over a path."""
     remote, nic = pending.target(row)
     return remote.link is path.link and nic == path.nic
 
 
 def _lists(runs: Iterable[Run], longest: int) -> Iterator[tuple[Run, ...]]:
-    """Divide runs into lists that fit into one message each."""
     part: list[Run] = []
     values = 0
     for run in runs:

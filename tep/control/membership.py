@@ -256,7 +256,6 @@ class Membership:
         return max(1, int(min(seconds, _LONG_S) * NS_PER_S))
 
     def _book(self) -> None:
-        """Compute when something is due next."""
         peers = self._peers.values()
         beats = [peer.watch._due_ns for peer in peers if peer.watch is not None]
         probes = [nic.due_ns for peer in peers for nic in peer.nics if nic.due_ns is not None]
@@ -298,7 +297,6 @@ class Membership:
         return watch
 
     def _ask(self, peer: Peer, now_ns: int) -> None:
-        """Send the questions that are due to one peer."""
         watch = peer.watch
         if watch is not None and watch.closed:
             watch = peer.watch = None
@@ -335,7 +333,6 @@ class Membership:
             self._say(peer, now_ns, path)
 
     def _ping(self, peer: Peer, number: int, now_ns: int) -> None:
-        """Ask a NIC over one of its paths, a different one each time."""
         here = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         paths = self._paths(peer.link, number) or here
         if paths:
@@ -346,7 +343,6 @@ class Membership:
             self._channel.say(peer.link, Ping(now_ns), path)
 
     def _paths(self, link: Link, number: int) -> list[tuple[int, int]]:
-        """List the paths to a NIC of a peer over which rows may be posted."""
         paths = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         return [path for path in paths if link.is_up(*path)]
 
@@ -473,7 +469,6 @@ class Membership:
         self._channel.tell(nic, address, message.number)
 
     def _burn(self, owner: Hashable, imms: Iterable[int], why: str, code: str, peer: str) -> None:
-        """Fail the open expectations of immediates, and refuse later ones."""
         for imm in imms:
             if self._imms.is_claimed(imm):
                 continue
@@ -501,7 +496,6 @@ class Membership:
         self.busy = True
 
     def _let_go(self, removal: Removal) -> bool:
-        """Drop a peer if the last transfer that refers to it has ended; True if so."""
         waits, link = removal.waits, removal.link
         while waits and waits[-1].finished:
             waits.pop()

@@ -304,7 +304,6 @@ class Arrivals:
             self.counted.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
 
     def _of(self, nic: ControlDomain, addresses: Collection[bytes]) -> list[int]:
-        """List the numbers of the NICs at these addresses."""
         return [source for source in self._known() if nic.source(source) in addresses]
 
     def _known(self) -> set[int]:

@@ -311,11 +311,17 @@ class Posting:
         assert isinstance(job.src, int)
         assert isinstance(job.dst, int)
         assert isinstance(job.nbytes, int)
+        self._deal_bytes(transfer, remote, job.src, job.dst, job.nbytes)
+
+    def _deal_bytes(
+        self, transfer: Transfer, remote: Remote, src: int, dst: int, nbytes: int
+    ) -> None:
+        nlocal, job = len(self.domains), transfer.job
         cursor = self._cursor % math.lcm(nlocal, remote.nics)
-        plan = plan_single(job.nbytes, nlocal, remote.nics, cursor, job.routing)
+        plan = plan_single(nbytes, nlocal, remote.nics, cursor, job.routing)
         self._cursor = plan.cursor
         for share in plan.shares:
-            columns = (job.src + share.start, job.dst + share.start, share.stop - share.start)
+            columns = (src + share.start, dst + share.start, share.stop - share.start)
             self._enqueue(transfer, share[:2], 1, columns, job.imm, remote)
 
     def _deal_paged(self, transfer: Transfer, job: Job, remote: Remote) -> None:
@@ -339,16 +345,9 @@ class Posting:
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write over all NICs."""
-        nlocal = len(self.domains)
         columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
         for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
-            dst = remote.bases[0] + offset
-            cursor = self._cursor % math.lcm(nlocal, remote.nics)
-            plan = plan_single(nbytes, nlocal, remote.nics, cursor, job.routing)
-            self._cursor = plan.cursor
-            for share in plan.shares:
-                part = (src + share.start, dst + share.start, share.stop - share.start)
-                self._enqueue(transfer, share[:2], 1, part, job.imm, remote)
+            self._deal_bytes(transfer, remote, src, remote.bases[0] + offset, nbytes)
 
     def _deal_targets(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by peers, barrier: one row for each target, one batch for each local NIC."""
@@ -458,7 +457,6 @@ class Posting:
         self.backlog += batch.n
 
     def _enter(self, pending: Pending, ctx: int) -> None:
-        """Know a batch by its number."""
         pending.batch.ctx = ctx
         self.batches[ctx] = pending
         pending.older, pending.transfer.queued = pending.transfer.queued, pending
@@ -575,7 +573,6 @@ class Posting:
         return work
 
     def _take(self, pending: Pending, domain: int, taken: int) -> None:
-        """A NIC has taken rows of a batch that is in its queue."""
         at = pending.at + taken
         nbytes = pending.batch.nbytes
         if not isinstance(nbytes, int):

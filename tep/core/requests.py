@@ -160,7 +160,6 @@ def slices_of(listed: Sequence[ScatterDst]) -> Slices:
 
 
 def _no_slices(listed: object) -> BadRequest:
-    """Make the error that names what is no slice."""
     form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
     for k, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
         try:
@@ -230,7 +229,6 @@ def _places(targets: Targets, raw: bytes, offsets: Sequence[int]) -> Places:
 
 
 def _count_rows(lengths: Sequence[int], targets: Targets, routing: Routing, nlocal: int) -> int:
-    """Rows of slices that all NICs share."""
     each = zip(lengths, targets.nics, strict=True)
     return sum(len(plan_single(n, nlocal, nics, 0, routing).shares) for n, nics in each)
 

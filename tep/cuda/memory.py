@@ -135,7 +135,6 @@ def export_dmabuf(memory: Memory, *, by_pcie: bool = False) -> tuple[int, int]:
 
 
 def _check_exportable(what: str, memory: Memory) -> Pointer:
-    """Return the driver's answer about memory to be exported; raise if it cannot be."""
     index = device_number(memory.device)
     found = _inspect(memory.ptr, index)
     if found.kind != "device":

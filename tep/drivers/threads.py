@@ -116,7 +116,12 @@ T = TypeVar("T")
 _LOOK_S: Final = 0.2
 """Interval at which a blocked caller checks that the worker still lives, seconds."""
 
+_NICE: Final = 5
 _NICE_MAX: Final = 19
+"""The worker gives way to other threads when CPUs are scarce. Beside a busy engine on two CPUs, one
+call in a hundred of the user's own thread is delayed by 1.2 ms or more with 0, by 0.4 ms with 5.
+"""
+
 _DROP_LOOKS: Final = 10
 _EXIT_S: Final = 1.0  # time that the end of the process waits for each worker
 _write: Final = os.eventfd_write
@@ -356,12 +361,9 @@ class ThreadDriver:
         spin_s: time to go on polling after the last work before sleeping, seconds.
         watch_s: interval at which watched words are read while nothing else happens, seconds.
         call_timeout_s: longest time a verb waits for the worker, e.g. while a callback blocks it.
-        nice: niceness of the worker above the process's own, 0 to 19; it gives way to other
-            threads when CPUs are scarce. Beside a busy engine on two CPUs, one call in a hundred of
-            the user's own thread is delayed by 1.2 ms or more with 0, and by 0.4 ms with 5.
 
     Raises:
-        UsageError: this process may not run on that CPU, or no such niceness.
+        UsageError: this process may not run on that CPU.
     """
 
     def __init__(
@@ -371,7 +373,6 @@ class ThreadDriver:
         cpu: int | Collection[int] | None = None,
         spin_s: float = 0.0005,
         watch_s: float = 0.0005,
-        nice: int = 5,
         call_timeout_s: float = 60.0,
     ) -> None:
         allowed = os.sched_getaffinity(0)
@@ -383,7 +384,6 @@ class ThreadDriver:
             raise UsageError(f"cpu={cpu} is not among the CPUs of this process: {sorted(allowed)}")
         self._name = name
         self._cpus = cpus
-        self._nice = check_int("nice", nice, 0, _NICE_MAX, UsageError)
         self._spin_s = check_seconds("spin_s", spin_s, never=True, error=UsageError)
         self._watch_s = check_seconds("watch_s", watch_s, never=True, error=UsageError)
         self._kicked = self._kicked_here = False  # here: by a NIC, within a TurnDriver's step
@@ -492,7 +492,6 @@ class ThreadDriver:
             self._check_alive(ended)
 
     def _lateness(self, call: _Call) -> str:
-        """Say what a call waited for."""
         thread = self._thread
         assert thread is not None
         frame = sys._current_frames().get(thread.ident or 0)
@@ -508,7 +507,6 @@ class ThreadDriver:
         )
 
     def _serve(self) -> None:
-        """Run the waiting calls; on the worker."""
         while self._calls:
             self._kicked = True  # so that another step follows
             self._calls.popleft().run()
@@ -577,7 +575,6 @@ class ThreadDriver:
             )
 
     def _work(self) -> None:
-        """Run the worker thread."""
         _WORKERS[thread_id()] = self
         try:
             self._settle_in()
@@ -628,7 +625,7 @@ class ThreadDriver:
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
-            nice = os.getpriority(os.PRIO_PROCESS, 0) + self._nice
+            nice = os.getpriority(os.PRIO_PROCESS, 0) + _NICE
             os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))
 
     def _turn_until_idle(self, machine: Machine) -> bool:
@@ -658,7 +655,6 @@ class ThreadDriver:
         return self._due_s(machine)
 
     def _due_s(self, machine: Machine) -> float:
-        """Return the time at which a step is due without an event; infinite: none is."""
         due_s = machine.due_s()
         return math.inf if due_s is None else due_s + 0.001  # not a little too early
 

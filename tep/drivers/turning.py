@@ -203,7 +203,6 @@ class TurnDriver(ThreadDriver):
     def _turn_until(
         self, machine: Machine, handle: Settles, deadline: float, interrupts: Interrupts
     ) -> None:
-        """Step, holding `_turn`, until the handle is settled or the worker is wanted."""
         work = True
         try:
             work = self._turn_while(machine, handle, deadline, interrupts)
@@ -254,7 +253,6 @@ class TurnDriver(ThreadDriver):
         return work
 
     def _polls_now(self) -> float:
-        """Return the time for which this wait polls."""
         if self._adapts and self._rests:
             self._rested += 1
             if self._rested <= self._rests:

@@ -335,7 +335,6 @@ class Machine:
         return not mr.given_up
 
     def _replaced(self, link: Link) -> None:
-        """A later incarnation of a peer is known: remove the former one."""
         why = "a later incarnation of it is known"
         removal = Removal(self, link, self.driver.now_s(), why)
         self.worker.commands.append((self.worker.members.leave, removal))
@@ -508,7 +507,6 @@ def engine_stats(engine: Machine) -> EngineStats:
 
 
 def _failover(engine: Machine) -> tuple[Failover, list[str]]:
-    """Say whether failover is available, and why not."""
     worker = engine.worker
     if worker.group.acks is None:
         if (why := worker.group.why_not) is not None:
@@ -543,7 +541,6 @@ def _notice_lines(engine: Machine) -> list[str]:
 
 
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
-    """Count the dropped control messages, by reason."""
     return tuple((reason.value, times) for reason, times in list(worker.channel.dropped.items()))
 
 

@@ -194,7 +194,6 @@ class Prepared:
         self.laid_out += 1
 
     def _at(self, imm: ImmArg, here: int, there: int) -> Job:
-        """Make the request at these offsets, with this immediate."""
         if type(here) is not int:
             here = check_int(f"{self.verb}: src_offset", here)
         if type(there) is not int:
@@ -273,7 +272,6 @@ def prepared_barrier(
 
 
 def _one(imm: ImmArg) -> int | None:
-    """No immediate, or one."""
     return None if imm is None else check_imm(imm)  # type: ignore[arg-type]  # checked there
 
 

@@ -166,7 +166,6 @@ class Worker:
         return self._read[1]
 
     def _drop(self, link: Link, fenced: bool) -> None:
-        """Forget a peer that was removed or replaced."""
         self.notices.forget(link)
         self.peers.drop(link, fenced=fenced)
 
@@ -234,7 +233,6 @@ class Worker:
         return work or self._settled != []
 
     def _dispatch(self) -> None:
-        """Pass each event to the part that handles it, in the order of the events."""
         events = self.group.events
         while events:
             match event := events.popleft():
@@ -313,7 +311,6 @@ class Worker:
                 self.run_callback(watching, old, new)
 
     def _hand_over(self) -> None:
-        """Run the callback of each message that was received."""
         received, self._received = self._received, []
         for nic, slot in received:
             if self.closed:  # by a callback just now: the NICs are closed

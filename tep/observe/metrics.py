@@ -128,8 +128,6 @@ METRICS: Final = (
 
 
 class _Exporter:
-    """The exported engines, with the callbacks that record their transfers."""
-
     def __init__(self) -> None:
         self._engines: dict[str, weakref.ref[TransferEngine]] = {}
         self._observers: dict[str, Callable[[list[Handle]], None]] = {}

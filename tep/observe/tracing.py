@@ -31,8 +31,6 @@ _IMMS_MAX: Final = 8
 
 
 class _Out:
-    """The rows of one batch that a NIC has."""
-
     __slots__ = ("args", "left", "name", "start_s")
 
     def __init__(self, name: str, start_s: float, args: dict[str, Any]) -> None:
@@ -230,7 +228,6 @@ class _Recorder:
 
 
 def _sums(found: Completions) -> dict[int, int]:
-    """Count each immediate."""
     imms, counts = found["imm"], found["count"]
     if (imms == imms[0]).all():
         return {int(imms[0]): int(counts.sum())}
