@@ -161,7 +161,6 @@ def predict(
     *,
     gpu: Gpu | None = None,
     machine: Profile | Sequence[Profile] | None = None,
-    network: sim.Network | None = None,
 ) -> Prediction:
     """Run the step on all ranks.
 
@@ -170,7 +169,6 @@ def predict(
         indices: the routing; None: drawn.
         gpu: other kernels and proxy than those of the workload's NIC.
         machine: other NICs; those of every rank, or of each.
-        network: as of sim.Cluster.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
@@ -203,7 +201,7 @@ def predict(
                     marks["combine"].append(alltoall.marks_s)
         barriers.append(alltoall.barrier_s)
 
-    with _cluster(workload, machine, network) as cluster:
+    with _cluster(workload, machine) as cluster:
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
     first = machine if isinstance(machine, Profile) else machine[0]
     return _summary(workload, _first_byte_s(first), marks, barriers)
@@ -226,12 +224,8 @@ async def _all(ranks: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*ranks)
 
 
-def _cluster(
-    workload: Workload, machine: Profile | Sequence[Profile], network: sim.Network | None
-) -> sim.Cluster:
-    cluster = sim.Cluster(
-        workload.ep, profile=machine, seed=workload.seed, move_bytes=False, network=network
-    )
+def _cluster(workload: Workload, machine: Profile | Sequence[Profile]) -> sim.Cluster:
+    cluster = sim.Cluster(workload.ep, profile=machine, seed=workload.seed, move_bytes=False)
     if workload.slow_nic != 1:
         cluster.slow_down(0, 0, workload.slow_nic)
     return cluster

@@ -24,7 +24,7 @@ from tep.apps.rl.models import InferLayout, TrainLayout
 from tep.apps.rl.ports import ROUTING, Kind, count_data, make_imm, stage_span
 from tep.base.units import MiB
 from tep.observe.shown import Shown
-from tep.sim import Network, Profile, load_profile
+from tep.sim import Profile, load_profile
 
 __all__ = [
     "DENSE_MS", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
@@ -122,7 +122,6 @@ def predict(
     slow: SlowNic | None = None,
     spans: bool = False,
     drains: bool = False,
-    network: Network | None = None,
     rollout_profile: str | Profile | None = None,
 ) -> Prediction:
     """Simulate one update.
@@ -135,7 +134,6 @@ def predict(
         slow: one NIC that is slower than the others.
         spans: record what happened when.
         drains: between mesh groups a rank waits for its own writes, as published; ours does not.
-        network: as of sim.Cluster.
         rollout_profile: of the rollout workers' machines, where those are others.
     """
     ranks, workers = schedule.ranks, len(schedule.receivers)
@@ -146,7 +144,6 @@ def predict(
         seed=seed,
         names=[*(f"train{k}" for k in range(ranks)), *(f"rollout{k}" for k in range(workers))],
         move_bytes=False,
-        network=network,
         options=tep.EngineOptions(wait_timeout_s=3600.0),
     ) as cluster:
         if slow is not None:
