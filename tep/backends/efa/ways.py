@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.common import new_fence
+from tep.backends.common import new_fence, nothing
 from tep.backends.efa.device import Nic, Place
 from tep.backends.ffi.ibverbs import layout
 from tep.base.errors import BackendUnavailable
@@ -135,7 +135,7 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
         )
         at = ctypes.addressof(_TAKEN)
         trylock(at)  # taken from now on
-        return partial(trylock, at), _nothing, "pthread_spin_trylock"
+        return partial(trylock, at), nothing, "pthread_spin_trylock"
     if machine == "aarch64":
         start, abort = nic.session_calls()
 
@@ -145,10 +145,6 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
 
         return session, new_fence(), "an empty posting session"
     raise BackendUnavailable(f"no store fence is known for {machine}")
-
-
-def _nothing() -> None:
-    """x86-64 keeps loads in order by itself."""
 
 
 class Columns:

@@ -29,7 +29,15 @@ from tep.backends.base import (
     WriteBatch,
     hand_out,
 )
-from tep.backends.common import Sleeper, at, check_memory, closed, orphan_at_fork, says
+from tep.backends.common import (
+    Sleeper,
+    at,
+    check_memory,
+    closed,
+    nothing,
+    orphan_at_fork,
+    says,
+)
 from tep.backends.ffi.ibverbs import ENUMS, Events, Struct, rights
 from tep.backends.verbs.conns import Queues
 from tep.backends.verbs.device import Device, plan_depths
@@ -53,10 +61,6 @@ _BROKEN: Final = {
     ENUMS["IBV_EVENT_SRQ_ERR"]: "a shared receive queue failed (IBV_EVENT_SRQ_ERR)",
 }
 _QP_EVENTS: Final = range(ENUMS["IBV_EVENT_QP_FATAL"], 4)  # QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
-
-
-def _wake_nobody() -> None:
-    """Wake nobody: the waker until one is set."""
 
 
 class _State(Enum):
@@ -97,7 +101,7 @@ class VerbsDomain:
         self._state = _State.OPEN
         self._reads = True  # whether completions may come: it is open, or dying
         self._ready: deque[Entry] = deque()
-        self._waker: Callable[[], None] = _wake_nobody
+        self._waker: Callable[[], None] = nothing
         self._polls = 0
         qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
         with contextlib.ExitStack() as undo:
@@ -287,7 +291,8 @@ class VerbsDomain:
             return False
         to = self.peers.table[peer]
         if to.live is None or not self._messages.post(slot, to.live):
-            self.peers.hold_message(to, slot)
+            to.messages.append(slot)
+            self.peers.attend(to)
         return True
 
     def post_recvs(self, nbytes: int, count: int) -> None:

@@ -175,7 +175,6 @@ class Kind(IntEnum):
     REQ = 1
     REP = 2
     ACK = 3
-    STALE = 4  # "I am not the incarnation that you mean"
     BYE = 5  # "I am closing"
     CONTROL = 6  # for the peer's engine; repeated until CONTROL_ACK
     CONTROL_ACK = 7
@@ -353,7 +352,7 @@ class Negotiation(Patience):
             case Kind.CHECKED:
                 if self.phase is Phase.CHECKING and hello.payload == self._question:
                     self._go_up()
-            case Kind.STALE | Kind.BYE | Kind.CONTROL | Kind.CONTROL_ACK:
+            case Kind.BYE | Kind.CONTROL | Kind.CONTROL_ACK:
                 raise AssertionError("the owner deals with these")
 
     def tick(self, now_s: float) -> None:

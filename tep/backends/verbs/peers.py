@@ -24,7 +24,6 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -171,20 +170,15 @@ class Peers:
             hello = Hello.decode(payload)
         except BadDescriptor:
             return
-        if hello.sender not in self._by_address and self.own.why_unreachable(hello.sender):
-            return
-        if hello.target != self.own.epoch:
-            if hello.kind is not Kind.STALE:
-                self._disown(hello)
+        if hello.target != self.own.epoch or (
+            hello.sender not in self._by_address and self.own.why_unreachable(hello.sender)
+        ):
             return
         peer = self._peer(hello.sender)
         if peer.gone is not None:
             return
         if hello.kind is Kind.BYE:
             self.bury(peer, Status.UNREACHABLE)
-        elif hello.kind is Kind.STALE:
-            if hello.echo == peer.negotiation.attempt:
-                self.bury(peer, Status.STALE_PEER)
         elif hello.kind in {Kind.CONTROL, Kind.CONTROL_ACK}:
             self.controls.hear(peer, hello, now_s)
         else:
@@ -200,17 +194,6 @@ class Peers:
         if peer.gone is None:
             self._tend(peer, now_s, partial(peer.negotiation.hear, hello))
 
-    def _disown(self, hello: Hello) -> None:
-        """Tell a sender that it means an incarnation that is no more."""
-        answer = Hello(
-            kind=Kind.STALE,
-            sender=msgspec.structs.replace(self.own, epoch=hello.target),
-            target=hello.sender.epoch,
-            attempt=0,
-            echo=hello.attempt,
-        )
-        self.datagrams.send(hello.sender, answer.encode())
-
     # --- what waits
 
     def keep(self, number: int, batch: Batch, start: int, stop: int) -> None:
@@ -224,10 +207,6 @@ class Peers:
         """Keep rows until their peer is connected."""
         peer = self.table[number]
         peer.rows.append((batch, start, stop))
-        self.attend(peer)
-
-    def hold_message(self, peer: Peer, slot: int) -> None:
-        peer.messages.append(slot)
         self.attend(peer)
 
     # --- connections
