@@ -165,10 +165,10 @@ def predict(
     """Run the step on all ranks.
 
     Args:
-        workload: what.
+        workload: the layer.
         indices: the routing; None: drawn.
         gpu: other kernels and proxy than those of the workload's NIC.
-        machine: other NICs; those of every rank, or of each.
+        machine: other NICs, of every rank or of each.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
@@ -204,11 +204,10 @@ def predict(
     with _cluster(workload, machine) as cluster:
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
     first = machine if isinstance(machine, Profile) else machine[0]
-    return _summary(workload, _first_byte_s(first), marks, barriers)
+    return _summary(workload, marks, _first_byte_s(first), min(barriers))
 
 
 def _shape(workload: Workload) -> dict[str, Any]:
-    """The arguments of AllToAll for a workload."""
     return {
         "num_experts": workload.experts,
         "topk": workload.topk,
@@ -246,28 +245,22 @@ def profile_of(workload: Workload) -> Profile:
 
 def _summary(
     workload: Workload,
-    byte_s: float,
     marks: dict[str, list[dict[str, float]]],
-    barriers: list[float],
+    first_byte_s: float,
+    barrier_s: float,
 ) -> Prediction:
-    dispatch, combine = (_of(op, marks[op], byte_s) for op in ("dispatch", "combine"))
-    return Prediction(
-        workload=workload,
-        dispatch_us=dispatch[0],
-        combine_us=combine[0],
-        p99_us=(dispatch[1], combine[1]),
-        dispatch_parts=dispatch[2],
-        combine_parts=combine[2],
-        barrier_us=min(barriers) * _US,
-    )
+    for half, found in marks.items():
+        found.sort(key=lambda one: one[half])
+    parts = {
+        f"{half}_parts": _parts(half, found[len(found) // 2], first_byte_s)
+        for half, found in marks.items()
+    }
+    dispatch_s, combine_s = ([one[half] for one in found] for half, found in marks.items())
+    return _prediction(workload, dispatch_s, combine_s, barrier_us=barrier_s * _US, **parts)
 
 
-def _of(
-    op: str, marks: list[dict[str, float]], first_byte_s: float
-) -> tuple[float, float, dict[str, float]]:
-    """Median, 99th percentile, and the parts of the median rank; microseconds."""
-    ordered = sorted(marks, key=lambda one: one[op])
-    typical = ordered[len(ordered) // 2]
+def _parts(op: str, typical: dict[str, float], first_byte_s: float) -> dict[str, float]:
+    """Return what a rank's latency is made of, microseconds, from the end of each stage."""
     if "posted" in typical:
         staged = min(typical["staged"], typical["posted"])
         sent = staged, typical["posted"], typical["posted"] + first_byte_s
@@ -281,14 +274,22 @@ def _of(
     for name, end in ends.items():
         parts[name] = max(0.0, end - before) * _US
         before = max(before, end)
-    return *_middle_and_p99([one[op] for one in marks]), parts
+    return parts
 
 
-def _middle_and_p99(latencies_s: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile, microseconds."""
-    ordered = sorted(latencies_s)
-    p99_s = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
-    return statistics.median(ordered) * _US, p99_s * _US
+def _prediction(
+    workload: Workload, dispatch_s: Sequence[float], combine_s: Sequence[float], **parts: Any
+) -> Prediction:
+    """Make a prediction of latencies in ascending order."""
+    dispatch_us, combine_us = (statistics.median(one) * _US for one in (dispatch_s, combine_s))
+    at = min(len(dispatch_s) - 1, round(0.99 * len(dispatch_s)))
+    return Prediction(
+        workload=workload,
+        dispatch_us=dispatch_us,
+        combine_us=combine_us,
+        p99_us=(dispatch_s[at] * _US, combine_s[at] * _US),
+        **parts,
+    )
 
 
 def _first_byte_s(profile: Profile) -> float:
@@ -312,7 +313,7 @@ _BY_BYTES: Final = tep.Routing(scatter_by="bytes")
 def per_token(
     workload: Workload, *, gpu: Gpu | None = None, machine: Profile | None = None
 ) -> Prediction:
-    """A write for each copy; other kernels and NICs as of `predict`.
+    """Predict a write for each copy; other kernels and NICs as of `predict`.
 
     Leaves out: how receivers learn the counts (one more write a peer), atomics, and that DeepEP's
     kernels keep SMs busy while they wait.
@@ -326,8 +327,8 @@ def per_token(
 def padded(
     workload: Workload, *, gpu: Gpu | None = None, machine: Profile | None = None
 ) -> Prediction:
-    """Equal blocks to all, of the largest size that may occur: tokens * min(topk, local experts);
-    other kernels and NICs as of `predict`.
+    """Predict equal blocks to all, of the largest size that may occur: tokens * min(topk, local
+    experts); other kernels and NICs as of `predict`.
 
     Leaves out: the collective library's own protocol; its copies are ours.
     """
@@ -376,7 +377,7 @@ class _Rank:
         self.near = [p for p in self.others if p // config.node_size == node]
 
     async def half(self, out: Ints, coming: Ints, stride: int, stage: str, imm: int) -> float:
-        """One way; seconds. out, coming: copies to and from each rank."""
+        """Run one way; return seconds. out, coming: copies to and from each rank."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         await asyncio.sleep(self.gpu.launch_s())
@@ -398,7 +399,7 @@ class _Rank:
         return loop.time() - start_s
 
     async def barrier(self, imm: int) -> None:
-        """Everybody is through."""
+        """Wait until everybody is through."""
         self.engine.submit_barrier([self.descs[p] for p in self.others], imm)
         await self.engine.expect_imm_count(imm, len(self.others))
 
@@ -448,10 +449,4 @@ def _run(workload: Workload, gpu: Gpu | None, machine: Profile, *, padded: bool)
 
     with cluster:
         cluster.run(_all(one(number, rank) for number, rank in enumerate(ranks)))
-    dispatch, combine = (_middle_and_p99(column) for column in zip(*times, strict=True))
-    return Prediction(
-        workload=workload,
-        dispatch_us=dispatch[0],
-        combine_us=combine[0],
-        p99_us=(dispatch[1], combine[1]),
-    )
+    return _prediction(workload, *(sorted(column) for column in zip(*times, strict=True)))
