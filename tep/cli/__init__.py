@@ -14,7 +14,7 @@ import typer
 
 from tep import __version__
 from tep.base.errors import TepError
-from tep.cli import demo, info, kvcache, moe, new, reproduce, rl, sim, top
+from tep.cli import demo, info, kvcache, moe, new, reproduce, rl, sim, stall
 
 __all__ = ["app", "main"]
 
@@ -47,8 +47,7 @@ app.command("doctor")(info.doctor)
 app.command("demo")(demo.demo)
 app.command("moe")(moe.moe)
 app.command("reproduce")(reproduce.reproduce)
-app.command("stall")(top.stall)
-app.command("top")(top.top)
+app.command("stall")(stall.stall)
 app.add_typer(kvcache.app, name="kvcache")
 app.add_typer(new.app, name="new")
 app.add_typer(rl.app, name="rl")

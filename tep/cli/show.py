@@ -23,7 +23,7 @@ from rich.text import Text
 from tep.observe.progress import progress
 
 __all__ = [
-    "Guessed", "InPath", "Json", "OutFile", "Ray", "Seed", "emit_json", "make_table",
+    "Guessed", "InPath", "Json", "OutFile", "Ray", "Seed", "emit_json",
     "print_items", "print_table", "progress", "refuse_unused", "run_on_ray", "show_rows", "span",
 ]  # fmt: skip
 
@@ -119,25 +119,6 @@ def emit_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
-def make_table(
-    columns: Sequence[str],
-    rows: Iterable[Mapping[str, object]],
-    lines: box.Box = box.HEAVY_HEAD,
-    *,
-    edge: bool = True,
-) -> Table:
-    """Make rich's table of rows in `print_table`'s form."""
-    cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
-    table = Table(box=lines, show_edge=edge, pad_edge=False)
-    for k, name in enumerate(columns):
-        texts = [Text.from_markup(row[k]).plain.strip() for row in cells]
-        numbers = any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
-        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*row)
-    return table
-
-
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Print rows of a table; each row maps a column's name to its value, None = empty.
 
@@ -145,7 +126,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
     folded; into a pipe a row is one line (or as many as its text has), without borders.
     """
     terminal = sys.stdout.isatty()
-    table = make_table(columns, rows, box.HEAVY_HEAD if terminal else box.SIMPLE, edge=terminal)
+    style = box.HEAVY_HEAD if terminal else box.SIMPLE
+    table = Table(box=style, show_edge=terminal, pad_edge=False)
+    cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
+    for k, name in enumerate(columns):
+        texts = [Text.from_markup(row[k]).plain.strip() for row in cells]
+        numbers = any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
     console = Console(width=None if terminal else 1 << 14)
     console.print(title, style="bold", markup=False, highlight=False)
     if terminal:

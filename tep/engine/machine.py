@@ -249,53 +249,6 @@ class Machine:
             lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")
         return "\n".join([*lines, *_quarantine_lines(self)])
 
-    def snapshot(self) -> dict[str, object]:
-        """Return the values that `tep top` shows of an engine, for JSON; times are seconds."""
-        worker, stats, now_s = self.worker, engine_stats(self), self.driver.now_s()
-        group = worker.group
-        waiting = worker.unsettled()
-        numbers = ("rows_outstanding", "nics", "reads")
-        nics = [
-            {
-                "nic": domain.caps.nic,
-                "link_bps": domain.caps.link_bps,
-                "alive": alive,
-                "rows_outstanding": outstanding,
-                "rows": written.rows + read.rows,
-                "bytes_written": written.nbytes,
-                "bytes_read": read.nbytes,
-            }
-            for domain, alive, outstanding, written, read in zip(
-                group.domains, group.alive, *(getattr(stats, name) for name in numbers)
-            )
-        ]
-        return {
-            "name": self.name,
-            "epoch": self.address.epoch,
-            "backend": self.address.backend,
-            "crashed": self.crashed,
-            "now_s": now_s,
-            "nics": nics,
-            "peers": [
-                {"name": link.addr.name, "nics_alive": sum(link.alive), "nics": len(link.alive)}
-                for link in list(self.worker.peers.links.values())
-            ],
-            "open": len(waiting),
-            "oldest": [
-                {"what": handle.describe(), "for_s": now_s - handle.submitted_s}
-                for handle in waiting[:_LISTED_MAX]
-            ],
-            **{
-                name: value
-                for name in EngineStats.__slots__
-                if name not in {*numbers, *_NOT_SHOWN}
-                for value in (getattr(stats, name),)
-            },
-            "failover": stats.failover.value,
-            "control_dropped": dict(stats.control_dropped),
-            "faults": dict(stats.faults),
-        }
-
     # ------------------------------------------------------------------ for regions and peers
 
     def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
@@ -465,11 +418,6 @@ def _uncounted(worker: Worker) -> int:
 
 
 _LISTED_MAX: Final = 20
-_NOT_SHOWN: Final = {
-    "peers", "imms_unexpected", "control_dropped", "failover", "nics_up", "faults"
-}  # fmt: skip
-"""The fields that a snapshot has in another form, or not at all."""
-
 _UNEXPECTED_MAX: Final = 1000
 
 

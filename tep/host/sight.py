@@ -1,10 +1,10 @@
-"""Introspection of running engines: a process's answers about its engines, and their clients.
+"""Introspection of running engines: a process's report of what they wait for, and its readers.
 
 A process with a thread driver has one more thread, which sleeps on a UNIX socket until a client
-asks. It answers even while the thread that steps an engine hangs, and it only reads.
+connects. It reports even while the thread that steps an engine hangs, and it only reads.
 
 Rule 1: the socket lies in the user's private folder, which nobody else may open. Rule 2: one
-question at a time, bounded in size, time and number, so that no client can delay an engine.
+client at a time, bounded in time and number, so that none can delay an engine.
 Rule 3: nothing here raises into an engine; errors are logged.
 """
 
@@ -39,12 +39,11 @@ SWITCH: Final = "TEP_SIGHT"
 _log = logging.getLogger("tep")
 
 _CLIENT_S: Final = 1.0
-"""Time limit for a client's question, and for it to read the answer, seconds."""
+"""Time limit for a client to read the report, seconds."""
 
 _PAUSE_S: Final = 0.02
 """Pause between two answers, seconds: a client that asks without end takes little of the CPU."""
 
-_QUESTION_MAX: Final = 64
 _ANSWER_MAX: Final = 16 << 20
 _FRAMES_MAX: Final = 40
 _TRIES: Final = 5
@@ -60,9 +59,6 @@ class Seen(Protocol):
 
     def stall_report(self) -> str:
         """Report what each open handle waits for."""
-
-    def snapshot(self) -> dict[str, object]:
-        """Describe the engine and its work, in values that JSON knows."""
 
 
 class _Here:
@@ -95,7 +91,7 @@ def show(machine: object) -> None:
             _start()
         except (OSError, RuntimeError, UsageError) as error:
             level = logging.WARNING if SWITCH in os.environ else logging.INFO
-            _log.log(level, "tep top and tep stall cannot see this process: %s", error)
+            _log.log(level, "tep stall cannot see this process: %s", error)
 
 
 def hide(machine: object) -> None:
@@ -198,7 +194,7 @@ def _serve(listener: _Listener) -> None:
             try:
                 _answer_one(listener.socket)
             except Exception as error:  # noqa: BLE001  # no client ends the thread
-                _log.debug("a question to this process was not answered: %s", error)
+                _log.debug("a client of this process was not answered: %s", error)
             quiet.poll(_PAUSE_S * 1000)
 
 
@@ -208,36 +204,27 @@ def _answer_one(listener: socket.socket) -> None:
         if _user_of(client) not in {0, os.geteuid()}:
             return
         client.settimeout(_CLIENT_S)
-        question = client.recv(_QUESTION_MAX)
-        client.sendall(json.dumps(_answer(question.decode("ascii", "replace").strip())).encode())
+        client.sendall(json.dumps(_answer()).encode())
 
 
-def _answer(question: str) -> dict[str, object]:
-    found: dict[str, object] = {"pid": os.getpid(), "command": _command()}
+def _answer() -> dict[str, object]:
     engines = [engine for ref in list(_Here.seen.values()) if (engine := ref()) is not None]
-    if question == "top":
-        return {**found, "engines": [_again(engine.snapshot) for engine in engines]}
-    if question == "stall":
-        return {
-            **found,
-            "engines": [
-                {"name": engine.name, "report": _again(engine.stall_report)} for engine in engines
-            ],
-            "threads": _stacks(),
-        }
-    return {**found, "error": f"no such question: {question!r}; top, stall"}
+    return {
+        "pid": os.getpid(),
+        "command": " ".join(sys.orig_argv)[:400],
+        "engines": [
+            {"name": engine.name, "report": _again(engine.stall_report)} for engine in engines
+        ],
+        "threads": _stacks(),
+    }
 
 
-def _again(read: Callable[[], object]) -> object:
+def _again(read: Callable[[], str]) -> str:
     """Read something that another thread may change: if a dict grows meanwhile, read it again."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(RuntimeError, KeyError, IndexError):
             return read()
     return read()
-
-
-def _command() -> str:
-    return " ".join(sys.orig_argv)[:400]
 
 
 def _stacks() -> list[dict[str, object]]:
@@ -322,8 +309,8 @@ def find(pid: int | None = None) -> list[Found]:
     return sorted(found)
 
 
-def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any] | None:
-    """Ask a process; None: it has ended, and its files are removed.
+def ask(process: Found, timeout_s: float = 5.0) -> dict[str, Any] | None:
+    """Ask a process for its report; None: it has ended, and its files are removed.
 
     Raises:
         TimeoutError: it does not answer in time.
@@ -344,7 +331,6 @@ def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any]
             raise PermissionError(f"{process.path} is served by another user")
         parts: list[bytes] = []
         try:
-            asked.sendall(question.encode() + b"\n")
             while sum(map(len, parts)) < _ANSWER_MAX:
                 asked.settimeout(system_s(max(0.001, end_s - time.monotonic())))
                 parts.append(asked.recv(1 << 16))

@@ -1,1 +1,1 @@
-"""Observation of engines: traces, metrics, and the answers to `tep top` and `tep stall`."""
+"""Observation of engines: traces, metrics, and the answers to `tep stall`."""

@@ -6,12 +6,10 @@ import contextlib
 import io
 import json
 import os
-import pty
 import re
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from functools import cache
@@ -160,29 +158,6 @@ def test_the_commands_of_the_page_on_soft_roce_run_in_the_guest() -> None:
     check_output(f"...\n{shown}", printed, simulated=False)
 
 
-def watch_live(env: dict[str, str]) -> None:
-    """Run `tep top` on a terminal until it shows the engine erin; Ctrl-C ends it."""
-    ours, theirs = pty.openpty()
-    command = [*TEP, "top", "--every", "0.1"]
-    # A run in the background of a shell ignores Ctrl-C, and so would this child.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs) as live:
-        signal.signal(signal.SIGINT, before)
-        os.close(theirs)
-        try:
-            seen = b""
-            while b"erin" not in seen:
-                seen += os.read(ours, 65536)
-            live.send_signal(signal.SIGINT)
-            with contextlib.suppress(OSError):  # the end of a terminal's other side is an error
-                while os.read(ours, 65536):
-                    pass
-            assert 0 == live.wait(timeout=60)
-        finally:
-            live.kill()
-    os.close(ours)
-
-
 def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(tmp_path: Path) -> None:
     """Whoever reads the page has such a program now; its commands and what they print are true."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
@@ -200,22 +175,19 @@ def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(tmp_path: P
                     for line in body.splitlines():
                         words = line.replace("12345", str(stuck.pid)).split()[1:]
                         ran.append(words[0])
-                        if words == ["top"]:
-                            watch_live(env)
-                            continue
                         done = subprocess.run(
                             [*TEP, *words], env=env, capture_output=True, text=True, timeout=240,
                             check=False,
                         )  # fmt: skip
                         assert 0 == done.returncode, done.stderr
-                        assert ready in done.stdout or "--json" in words
+                        assert ready in done.stdout
                         printed += done.stdout
                 elif ".measured" in head and ready in body:
                     check_output(body, printed, simulated=False)
         finally:
             stuck.kill()
 
-    assert ["top", "top", "top", "stall"] == ran
+    assert ["stall", "stall"] == ran
 
 
 @cache
