@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tep.apps.rl import flat_boxes, shard_of
 from tep.apps.rl.compute import quantise
+from tep.apps.rl.metadata import Tensor, whole
 from tep.apps.rl.weights import Checkpoint
 
 MESHES = ((1,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
@@ -138,7 +139,9 @@ def files() -> int:
             with safe_open(path, "numpy") as opened:
                 seen |= set(opened.keys())
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                    if opened.get_tensor(name).tobytes() != mine.whole(name).tobytes():
+                    values = opened.get_tensor(name)
+                    tensor = Tensor(name, values.shape, "bf16", 0)
+                    if mine.read(tensor, whole(values.shape)).tobytes() != values.tobytes():
                         return 0
         return len(paths) if seen == set(mine.names()) else 0
 

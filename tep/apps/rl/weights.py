@@ -1,21 +1,16 @@
-"""Weights in safetensors files: read slices without loading the file.
+"""Weights in safetensors files, one or several with an index: read slices without loading the file.
 
 `expected_region` says what a rollout worker must hold, straight from the checkpoint.
-
-The format: eight bytes of length, a JSON header {name: {dtype, shape, data_offsets}}, raw values.
-Nothing of it is executed; every number is checked against the file. The package safetensors (0.8.0)
-reads no fp8 as numpy arrays, so the format is read here and compared with the package in the tests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,9 +24,9 @@ from tep.apps.rl.metadata import (
     Tensor,
     box_shape,
     joined_axis,
-    nbytes_of,
 )
 from tep.apps.rl.models import Model
+from tep.base.distribution import need
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
@@ -39,52 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "expected_digest", "expected_region"]
 
 
-_DTYPES: Final[dict[str, DType]] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8"}
-_HEADER_MAX: Final = 100 << 20
-"""Longest header that readers of the format accept. Source: safetensors' own limit, quoted."""
+_DTYPES: Final[dict[str, DType]] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _INDEX: Final = "model.safetensors.index.json"
 """Source: the name that transformers writes and reads; its key weight_map too."""
-
-
-class _File:
-    """One file, mapped.
-
-    Raises:
-        UsageError: it is no such file, truncated, or its header contradicts it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        size = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-            if not 2 <= length <= min(size - 8, _HEADER_MAX):
-                raise UsageError(f"{path}: {size} bytes are no safetensors file")
-            header = _read_json(path, file.read(length), "its header")
-        self._data = np.memmap(self.path, np.uint8, "r", 8 + length)
-        self.entries: dict[str, tuple[DType, tuple[int, ...], int]] = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                self.entries[name] = self._entry(name, entry)
-
-    def _entry(self, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int]:
-        try:
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-            start, stop = map(int, entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{self.path}: {name}: cannot read {entry!r}: {error!r}") from error
-        if min((*shape, start)) < 0 or stop > len(self._data):
-            raise UsageError(f"{self.path}: {name}: {entry!r} is outside the file")
-        if stop - start != nbytes_of(shape, dtype):
-            raise UsageError(f"{self.path}: {name}: {entry!r}: bytes and shape do not fit")
-        return dtype, shape, start
-
-    def whole(self, name: str) -> Array:
-        """A view of one tensor."""
-        dtype, shape, start = self.entries[name]
-        raw = self._data[start : start + nbytes_of(shape, dtype)]
-        return raw.view(numpy_dtype(dtype)).reshape(shape)
 
 
 class Checkpoint:
@@ -101,25 +53,23 @@ class Checkpoint:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = _found(Path(path))
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, Any] = {}
         if self.path.suffix != ".json":
-            file = _File(self.path)
-            self._files = dict.fromkeys(file.entries, file)
+            file = _open(self.path)
+            self._files = dict.fromkeys(file.keys(), file)
             return
-        index = _read_json(self.path, self.path.read_bytes(), "the index").get("weight_map")
-        names = index if isinstance(index, dict) else {}
+        names = _weight_map(self.path)
         if not names or not all(_is_name(name) for name in names.values()):
             raise UsageError(f"{self.path}: no weight_map from tensors to names of files beside it")
         for name in dict.fromkeys(names.values()):
             where = self.path.with_name(name)
             if not where.is_file():
                 raise UsageError(f"{self.path}: {name} is not beside it")
-            file = _File(where)
+            file = _open(where)
             mine = {tensor for tensor, of in names.items() if of == name}
-            if mine != set(file.entries):
-                odd = sorted(mine ^ set(file.entries))
+            if odd := sorted(mine ^ set(file.keys())):
                 raise UsageError(f"{self.path}: index and {name} differ in what it has: {odd[:3]}")
-            self._files |= dict.fromkeys(file.entries, file)
+            self._files |= dict.fromkeys(mine, file)
 
     def names(self) -> tuple[str, ...]:
         """All tensors in it."""
@@ -141,17 +91,6 @@ class Checkpoint:
                 f"{model.name!r} and would not be updated: {', '.join(unknown[:3])}"
             )
 
-    def whole(self, name: str) -> Array:
-        """A view of one tensor as the file has it.
-
-        Raises:
-            UsageError: there is none of this name.
-        """
-        file = self._files.get(name)
-        if file is None:
-            raise UsageError(f"{self.path}: no tensor {name!r} among its {len(self._files)}")
-        return file.whole(name)
-
     def read(self, tensor: Tensor, box: Box) -> Array:
         """Copy a slice of a tensor; the experts of a stacked one are put together.
 
@@ -163,14 +102,31 @@ class Checkpoint:
         names = _names(tensor)[slice(*box[0])] if stacked else [tensor.name]
         shape, inner = (tensor.shape[1:], box[1:]) if stacked else (tensor.shape, box)
         for name, into in zip(names, found if stacked else [found]):
-            values = self.whole(name)
-            if values.shape != shape or values.dtype != found.dtype:
+            file = self._files.get(name)
+            if file is None:
+                raise UsageError(f"{self.path}: no tensor {name!r} among its {len(self._files)}")
+            values = file.get_slice(name)
+            dtype, extents = values.get_dtype(), values.get_shape()
+            if (_DTYPES.get(dtype), extents) != (tensor.dtype, list(shape)):
                 raise UsageError(
-                    f"{self.path}: {name} is {values.dtype}{list(values.shape)}, the model wants "
+                    f"{self.path}: {name} is {dtype}{extents}, the model wants "
                     f"{tensor.dtype}{list(shape)}"
                 )
             into[...] = values[tuple(slice(*pair) for pair in inner)]
         return found
+
+
+def _open(path: Path) -> Any:  # a file of the package's
+    """Open a file, mapped.
+
+    Raises:
+        UsageError: it is no such file, truncated, or its header contradicts it.
+    """
+    package = need("safetensors", "rl", "a checkpoint")
+    try:
+        return package.safe_open(path, "numpy")
+    except (OSError, package.SafetensorError) as error:
+        raise UsageError(f"{path}: no safetensors file: {error}") from error
 
 
 def _found(path: Path) -> Path:
@@ -194,14 +150,13 @@ def _is_name(name: object) -> bool:
     return isinstance(name, str) and name not in {"", ".", ".."} and Path(name).name == name
 
 
-def _read_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
+def _weight_map(path: Path) -> dict[str, Any]:
+    """Return which file has each tensor, as the index says; {} if it does not."""
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {what} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: {what} is no JSON object")
-    return found
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]).get("weight_map")
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path}: no index of safetensors files: {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _names(tensor: Tensor) -> list[str]:
