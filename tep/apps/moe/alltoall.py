@@ -1,4 +1,4 @@
-"""AllToAll: dispatch tokens to the ranks of their experts, combine the results. The user's door.
+"""AllToAll: dispatch tokens to the ranks of their experts, combine the results.
 
 The coroutines here play the four kernels (send and receive of dispatch and of combine): they alone
 touch payload. The host proxy beside them moves it; they talk through watched words and flags.
@@ -56,9 +56,8 @@ class AllToAll:
         **shape: the fields of MoeConfig but world and node_size, which the group knows.
 
     Attributes:
-        config: of this all-to-all.
         turn: number of the last turn.
-        marks_s: since the launch of the running half's send kernel, when each stage ended.
+        marks_s: when each stage of the running half ended, since the launch of its send kernel.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class AllToAll:
             choices, in the order of the choices, in f32, rounded once.
 
         Raises:
-            as dispatch().
+            FabricError, WaitTimeout: as dispatch().
         """
         await self.combine_send(results)
         return await self.combine_recv()
@@ -237,7 +236,7 @@ class AllToAll:
         self._mark("send kernel")
 
     async def dispatch_recv(self) -> Received:
-        """Second half of dispatch: all copies are here when it returns."""
+        """Second half of dispatch: wait for all copies, and put them in order."""
         async with self._ending():
             return await self._receive(self._current())
 
@@ -303,7 +302,7 @@ class AllToAll:
         self._mark("send kernel")
 
     async def combine_recv(self) -> Any:
-        """Second half of combine: the own tokens' sums."""
+        """Second half of combine: wait for all results, and sum them."""
         async with self._ending():
             summed = await self._sum(self._current())
         self._now = None

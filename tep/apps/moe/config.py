@@ -75,7 +75,6 @@ class MoeConfig:
         world: ranks.
         private_tokens: token copies that go to each peer before the routes are known.
         node_size: ranks of a node; 1 = everything goes through the engine.
-        dispatch_format, combine_format: how tokens travel there and back.
         num_scales: f32 scales of a token; None = one for 128 elements of fp8, else none.
         expert_padding: rows of each expert are padded to a multiple of this.
         private_scatter: "peers" as the reference: a peer's burst goes whole over one NIC; "bytes":
@@ -101,11 +100,7 @@ class MoeConfig:
     imm_base: int = 0x8000_0000
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
-
-        Raises:
-            UsageError: with the values.
-        """
+        """Refuse what contradicts itself: UsageError."""
         least = {
             "num_experts": 1,
             "topk": 1,
@@ -140,7 +135,7 @@ class MoeConfig:
 
     @property
     def local_experts(self) -> int:
-        """L, experts of a rank."""
+        """The L experts of a rank."""
         return self.num_experts // self.world
 
     def same_node(self, a: int, b: int) -> bool:
@@ -158,7 +153,7 @@ class MoeConfig:
 
     @property
     def x_bytes(self) -> int:
-        """Activation bytes of a token on its way to an expert."""
+        """Activation bytes of a token."""
         return self.hidden * self.dispatch_format.nbytes
 
     @property
@@ -365,7 +360,6 @@ class Routes:
         counts: i64[world, E], copies by source and expert.
 
     Attributes:
-        counts: as given.
         copies: i64[world, world], copies from each source to each rank; so the others.
         starts: where a rank's block starts in the source's sending order.
         private: copies that go to the private area.

@@ -33,10 +33,10 @@ class Group:
 
     Attributes:
         rank, world: this one, and how many.
-        exchange: gives bytes to all ranks, once.
+        exchange: called once, by start().
         node_size: neighbouring ranks that share a node; 1 = all payload goes through the engine.
-        link: the node's link; needed if node_size > 1.
-        board: what ranks of one process may share where no bytes are moved; None elsewhere.
+        link: needed if node_size > 1.
+        board: shared by the ranks of one process where no bytes are moved; None elsewhere.
     """
 
     rank: int
@@ -47,11 +47,7 @@ class Group:
     board: Board | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a rank that is none, and a node without a link.
-
-        Raises:
-            UsageError: with the values.
-        """
+        """Refuse a rank that is none, and a node without a link: UsageError."""
         if not 0 <= self.rank < self.world:
             raise UsageError(f"Group: rank={self.rank} world={self.world}; 0 <= rank < world")
         if self.node_size > 1 and self.link is None:
@@ -103,10 +99,7 @@ def local_groups(
 ) -> list[Group]:
     """Make the groups of all ranks of one process: for the simulator, and for tests.
 
-    Args:
-        world: ranks.
-        node_size: neighbouring ranks that share a node.
-        links: rank -> its end of the node's link; needed if node_size > 1.
+    `links(rank)` is the rank's end of its node's link; needed if node_size > 1.
     """
     board = Board(world)
 
@@ -162,7 +155,7 @@ class Nvlink:
         self._in_free: dict[int, float] = {}
 
     def port(self, rank: int) -> NvlinkPort:
-        """A rank's end."""
+        """Make a rank's end."""
         found = self.ports[rank] = NvlinkPort(self, rank)
         return found
 
@@ -179,7 +172,7 @@ class Nvlink:
         return end - now + self.latency_s
 
     def lateness_s(self) -> float:
-        """The extra delay after which something is seen."""
+        """Draw the extra delay after which something is seen."""
         return 0.0 if self._dice is None else self._dice.random() * _LATE_S
 
     def pieces(self, jobs: list[tuple[Bytes, Bytes]]) -> list[tuple[Bytes, Bytes]]:

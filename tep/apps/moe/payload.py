@@ -61,8 +61,7 @@ class Payload:
     """The arena of one rank, as its kernels see it.
 
     Args:
-        config: of the all-to-all.
-        rank: whose arena.
+        config, rank: of the all-to-all.
         arena: u8[layout.nbytes], or None where no bytes are moved: then nothing is done here.
     """
 
@@ -90,11 +89,7 @@ class Payload:
     # ------------------------------------------------------------------ dispatch
 
     def check(self, x: Any, x_scale: Any, indices: Any) -> tuple[Bytes, Bytes | None] | None:
-        """View a caller's tokens as bytes.
-
-        Raises:
-            BadRequest: shapes that do not fit the configuration or each other.
-        """
+        """View a caller's tokens as bytes; BadRequest: their shapes do not fit."""
         config = self.config
         if self.arena is None:
             return None
@@ -190,11 +185,7 @@ class Payload:
     # ------------------------------------------------------------------ combine
 
     def check_results(self, results: Any, arrivals: Arrivals) -> Bytes | None:
-        """View a caller's results as bytes.
-
-        Raises:
-            BadRequest: not a row for each row received, or of another format.
-        """
+        """View a caller's results as bytes; BadRequest: other rows than were received."""
         if self.arena is None:
             return None
         config, expected = self.config, int(arrivals.starts[-1])
@@ -292,17 +283,10 @@ def from_f32(values: F32, fmt: Format) -> Bytes:
 
 
 def weighted_sum(results: Bytes, place: Ints, weights: F32, fmt: Format, width: int) -> F32:
-    """Sum each token's results, weighted, in the order of its choices.
+    """Sum each token's results, weighted, in the order of its choices; return f32[n, width].
 
-    Args:
-        results: u8[copies, stride], in sending order.
-        place: i64[n, R], position of each choice, or NOWHERE, which adds nothing.
-        weights: f32[n, R].
-        fmt: of the results.
-        width: elements of a result.
-
-    Returns:
-        f32[n, width].
+    The results are u8[copies, stride] in sending order. `place`, i64[n, R], is the position of
+    each choice in them, or NOWHERE, which adds nothing; weights are f32[n, R].
     """
     out = np.zeros((len(place), width), np.float32)
     nbytes = width * fmt.nbytes

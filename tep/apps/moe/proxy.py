@@ -81,10 +81,10 @@ class Turn:
     """One dispatch with its combine.
 
     Attributes:
-        number: of this turn, equal on all ranks.
+        number: equal on all ranks.
         batch: own copies.
         weights: f32[n, R].
-        sample: the caller's x, for the type of what is given back.
+        sample: the caller's x or results, for the type of what is given back.
         routes: settled once all routes are here, with them.
         landed: settled once all copies that come by NIC are here.
         returned: settled once all results that come by NIC are here.
@@ -135,10 +135,10 @@ class Guard:
 
     Args:
         timeout_s: how long one wait may last, seconds of the running loop.
-        name: of the rank, for messages.
+        name: for messages.
 
     Attributes:
-        trouble: what the alarm was raised for; None: it was not.
+        trouble: the alarm that was raised, or None.
     """
 
     def __init__(self, timeout_s: float, name: str) -> None:
@@ -186,7 +186,7 @@ class Guard:
         handle.result()
 
     def alarm(self, error: TepError) -> None:
-        """Call off every wait, open or to come."""
+        """End every wait, open or to come, by this error."""
         if self.trouble is None:
             self.trouble = error
             for done in tuple(self._open):
@@ -252,7 +252,6 @@ class Peers:
     """All ranks, as one of them sees them.
 
     Attributes:
-        rank: this rank.
         descs: arena of each rank.
         others: all ranks but this one, from the next one on round the world, so that not all
             ranks of a node begin with the same peer.
@@ -305,14 +304,7 @@ def private_area(peers: Peers, layout: Layout, copies: int) -> tuple[int, int]:
 
 
 def tokens_to(peers: Peers, layout: Layout, batch: Batch, *, near: bool) -> list[Move]:
-    """First burst of tokens for the ranks of the node, or for all others.
-
-    Args:
-        peers: of this rank.
-        layout: of the arena.
-        batch: own copies.
-        near: which.
-    """
+    """First burst of tokens for the ranks of the node (near), or for all others."""
     blocks = batch.counts.reshape(peers.config.world, -1).sum(axis=1)
     starts, stride, moves = np.cumsum(blocks) - blocks, layout.stride, []
     for p in peers.others:
@@ -335,7 +327,7 @@ def near_rest(peers: Peers, layout: Layout, routes: Routes) -> list[Move]:
 
 
 def results_to(peers: Peers, layout: Layout, routes: Routes, *, near: bool) -> list[Move]:
-    """Results for the ranks of the node, or for all others."""
+    """Results for the ranks of the node (near), or for all others."""
     starts, size, moves = routes.result_starts(peers.rank), layout.result_stride, []
     for p in peers.others:
         copies = int(routes.copies[p, peers.rank])
@@ -350,11 +342,7 @@ def results_to(peers: Peers, layout: Layout, routes: Routes, *, near: bool) -> l
 
 
 class Word:
-    """One word, watched while somebody waits for it.
-
-    Args:
-        engine: whose watcher it is.
-    """
+    """One word, watched while somebody waits for it."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -405,16 +393,15 @@ _FIRST_NIC: Final = tep.Routing(domain=0)
 class Proxy:
     """Drives one engine for one all-to-all.
 
-    Attributes:
-        barrier_s: how long the last barrier of each kind took, seconds.
-
     Args:
-        engine: the rank's.
-        kernels: what the stages cost.
-        mr, payload: its arena.
-        guard: how to wait.
+        engine, mr, payload: the rank's, with its arena.
+        kernels: the times of the stages.
+        guard: waits, and ends the turn for an error.
         board: where routes are learnt if no bytes are moved.
         mark: called with the name of each stage once it is through.
+
+    Attributes:
+        barrier_s: how long the last barrier of each kind took, seconds.
     """
 
     def __init__(
@@ -447,7 +434,6 @@ class Proxy:
         self._peers: Peers | None = None
 
     def meet(self, peers: Peers) -> None:
-        """Work with these peers from now on."""
         self._peers = peers
         addresses = [peers.descs[p].addr for p in peers.others]
         # One a scatter: a group remembers the targets of its last request.

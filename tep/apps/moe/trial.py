@@ -67,7 +67,7 @@ class Trial(MoeConfig):
     Attributes:
         turns: dispatches and combines, one after the other.
         routing: how indices are drawn.
-        nics: NICs of each rank.
+        nics: of each rank.
         seed: of tokens, routing and the chaos fabric.
     """
 
@@ -86,7 +86,7 @@ class Trial(MoeConfig):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Arguments of AllToAll."""
+        """The arguments of AllToAll."""
         names = {knob.name for knob in fields(MoeConfig)} - {"world", "node_size"}
         return {name: getattr(self, name) for name in names}
 
@@ -287,17 +287,8 @@ def dense_layer(
 ) -> Bytes:
     """Send each token through its experts, one by one, and sum in the order of its choices.
 
-    Args:
-        x: [n, hidden], as of AllToAll.dispatch; so are the next three.
-        x_scale: f32[n, num_scales] or None.
-        indices: int[n, topk].
-        weights: f32[n, topk].
-        expert: what an expert does; row by row, so that grouping cannot change a result.
-        hidden: elements of a result.
-        combine_format: of a result.
-
-    Returns:
-        u8[n, hidden * bytes of the format].
+    The first four arguments are those of AllToAll.dispatch. Experts work row by row, so that
+    grouping cannot change a result. Returns u8[n, hidden * bytes of the format].
     """
 
     def result(token: int, number: int) -> F32:
