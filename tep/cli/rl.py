@@ -63,12 +63,6 @@ def plan(
     watermark_gib: Annotated[
         float, typer.Option(min=1e-6, help="Temporary memory of a rank, GiB.")
     ] = 16.0,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="The other ways to update, at their best.")
-    ] = False,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Change one thing at a time, an update each.")
-    ] = False,
     output: Annotated[
         Path | None, OutFile("--output", help="Write the routing table here.")
     ] = None,
@@ -92,15 +86,10 @@ def plan(
         profile=profile,
         watermark_bytes=round(watermark_gib * GiB),
     )
-    changes = list(study.changes(deployment)) if what_if else []
-    with progress("planning", 2 + len(changes), quiet=json) as bar:
-
-        def done(after: str) -> None:
-            bar.update(bar.task_ids[0], advance=1, description=after)
-
+    with progress("planning", 2, quiet=json) as bar:
         began_s = time.process_time()
         schedule = deployment.schedule()
-        done("simulating")
+        bar.update(bar.task_ids[0], advance=1, description="simulating")
         found = deployment.predict(schedule, seed=seed, spans=trace is not None)
         cpu_s = time.process_time() - began_s
 
@@ -111,15 +100,6 @@ def plan(
         document: dict[str, object] = _document(deployment, schedule, found, cpu_s) | {
             f"{name}_interval_ms": [round(end, 1) for end in each] for name, each in ends.items()
         }
-        done("what if")
-        if compare:
-            document["comparison"] = study.comparison(deployment, found)
-        if what_if:
-            document["what_ifs"] = table = []
-            for name, other in study.what_ifs(deployment, changes, seed=seed):
-                ms = round(other.total_ms, 1)
-                table.append({"change": name, "ms": ms, "bottleneck": other.bottleneck})
-                done("what if")
     if output is not None:
         output.write_bytes(schedule.to_bytes())
     if trace is not None:
@@ -175,10 +155,11 @@ def _document(
 
 
 def _print(document: dict[str, object]) -> None:
-    tables = {"comparison": "Ways to update", "what_ifs": "What if", "links": "Links"}
-    stages = document["stages_ms"]
+    stages, links = document["stages_ms"], document["links"]
     assert isinstance(stages, dict)
-    plain = {k: v for k, v in document.items() if k not in {*tables, "stages_ms"} and v is not None}
+    assert isinstance(links, list)
+    tables = {"stages_ms", "links"}
+    plain = {k: v for k, v in document.items() if k not in tables and v is not None}
     rows: list[dict[str, object]] = [
         {"what": _LABELS.get(k, k), "value": _with_unit(k, v)} for k, v in plain.items()
     ]
@@ -186,10 +167,7 @@ def _print(document: dict[str, object]) -> None:
     rows = [{"stage": name, "ms": ms} for name, ms in stages.items()]
     rows.append({"stage": "wait for network and ranks", "ms": document["wait_ms"]})
     print_table("One training rank", ("stage", "ms"), rows)
-    for key, title in tables.items():
-        found = document.get(key)
-        if isinstance(found, list) and found:
-            print_table(title, tuple(found[0]), found)
+    print_table("Links", tuple(links[0]), links)
 
 
 _LABELS = {

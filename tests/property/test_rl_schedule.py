@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -307,16 +306,3 @@ def test_what_may_live_at_once_never_shares_memory(sizes, capacity):
         assert -1 <= after[k] < k
         for j in range(after[k] + 1, k):
             assert offsets[j] + sizes[j] <= start or start + size <= offsets[j]
-
-
-def test_a_rank_of_half_the_speed_gets_half_the_bytes():
-    """A schedule that knows of a slow NIC must not wait for it."""
-    model = model_from_config(CONFIG, name="small", source="this test")
-    trains = train_metas(model, TrainLayout(fsdp=4))
-    rollouts = rollout_metas(model, InferLayout(ep=4))
-
-    sent = make_schedule(
-        trains, rollouts, watermark_bytes=64 * MiB, speeds=[1, 1, 0.5, 1]
-    ).sent_bytes()
-
-    assert sent[2] / sent[0] == pytest.approx(0.5, rel=0.1)

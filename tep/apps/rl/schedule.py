@@ -68,7 +68,6 @@ def make_schedule(
     *,
     watermark_bytes: int = WATERMARK_BYTES,
     bundle_bytes: int = 0,
-    speeds: Sequence[float] | None = None,
     group_order: Sequence[str] | None = None,
 ) -> Schedule:
     """Compute the routing table of an update.
@@ -79,7 +78,6 @@ def make_schedule(
         watermark_bytes: temporary memory that no training rank exceeds.
         bundle_bytes: neighbouring parameters share a task as long as it needs no more staging than
             this; 0: one parameter, one task.
-        speeds: relative speed of each training rank's NICs; None: all are equal.
         group_order: names of the mesh groups in the order wanted; None: as the ranks give them.
 
     Raises:
@@ -90,14 +88,13 @@ def make_schedule(
     held = _Held(trains, group_order)
     contents = _contents(rollouts)
     loads = np.zeros(len(trains))
-    rates = np.asarray(speeds or [1.0] * len(trains), float)
     drafts: list[_Draft] = []
     for group in range(len(held.groups)):
         units = _units(held, contents, group)
         for members, mine in units.items():
             drafts += _bundles(held, group, members, mine, bundle_bytes)
     drafts.sort(key=lambda draft: (draft.task.group, draft.order))
-    tables = [_rows(draft, loads, rates) for draft in drafts]
+    tables = [_rows(draft, loads) for draft in drafts]
     for k, table in enumerate(tables):
         table["task"] = k
     tasks = _placed([draft.task for draft in drafts], len(trains), watermark_bytes)
@@ -374,13 +371,12 @@ def _placed(tasks: Sequence[Task], ranks: int, watermark: int) -> tuple[Task, ..
 # ---------------------------------------------------------------------- rows
 
 
-def _rows(draft: _Draft, loads: Floats, speeds: Floats) -> Rows:
+def _rows(draft: _Draft, loads: Floats) -> Rows:
     """All writes of one task: every receiver's rows, shared out to the members.
 
     Args:
         draft: the task.
         loads: bytes that each rank has been given so far; this task's are added.
-        speeds: of each rank.
     """
     tables: list[Rows] = []
     for out, (piece, content) in zip(draft.task.outs, draft.contents):
@@ -390,7 +386,7 @@ def _rows(draft: _Draft, loads: Floats, speeds: Floats) -> Rows:
         )
     line = coalesce(np.concatenate(tables))
     members = np.array(draft.task.members)
-    table, given = deal_out(line, loads[members], speeds[members])
+    table, given = deal_out(line, loads[members])
     loads[members] += given
     table["sender"] = members[table["sender"]]
     return table[np.lexsort((table["src"], table["receiver"], table["sender"]))]
@@ -562,13 +558,12 @@ def coalesce(rows: Rows) -> Rows:
     return found
 
 
-def deal_out(line: Rows, loads: Floats, speeds: Floats) -> tuple[Rows, Floats]:
+def deal_out(line: Rows, loads: Floats) -> tuple[Rows, Floats]:
     """Cut a line of rows in stretches, one for each sender that is wanted.
 
     Args:
         line: rows in order; their senders are not set.
         loads: bytes that each sender has been given before.
-        speeds: relative speed of each sender.
 
     Returns:
         The rows, cut where stretches end, with `sender` an index into `loads`; and the bytes given
@@ -577,11 +572,10 @@ def deal_out(line: Rows, loads: Floats, speeds: Floats) -> tuple[Rows, Floats]:
     ends = np.cumsum(line["nbytes"])
     total = int(ends[-1])
     wanted = min(len(loads), max(1, total // PIECE_BYTES_MIN))
-    chosen = np.argsort((loads + total / len(loads)) / speeds, kind="stable")[:wanted]
+    chosen = np.argsort(loads, kind="stable")[:wanted]
     # In rank order neighbours on the line are neighbours in rank, as they were in the task before.
     chosen = np.sort(chosen) if wanted == len(loads) else chosen
-    shares = np.cumsum(speeds[chosen])
-    cuts = _snapped(shares[:-1] / shares[-1] * total, ends, total / wanted)
+    cuts = _snapped(np.arange(1, wanted) / wanted * total, ends, total / wanted)
     rows = _split(line, ends, np.concatenate((cuts, _long_rows(line, ends))))
     starts = np.cumsum(rows["nbytes"]) - rows["nbytes"]
     rows["sender"] = chosen[np.searchsorted(cuts, starts, side="right")]

@@ -1,23 +1,16 @@
-"""Questions about a deployment: plan it, predict it, change one thing, and compare.
-
-A comparison is with what others do with the same bytes on the same machines. They are given the
-best case: they send what is quantised already, compute costs nothing, transfers follow each other
-without a pause, and the fan-out inside a replica is free. What is left is the time of a NIC that
-carries each byte once, in and out, and of a copy in the receiver's memory.
-"""
+"""Questions about a deployment: plan it, and predict it."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from tep import UsageError
-from tep.apps import HBM_BYTES_S
 from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import (
     InferLayout,
@@ -25,7 +18,6 @@ from tep.apps.rl.models import (
     TrainLayout,
     load_model,
     rollout_metas,
-    target_shards,
     train_metas,
 )
 from tep.apps.rl.predict import (
@@ -33,7 +25,6 @@ from tep.apps.rl.predict import (
     KIMI_K2,
     Attribution,
     Prediction,
-    SlowNic,
     StageTimes,
     predict,
 )
@@ -42,8 +33,8 @@ from tep.base.units import GiB
 from tep.sim import Profile, doubts, load_profile
 
 __all__ = [
-    "BUNDLE_BYTES", "Deployment", "changes", "comparison", "infer_layout",
-    "published_deployment", "published_times", "train_layout", "what_ifs",
+    "BUNDLE_BYTES", "Deployment", "infer_layout", "published_deployment", "published_times",
+    "train_layout",
 ]  # fmt: skip
 
 
@@ -65,8 +56,6 @@ class Deployment:
         watermark_bytes, bundle_bytes: of the schedule.
         attribution, dense_ms: of published compute times.
         group_order: of mesh groups; None: experts first.
-        speeds: of the training ranks; None: all equal.
-        slow: one NIC that is slower than the others.
         drains: as of `predict`.
     """
 
@@ -79,8 +68,6 @@ class Deployment:
     attribution: Attribution = "roofline"
     dense_ms: float = DENSE_MS
     group_order: tuple[str, ...] | None = None
-    speeds: tuple[float, ...] | None = None
-    slow: SlowNic | None = None
     drains: bool = False
 
     def doubts(self, factor: float) -> Iterator[tuple[str, Deployment]]:
@@ -112,7 +99,7 @@ class Deployment:
         """Compute the routing table; the last few are remembered."""
         # Without what the table does not depend on, so that such deployments share it.
         same = replace(self, profile="", attribution="roofline", dense_ms=DENSE_MS)
-        return _schedule(replace(same, slow=None, drains=False))
+        return _schedule(replace(same, drains=False))
 
     def predict(
         self, schedule: Schedule | None = None, *, seed: int = 0, spans: bool = False
@@ -123,7 +110,6 @@ class Deployment:
             published_times(self.attribution, self.dense_ms),
             profile=self.profile,
             seed=seed,
-            slow=self.slow,
             spans=spans,
             drains=self.drains,
         )
@@ -149,7 +135,6 @@ def _schedule(of: Deployment) -> Schedule:
         rollout_metas(of.model, of.infer),
         watermark_bytes=of.watermark_bytes,
         bundle_bytes=of.bundle_bytes,
-        speeds=of.speeds,
         group_order=of.group_order,
     )
 
@@ -220,90 +205,3 @@ def published_deployment() -> Deployment:
         group_order=("dense", "experts"),
         drains=True,
     )
-
-
-def changes(base: Deployment) -> dict[str, dict[str, Any]]:
-    """The changes that can be asked: name -> fields of the deployment and their other values."""
-    halved = tuple(0.5 if rank == 0 else 1.0 for rank in range(base.train.world))
-    # Every row is shared by all NICs of a device: one slow NIC of two makes the device as slow.
-    return {
-        "as it is": {},
-        "one training NIC at half its rate": {"slow": SlowNic("train0")},
-        "the same, and the schedule knows": {"slow": SlowNic("train0"), "speeds": halved},
-        "one inference NIC at half its rate": {"slow": SlowNic("rollout0")},
-        "100 inference GPUs": {"infer": infer_layout(100)},
-        "EFA, 2 x 200 Gb/s": {"profile": "efa_2x200"},
-        "half the watermark": {"watermark_bytes": base.watermark_bytes // 2},
-        "dense parameters first": {"group_order": ("dense", "experts")},
-        "compute by bytes": {"attribution": "bytes"},
-    }
-
-
-def what_ifs(
-    base: Deployment, names: Sequence[str] | None = None, *, seed: int = 0
-) -> Iterator[tuple[str, Prediction]]:
-    """Predict a deployment with one thing changed, for each of the changes.
-
-    Args:
-        base: what it is compared with.
-        names: which changes; None: all.
-        seed: of the fabric.
-
-    Raises:
-        UsageError: an unknown change.
-    """
-    known = changes(base)
-    unknown = set(names or ()) - set(known)
-    if unknown:
-        raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(known)}")
-    for name in names or known:
-        yield name, replace(base, **known[name]).predict(seed=seed)
-
-
-def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, object]]:
-    """One row a way to do the same update: time, factor, and the link that is busy."""
-    _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
-    machine = load_profile(deployment.profile)
-    line_ms = model_bytes * 8e3 / (machine.wire_bps * machine.nics)
-    copied_ms = 2e3 * model_bytes / HBM_BYTES_S
-    workers = deployment.infer.world
-    best = "best case: line rate, and a copy out of the buffers" + (
-        "; 53,000 ms were published for Kimi-K2 on 512 GPUs (lmsys.org, 2026-04-29)"
-        if deployment.model.name == "kimi-k2"
-        else ""
-    )
-    busiest = ours.links[0]
-    found = [
-        (
-            "static schedule of one-sided writes",
-            ours.total_ms,
-            f"{busiest.name} ({busiest.fraction:.0%})",
-            busiest.nbytes,
-            "simulated whole, with published compute",
-        ),
-        (
-            "gather to rank 0, broadcast",
-            line_ms + copied_ms,
-            "the NIC of training rank 0: every byte in and, meanwhile, out",
-            model_bytes,
-            best,
-        ),
-        (
-            "broadcast per shard (ring)",
-            line_ms + copied_ms,
-            f"the NICs of all {workers} rollout workers: each receives the whole model",
-            model_bytes,
-            best,
-        ),
-    ]
-    return [
-        {
-            "way": way,
-            "ms": round(ms),
-            "factor": f"{ms / ours.total_ms:.1f}",
-            "busy": busy,
-            "GB over it": round(nbytes / 1e9, 1),
-            "how": how,
-        }
-        for way, ms, busy, nbytes, how in found
-    ]
