@@ -8,10 +8,9 @@ import resource
 import msgspec
 import pytest
 
-import tep
 from tep.apps.rl import study
 from tep.apps.rl.models import PUBLISHED, InferLayout, TrainLayout, load_model, model_from_config
-from tep.apps.rl.predict import DENSE_MS, OPERATIONS, TOTAL_MS, SlowNic, StageTimes, predict
+from tep.apps.rl.predict import DENSE_MS, OPERATIONS, TOTAL_MS, StageTimes, predict
 from tep.sim import load_profile
 from tests.unit.apps.rl_worlds import Timed, World, make_cluster
 
@@ -103,21 +102,6 @@ def test_the_same_seed_predicts_the_same():
 
     assert first.spans == again.spans
     assert first.total_ms == again.total_ms
-
-
-def test_a_slow_nic_costs_time():
-    """What-ifs are there to decide by; one without effect decides wrongly."""
-    base = small()
-    clean = predict(base.schedule(), FREE).total_ms
-    slow = predict(base.schedule(), FREE, slow=SlowNic("train0"))
-    receiver = predict(base.schedule(), FREE, slow=SlowNic("rollout0"))
-    alone = base.schedule().received_bytes()[0] * 2 * 8 / 377.4e9 * 1e3
-
-    assert clean < slow.total_ms
-    assert receiver.total_ms == pytest.approx(alone, rel=0.1)
-    assert "NIC 0 of rollout0, 2 times as slow" == receiver.links[0].name
-    with pytest.raises(tep.UsageError, match=r"node 'train3': nic=1 is outside 0 \.\. 0"):
-        predict(base.schedule(), FREE, slow=SlowNic("train3", 1))
 
 
 def test_a_tight_watermark_stalls_the_pipeline():

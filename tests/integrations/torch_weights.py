@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tep.apps.rl import flat_boxes, shard_of
+from tep.apps.rl import shard_of
 from tep.apps.rl.compute import quantise
 from tep.apps.rl.metadata import Tensor, whole
 from tep.apps.rl.weights import Checkpoint
@@ -94,17 +94,6 @@ def boxes() -> tuple[int, int]:
     return sum(good), sum(count)
 
 
-def flat() -> bool:
-    """FSDP's flattened parameters: the boxes of a stretch are the stretch."""
-    values = torch.arange(5 * 6 * 7).reshape(5, 6, 7)
-    for start, stop in itertools.combinations(range(0, values.numel() + 1, 13), 2):
-        parts = [values[tuple(slice(*pair) for pair in box)].reshape(-1)
-                 for box in flat_boxes(values.shape, start, stop)]  # fmt: skip
-        if not torch.equal(torch.cat(parts), values.reshape(-1)[start:stop]):
-            return False
-    return True
-
-
 def fp8() -> bool:
     """Return True if torch and numpy make the same bits."""
     rng = np.random.default_rng(5)
@@ -153,7 +142,6 @@ def main() -> int:
     good, count = boxes()
     found = {
         "boxes of DTensors that are torch's": f"{good} of {count}",
-        "boxes of flattened parameters": flat(),
         "fp8 by torch is fp8 by numpy": fp8(),
         "files of a checkpoint that safetensors reads alike": files(),
     }

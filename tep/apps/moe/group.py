@@ -187,11 +187,6 @@ class Nvlink:
         dice.shuffle(cut)
         return cut
 
-    @property
-    def chaotic(self) -> bool:
-        """Whether delays are drawn."""
-        return self._dice is not None
-
 
 class NvlinkPort:
     """One GPU's end.
@@ -224,8 +219,8 @@ class NvlinkPort:
         if wait_s:
             await asyncio.sleep(wait_s)
         for target, source in fabric.pieces(jobs):
-            if fabric.chaotic:
-                await asyncio.sleep(fabric.lateness_s())
+            if late_s := fabric.lateness_s():
+                await asyncio.sleep(late_s)
             target[:] = source
 
     def signal(self, peers: Sequence[int], flag: Hashable) -> None:

@@ -19,7 +19,6 @@ from tep.apps.rl.metadata import (
     box_shape,
     box_size,
     extents_of,
-    flat_boxes,
     mesh_groups,
     placed_box,
     shard_of,
@@ -46,7 +45,7 @@ __all__ = [
     "FAULTS", "Box", "Compute", "Controller", "DType", "InferLayout", "MeshGroup", "Placed",
     "RemoteRollout", "RemoteTraining", "RolloutMeta", "RolloutWorker", "SourceShard",
     "Threads", "TrainLayout", "TrainMeta", "TrainingWorker", "UpdateReport",
-    "as_bytes", "box_shape", "box_size", "extents_of", "flat_boxes", "lay_out", "load_model",
+    "as_bytes", "box_shape", "box_size", "extents_of", "lay_out", "load_model",
     "make_schedule", "mesh_groups", "numpy_dtype", "numpy_dtypes", "placed_box", "rollout_metas",
     "shard_of", "train_metas", "whole",
 ]  # fmt: skip

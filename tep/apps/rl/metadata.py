@@ -25,7 +25,7 @@ __all__ = [
     "ALIGN_BYTES", "BLOCK", "ROW", "SCALINGS", "Box", "DType", "Gather", "GatherPiece", "MeshGroup",
     "Out", "OutPart", "Placed", "RolloutMeta", "Rows", "Scaling", "Schedule", "SourceShard",
     "TargetShard", "Task", "Tensor", "TrainMeta", "are_disjoint", "box_bytes", "box_shape",
-    "box_size", "extents_of", "flat_boxes", "intersect", "item_bytes", "joined_axis",
+    "box_size", "extents_of", "intersect", "item_bytes", "joined_axis",
     "joined_shape", "local_shape", "mesh_groups", "nbytes_of", "placed_box", "scale_shape",
     "shard_of", "whole",
 ]  # fmt: skip
@@ -327,36 +327,6 @@ def shard_of(tensor: Any) -> tuple[tuple[int, ...], Box, Any]:
             f"be here, but the local values have the shape {list(local.shape)}"
         )
     return shape, box, local
-
-
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements start to stop of a tensor in C order, in this order.
-
-    So FSDP shards a parameter that it has flattened (`use_orig_params`).
-
-    Raises:
-        UsageError: the range is not in the tensor.
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise UsageError(f"elements {start} to {stop} of a tensor of shape {list(shape)}")
-    if start == stop:
-        return
-    if len(shape) == 1:
-        yield ((start, stop),)
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # rows that are there from end to end
-    if first > last:  # within one row
-        first = start // inner
-        for box in flat_boxes(shape[1:], start - first * inner, stop - first * inner):
-            yield ((first, first + 1), *box)
-        return
-    for box in flat_boxes(shape[1:], inner - (first * inner - start), inner):
-        yield ((first - 1, first), *box)
-    if first < last:
-        yield ((first, last), *whole(tuple(shape[1:])))
-    for box in flat_boxes(shape[1:], 0, stop - last * inner):
-        yield ((last, last + 1), *box)
 
 
 def mesh_groups(

@@ -472,20 +472,11 @@ def _boxes(
 # ---------------------------------------------------------------------- inference
 
 
-def rollout_metas(
-    model: Model, layout: InferLayout, nics: int = 1, prefix: str = "rollout"
-) -> tuple[RolloutMeta, ...]:
-    """Compute what every inference worker holds; worker k is named f"{prefix}{k}".
-
-    Args:
-        model: its tensors.
-        layout: how the inference side cuts them; it has layout.world workers.
-        nics: NICs of each worker.
-        prefix: of the workers' names.
-    """
+def rollout_metas(model: Model, layout: InferLayout, nics: int = 1) -> tuple[RolloutMeta, ...]:
+    """Compute what every inference worker holds; worker k is named f"rollout{k}"."""
     held = [target_shards(model, layout, index) for index in range(layout.ep)]
     return tuple(
-        RolloutMeta(f"{prefix}{k}", nics, *held[k % layout.ep]) for k in range(layout.world)
+        RolloutMeta(f"rollout{k}", nics, *held[k % layout.ep]) for k in range(layout.world)
     )
 
 

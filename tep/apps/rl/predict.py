@@ -28,7 +28,7 @@ from tep.sim import Profile, load_profile
 
 __all__ = [
     "DENSE_MS", "KIMI_K2", "LINE_BYTES_PER_S", "OPERATIONS", "PUBLISHED_MS",
-    "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS", "Attribution", "Busy", "Prediction", "SlowNic",
+    "QUANTUM_BYTES", "TOTAL_MS", "WAIT_MS", "Attribution", "Busy", "Prediction",
     "StageTimes", "predict",
 ]  # fmt: skip
 
@@ -36,20 +36,6 @@ __all__ = [
 QUANTUM_BYTES: Final = 4 * MiB
 """The bytes that a NIC sends of one flow before the next. The profiles' 64 KiB would be ninety
 million turns for six terabytes; rows here are megabytes, so the share of each flow is the same."""
-
-
-class SlowNic(NamedTuple):
-    """A NIC that is slower than its profile says, both ways: a bad cable, a lost lane.
-
-    Attributes:
-        node: "train0", "train1", ..., or "rollout0", ...
-        nic: which of its NICs.
-        times: how many times as long each byte takes.
-    """
-
-    node: str
-    nic: int = 0
-    times: float = 2.0
 
 
 class Busy(NamedTuple):
@@ -119,7 +105,6 @@ def predict(
     *,
     profile: str | Profile = "cx7_400",
     seed: int = 0,
-    slow: SlowNic | None = None,
     spans: bool = False,
     drains: bool = False,
     rollout_profile: str | Profile | None = None,
@@ -131,7 +116,6 @@ def predict(
         times: of its compute stages.
         profile: of the machines, one of `tep.sim.profiles()`.
         seed: of the fabric.
-        slow: one NIC that is slower than the others.
         spans: record what happened when.
         drains: between mesh groups a rank waits for its own writes, as published; ours does not.
         rollout_profile: of the rollout workers' machines, where those are others.
@@ -146,8 +130,6 @@ def predict(
         move_bytes=False,
         options=tep.EngineOptions(wait_timeout_s=3600.0),
     ) as cluster:
-        if slow is not None:
-            cluster.slow_down(*slow)
         run = _Run(cluster, schedule, times, spans, drains)
         total_ms = cluster.run(run.main()) * 1e3
         sent = [sum(nic.nbytes for nic in engine.stats().nics) for engine in run.trains]
@@ -156,7 +138,7 @@ def predict(
         total_ms=total_ms,
         stages=stages,
         wait_ms=total_ms - sum(stages.values()),
-        links=_links(machines, sent, schedule.received_bytes().tolist(), slow, total_ms),
+        links=_links(machines, sent, schedule.received_bytes().tolist(), total_ms),
         peak_bytes=run.peak_bytes,
         spans=tuple(run.spans),
     )
@@ -167,26 +149,16 @@ def _machine(profile: str | Profile) -> Profile:
 
 
 def _links(
-    machines: Sequence[Profile],
-    sent: Sequence[int],
-    received: Sequence[int],
-    slow: SlowNic | None,
-    total_ms: float,
+    machines: Sequence[Profile], sent: Sequence[int], received: Sequence[int], total_ms: float
 ) -> tuple[Busy, ...]:
-    """The load of the busiest device of each kind, all traffic counted, and of the slow NIC."""
+    """The load of the busiest device of each kind, all traffic counted."""
     found = []
-    for kind, machine, carried, name in (
-        ("train", machines[0], sent, "NICs of the training ranks, sending"),
-        ("rollout", machines[1], received, "NICs of the rollout workers, receiving"),
+    for machine, carried, name in (
+        (machines[0], sent, "NICs of the training ranks, sending"),
+        (machines[1], received, "NICs of the rollout workers, receiving"),
     ):
         line = machine.wire_bps * machine.nics / 8e3  # of all NICs of a node, bytes a millisecond
-        nodes = {f"{kind}{k}": nbytes for k, nbytes in enumerate(carried)}
-        if slow is not None and slow.node in nodes:
-            nbytes = nodes.pop(slow.node) // machine.nics
-            fraction = nbytes * machine.nics * slow.times / line / total_ms
-            label = f"NIC {slow.nic} of {slow.node}, {slow.times:g} times as slow"
-            found.append(Busy(label, nbytes, fraction))
-        most = max(nodes.values(), default=0)
+        most = max(carried, default=0)
         found.append(Busy(name, most, most / line / total_ms))
     return tuple(sorted(found, key=lambda busy: -busy.fraction))
 
