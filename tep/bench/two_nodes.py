@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,9 @@ from tep.base.wire import MrDesc
 from tep.core.plan import count_imms
 from tep.cuda.arena import Arena, alloc
 from tep.engine import TransferEngine
+from tep.rendezvous import Group
 
-__all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure"]
+__all__ = ["FORMAT", "Plan", "Point", "Result", "document", "measure"]
 
 FORMAT: Final = "tep-two-nodes-1"
 _SINGLES: Final = (64 * KiB, 256 * KiB, MiB, 32 * MiB)
@@ -45,16 +46,6 @@ _PAGES: Final = (KiB, 8 * KiB, 16 * KiB, 64 * KiB)
 
 _SLICES: Final = 16
 _WAIT_S: Final = 120.0
-
-
-class Meeting(Protocol):
-    """The meeting of the two sides: `tep.rendezvous.Group`, or none if both are here."""
-
-    rank: int
-
-    def all_gather(self, data: bytes, *, timeout_s: float = 60.0) -> list[bytes]: ...
-
-    def barrier(self, *, timeout_s: float = 60.0) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +92,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results over one engine.
-
-    Attributes:
-        points: the figures, in order.
-        nics: names of the NICs.
-    """
+    """The figures over one engine, in order, and the names of its NICs."""
 
     points: tuple[Point, ...]
     nics: tuple[str, ...]
@@ -124,7 +110,7 @@ class _Side:
 
     @property
     def nics(self) -> int:
-        """The number of its NICs."""
+        """The number of NICs."""
         return len(self.engine.main_address.domains)
 
 
@@ -142,7 +128,7 @@ class _Match:
             NICs, so they agree.
     """
 
-    def __init__(self, sides: Sequence[_Side], meeting: Meeting | None) -> None:
+    def __init__(self, sides: Sequence[_Side], meeting: Group | None) -> None:
         self.meeting = meeting
         if meeting is None:
             self.source, self.target = sides[0], sides[1]
@@ -195,7 +181,7 @@ def measure(
     engines: Sequence[TransferEngine],
     plan: Plan,
     *,
-    meeting: Meeting | None = None,
+    meeting: Group | None = None,
     memory: str = "cpu",
     progress: Callable[[str], None] = lambda _: None,
     seed: int = 1,

@@ -45,11 +45,7 @@ _PROFILES: Final = ("efa_2x200", "efa_4x100", "cx7_400")
 
 
 def read_file(path: Path) -> U8:
-    """Map the bytes of a file, without a copy.
-
-    Raises:
-        UsageError: it cannot be read, or is empty.
-    """
+    """Map the bytes of a file, without a copy; UsageError if it cannot be read, or is empty."""
     try:
         return np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # the latter: it is empty
@@ -177,8 +173,8 @@ class Moved:
     """One run: the transfer, and its result at the receiver.
 
     Attributes:
-        fabric: the fabric, with its profile or seed.
-        processes: number of processes of sender and receiver together.
+        fabric: with its profile or seed.
+        processes: of sender and receiver together.
         pages: writes with an immediate.
         nics: NICs of the sender -> of the receiver.
         nic_bytes: bytes that each NIC of the sender carried.
@@ -187,8 +183,7 @@ class Moved:
             a simulated one; between two processes the median of the rounds.
         gbps: rate over that time.
         published_gbps: the paper's figure for this NIC and page size, if it has one.
-        sha256: digest of the received bytes.
-        agrees: True if it is the file's digest.
+        sha256: of the received bytes; `agrees` if it is the file's.
     """
 
     fabric: str
@@ -250,7 +245,7 @@ class File(NamedTuple):
 
     @property
     def npages(self) -> int:
-        """Number of pages."""
+        """The number of pages."""
         return -(-self.nbytes // self.page_bytes)
 
     def places(self) -> tuple[I64, I64]:
@@ -261,19 +256,10 @@ class File(NamedTuple):
 
 
 def move_between(pair: Pair, data: U8, page_bytes: int, *, seed: int) -> Moved | LeftOut:
-    """Move `data` from this process to another one as pages in random order, three times.
+    """Move `data`, uint8[n], from this process to another as pages in random order, three times.
 
-    Args:
-        pair: the backend and its options.
-        data: uint8[n], n >= 1.
-        page_bytes: length of a page.
-        seed: seed of the page order on both sides.
-
-    Returns:
-        The record of the run; or the reason why this machine cannot make it.
-
-    Raises:
-        FabricError: it began, and failed.
+    Returns the record of the run, or the reason why this machine cannot make it. FabricError: it
+    began, and failed.
     """
     file = File(len(data), page_bytes, seed, rounds=3)
     try:
@@ -299,14 +285,8 @@ def move(
 ) -> Moved:
     """Move `data` from an engine to the receiver's as pages in random order, and check the result.
 
-    Args:
-        fabric: name of the run.
-        sender: the sending engine.
-        answers: the receiver's, as `receive` yields them.
-        data: uint8[n].
-        file: the same for the receiver.
-        processes: 2: a handshake comes first, which is not timed.
-        published_gbps: the published number to show beside the result.
+    `answers` are the receiver's, as `receive` yields them; between two processes a handshake comes
+    first, which is not timed.
     """
     source = np.zeros(file.npages * file.page_bytes, np.uint8)
     source[: len(data)] = data

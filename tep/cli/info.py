@@ -27,9 +27,7 @@ __all__ = ["backend_states", "doctor", "info"]
 
 
 def backend_states() -> list[dict[str, object]]:
-    """Ask every backend of the registry: return its name, whether it is available, details,
-    remedy, facts, and attempts.
-    """
+    """Ask every backend of the registry whether it is available, and why."""
     states: list[dict[str, object]] = []
     for name, spec in BACKENDS.items():
         state: dict[str, object] = {"backend": name, "drives": spec.summary}

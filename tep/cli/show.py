@@ -85,15 +85,10 @@ def _writable(path: Path | None) -> Path | None:
 
 
 def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> None:
-    """Refuse options that were given and would be ignored.
+    """Raise BadParameter for the first option that was given and would be ignored.
 
-    Args:
-        context: the command's context.
-        where: the mode that ignores them, e.g. "--fabric chaos".
-        names: Python names of the command's parameters.
-
-    Raises:
-        BadParameter: the first that was given.
+    `where` is the mode that ignores them, e.g. "--fabric chaos"; `names` are those of the command's
+    parameters in Python.
     """
     for name in names:
         source = context.get_parameter_source(name)
@@ -153,11 +148,9 @@ def span(ends: tuple[float, float]) -> str:
 
 
 def print_items(items: Iterable[tuple[str, str, Iterable[str]]]) -> None:
-    """Print things, each with what there is to say of it, in lines that a CI log shows whole.
+    """Print of each thing its label, in a colour, and lines that a CI log shows whole.
 
-    Args:
-        items: of each its label, the colour of the label, and its lines; these are folded at the
-            terminal's width (COLUMNS, else 100 in a pipe), and no word is broken.
+    Lines are folded at the terminal's width (COLUMNS, else 100 in a pipe), and no word is broken.
     """
     given = list(items)
     indent = 2 + max(len(label) for label, _, _ in given)

@@ -219,7 +219,7 @@ class AllToAll:
         self._spawn(self._proxy.dispatch(turn), turn)
         await spend(kernels.launch_s())
         if self._group.board is not None:
-            self._group.board.publish(turn.number, self.rank, batch)
+            self._group.board.publish(turn.number, self.rank, batch.counts)
         payload.write_route(turn.number, batch.counts)
         self._proxy.counted.store(turn.number)
         moves = tokens_to(self._peers, layout, batch, near=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from tep import UsageError
-from tep.apps.moe.config import Batch, Routes
+from tep.apps.moe.config import Ints, Routes
 from tep.apps.moe.payload import Bytes
 
 __all__ = ["Board", "Exchange", "Group", "Move", "Nvlink", "NvlinkPort", "local_groups"]
@@ -59,22 +59,22 @@ class Board:
     """The exchange of hellos among the ranks of one process.
 
     Attributes:
-        batches: (turn, rank) -> its copies; where no bytes are moved, this is how the model of
-            a rank learns what the bytes would have told it. It is read once the immediates that
-            vouch for those bytes are counted, never before.
+        counts: (turn, rank) -> copies of each expert; where no bytes are moved, this is how the
+            model of a rank learns what the bytes would have told it. It is read once the immediates
+            that vouch for those bytes are counted, never before.
     """
 
     world: int
-    batches: dict[tuple[int, int], Batch] = field(default_factory=dict)
+    counts: dict[tuple[int, int], Ints] = field(default_factory=dict)
     _made: dict[int, Routes] = field(default_factory=dict)
     _hellos: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _ready: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
     _rounds: dict[int, int] = field(default_factory=dict)
 
-    def publish(self, turn: int, rank: int, batch: Batch) -> None:
-        """Note a rank's copies, and forget those of two turns before."""
-        self.batches[turn, rank] = batch
-        self.batches.pop((turn - 2, rank), None)
+    def publish(self, turn: int, rank: int, counts: Ints) -> None:
+        """Note a rank's counts, and forget those of two turns before."""
+        self.counts[turn, rank] = counts
+        self.counts.pop((turn - 2, rank), None)
 
     def once(self, turn: int, make: Callable[[], Routes]) -> Routes:
         """Make what all ranks make of the same counts in a turn; the others take the first's."""

@@ -589,7 +589,7 @@ class Proxy:
         for p in peers.others:
             if self.payload.arena is None:
                 assert self._board is not None
-                counts[p] = self._board.batches[turn.number, p].counts
+                counts[p] = self._board.counts[turn.number, p]
             else:
                 counts[p] = self.payload.read_route(turn.number, p)
         return counts

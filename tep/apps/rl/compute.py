@@ -53,10 +53,8 @@ def load_shards(
 ) -> None:
     """Copy what a rank holds of a task's tensors to its place in staging.
 
-    This is the copy from host to device where the weights are offloaded.
-
-    Raises:
-        UsageError: a tensor has an infinity or a NaN; its name is in the message.
+    This is the copy from host to device where the weights are offloaded. UsageError names a tensor
+    with an infinity or a NaN.
     """
     for gather in task.gathers:
         for piece in gather.pieces:
@@ -67,11 +65,7 @@ def load_shards(
 
 
 def as_array(values: object, name: str) -> Array:
-    """Return an array as it is, or a torch tensor as one; see as_bytes().
-
-    Raises:
-        UsageError: it is neither; the message has the name.
-    """
+    """Return an array as it is, or a torch tensor as one; see as_bytes()."""
     if isinstance(values, np.ndarray):
         return values
     raw, tensor = as_bytes(values, name), typing.cast("Any", values)
@@ -168,11 +162,7 @@ _NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "u8":
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy dtype of a parameter.
-
-    Raises:
-        BackendUnavailable: it needs ml_dtypes, which is not installed.
-    """
+    """The numpy dtype of a parameter; BackendUnavailable where ml_dtypes is missing."""
     if dtype in {"fp16", "fp32", "u8"}:
         return np.dtype(_NAMES[dtype])
     ml_dtypes = need("ml_dtypes", "rl", f"an array of {dtype}")
@@ -187,11 +177,7 @@ def numpy_dtypes(dtype: DType) -> list[np.dtype[Any]]:
 
 
 def check_finite(values: Array, name: str) -> None:
-    """Refuse what has no place in a model.
-
-    Raises:
-        UsageError: there is an infinity or a NaN; the message has the name and the first place.
-    """
+    """Refuse an infinity or a NaN by a UsageError that has the name and the first place."""
     if values.dtype.kind in "biu":
         return
     # By the bits, since numpy is slow with bfloat16: infinities and NaN have all of these.

@@ -50,8 +50,6 @@ class Controller(Generic[Train, Rollout]):
     Attributes:
         schedule: the routing in force.
         version: of the last update that went well; None before.
-        watermark_bytes, bundle_bytes: of the next schedule.
-        trains: the training ranks, in rank order.
         rollouts: the rollout workers that the next update will reach, as far as is known, by name.
         metas: what each of them holds.
     """

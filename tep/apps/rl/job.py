@@ -57,8 +57,6 @@ class Job:
     Attributes:
         model: published name or path of a config.json.
         weights: path of the safetensors file to begin with.
-        train, infer: layouts.
-        backend: a name of `tep info`.
         options: of the backend, e.g. {"provider": "tcp", "nics": 1}.
     """
 
@@ -109,8 +107,8 @@ class RankedJob:
         sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
 
     Attributes:
-        controller: drives the updates.
-        trains, rollouts: the workers, as the controller sees them.
+        controller: drives the updates of these workers.
+        trains, rollouts: the workers.
 
     Raises:
         UsageError: another number of processes was started.
@@ -158,13 +156,7 @@ class RankedJob:
 
 
 class LocalJob(RankedJob):
-    """A job whose processes all run here; it starts them.
-
-    Args:
-        job: what to run.
-        folder: for the workers' logs.
-        sizes: watermark_bytes, bundle_bytes, timeout_s; of the controller.
-    """
+    """A job whose processes all run here; it starts them, with their logs in `folder`."""
 
     module = "tep.apps.rl.job"
 

@@ -118,7 +118,6 @@ class MeshGroup:
     """Tensors with one way of sharding, and the sub-meshes that unshard them.
 
     Attributes:
-        name: e.g. "experts".
         tensors: names.
         submeshes: disjoint sets of training ranks; each gathers what its members hold.
     """
@@ -134,7 +133,7 @@ class TrainMeta:
 
     Attributes:
         rank: its number, 0 to n-1.
-        nics: NICs of its engine.
+        nics: of its engine.
         shards: what it holds; an empty box is left out.
         dtypes: of its tensors.
         groups: all mesh groups, in the order in which they are updated; the same on every rank.
@@ -153,8 +152,7 @@ class RolloutMeta:
 
     Attributes:
         name: its identity over restarts.
-        nics: NICs of its engine.
-        shards: what it holds.
+        nics: of its engine.
         nbytes: of its weight region.
     """
 
@@ -165,7 +163,7 @@ class RolloutMeta:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Extent of each dimension."""
+    """The extent of each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -221,11 +219,7 @@ def joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def local_shape(parts: Sequence[SourceShard]) -> tuple[int, ...]:
-    """Shape of parts joined together.
-
-    Raises:
-        UsageError: they do not fit.
-    """
+    """Shape of parts joined together; UsageError if they do not fit."""
     shapes = [box_shape(part.box) for part in parts]
     axis = joined_axis(len(shapes[0]))
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
@@ -427,10 +421,7 @@ class Gather(NamedTuple):
     """One source tensor that a task unshards.
 
     Attributes:
-        name: of the tensor.
-        dtype: of the tensor.
         box: what is there once all pieces are; they tile it.
-        pieces: by box.
         offset: byte in the task's staging of the whole tensor in C order; the first piece's offset
             if the pieces, one behind the other, are the whole already.
     """
@@ -458,8 +449,7 @@ class Out(NamedTuple):
     """One output of a task: parts joined, quantised, packed.
 
     Attributes:
-        target: name of the fused parameter.
-        dtype: in inference.
+        target: name of the fused parameter; `dtype` is in inference.
         parts: joined along the last axis but one, in order.
         places: byte in the task's staging and bytes of the values; and of the scales, if dtype is
             quantised.
@@ -479,8 +469,6 @@ class Task(NamedTuple):
         name: of its first output.
         group: number of its mesh group.
         members: ranks of its sub-mesh; all take part.
-        gathers: what is unsharded.
-        outs: what is made of it.
         gather_bytes: of all gathered tensors.
         nbytes: staging that every member needs for it.
         staging: where that begins in each member's staging region.

@@ -50,9 +50,7 @@ class Fused:
     """One parameter of the inference engine.
 
     Attributes:
-        name: in the inference engine.
         sources: tensors joined in it, in order.
-        dtype: in inference.
         split: how tensor parallelism cuts it.
         units: for each source, how many pieces it can be cut into (heads); with fewer pieces than
             ranks several ranks hold the same piece. 0: rows as they come.
@@ -72,9 +70,8 @@ class Model:
     """One model, on both sides.
 
     Attributes:
-        name: for people.
-        source: where its shapes are from.
-        layers: transformer layers.
+        source: where its shapes are from, for people.
+        layers: number of transformer layers.
         tensors: in training, in layer order.
         fused: in inference, in layer order.
     """
@@ -87,7 +84,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def quantised_as(self, dtype: DType) -> Model:
@@ -160,7 +157,7 @@ class _Builder:
         self._mixtral = self._type == "mixtral"
 
     def _int(self, *keys: str, default: int | None = None) -> int:
-        """The first of these keys that is there."""
+        """Return the value of the first of these keys that is there."""
         for key in keys:
             value = self._config.get(key)
             if value is None:
@@ -341,8 +338,7 @@ class TrainLayout:
     Attributes:
         fsdp: shards of each parameter.
         pp: pipeline stages, contiguous layers each.
-        ep: expert parallelism.
-        tp: tensor parallelism.
+        ep, tp: expert and tensor parallelism.
         replicas: copies of everything.
     """
 

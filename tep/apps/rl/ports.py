@@ -31,7 +31,6 @@ class TrainReport:
     """One training rank's part in one update.
 
     Attributes:
-        rank: which.
         written_bytes: to rollout workers.
         gathered_bytes: sent to other members of its sub-meshes.
         peak_bytes: most staging that its tasks held at once.
@@ -125,10 +124,9 @@ class UpdateReport:
     Attributes:
         version: of the weights.
         attempt: number of the try; each has its own immediates.
-        ok: all training ranks did their part, and some rollout worker serves the version.
-        error: why not.
+        ok: all training ranks did their part, and some rollout worker serves the version; if
+            not, `error` says why.
         elapsed_s: of the controller's clock.
-        peers: one for each peer.
         trains: reports of the training ranks, if they ended well.
         rerouted: the schedule was computed anew for it.
     """
@@ -176,11 +174,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Decode strictly.
-
-        Raises:
-            BadDescriptor: these bytes are no regions.
-        """
+        """Decode strictly: BadDescriptor if these bytes are no regions."""
         try:
             starts, descs = msgspec.msgpack.decode(data, type=tuple[tuple[int, ...], list[bytes]])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -214,11 +208,7 @@ class Kind(IntEnum):
 
 
 def make_imm(kind: Kind, attempt: int, number: int = 0) -> int:
-    """Encode an immediate.
-
-    Raises:
-        UsageError: a number beyond 16 bits.
-    """
+    """Encode an immediate; UsageError for a number beyond 16 bits."""
     if not 0 <= number < _NUMBERS:
         raise UsageError(f"{kind.name} number={number}; a schedule has {_NUMBERS} tasks at most")
     return kind << 28 | attempt % ATTEMPTS << 16 | number
@@ -236,13 +226,9 @@ def count_row(nbytes: int, nlocal: int, nremote: int) -> int:
 
 
 def count_data(schedule: Schedule, receiver: int, nlocal: Sequence[int], nremote: int) -> int:
-    """Number of immediates that all weights make at one rollout worker.
+    """Number of immediates that all weights make at one rollout worker, with `nremote` NICs.
 
-    Args:
-        schedule: the routing.
-        receiver: its number in there.
-        nlocal: NICs of each training rank.
-        nremote: NICs of the rollout worker.
+    `receiver` is its number in the schedule, `nlocal` the NICs of each training rank.
     """
     rows = schedule.rows[schedule.rows["receiver"] == receiver]
     nics = np.array(nlocal)[rows["sender"]]

@@ -42,8 +42,7 @@ class Busy(NamedTuple):
     """The load of one kind of link.
 
     Attributes:
-        name: which, in words.
-        nbytes: that the busiest of them carries.
+        nbytes: that the busiest of these links carries.
         fraction: of the update's time that this takes at line rate.
     """
 
@@ -114,7 +113,7 @@ def predict(
     Args:
         schedule: of the deployment.
         times: of its compute stages.
-        profile: of the machines, one of `tep.sim.profiles()`.
+        profile: of the machines.
         seed: of the fabric.
         spans: record what happened when.
         drains: between mesh groups a rank waits for its own writes, as published; ours does not.
@@ -205,7 +204,7 @@ class _Run:
         self._ended = [asyncio.Event() for _ in schedule.tasks]
 
     async def main(self) -> float:
-        """Run it; return simulated seconds."""
+        """Run the update; return simulated seconds."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         nlocal, nremote = self._nics
@@ -364,12 +363,7 @@ _EXPERTS: Final = "experts"  # the mesh group of train_metas()
 
 
 class Operation(NamedTuple):
-    """One line of the published table: a training rank's time in one update.
-
-    Attributes:
-        total_ms: in one update.
-        calls: how often.
-    """
+    """One line of the published table: a training rank's time in one update, and its calls."""
 
     total_ms: float
     calls: int
@@ -438,13 +432,7 @@ class StageTimes:
         attribution: Attribution = "roofline",
         dense_ms: float = DENSE_MS,
     ) -> StageTimes:
-        """Make rates of published totals.
-
-        Args:
-            schedule: of the published deployment, which says how many bytes the totals are for.
-            attribution: see there.
-            dense_ms: of roofline: see DENSE_MS.
-        """
+        """Make rates of published totals, which are for the bytes of the published schedule."""
         by_line, ranks = attribution == "roofline", schedule.ranks
         own, gathered, tensors = ({True: 0, False: 0} for _ in range(3))
         for task in schedule.tasks:

@@ -35,9 +35,6 @@ class RolloutWorker:
         meta: what it holds.
         region: memory of meta.nbytes bytes for the weights; None: allocate it. Or the memory of
             each parameter, by name, where `lay_out(apart=True)` has laid them out.
-
-    Attributes:
-        engine, meta: as given.
     """
 
     def __init__(
@@ -92,11 +89,7 @@ class RolloutWorker:
 
     @property
     def region(self) -> npt.NDArray[np.uint8]:
-        """The one region of all weights.
-
-        Raises:
-            UsageError: each parameter has its own.
-        """
+        """The one region of all weights; UsageError if each parameter has its own."""
         if self._parameters:
             raise UsageError(f"{self.meta.name}: each parameter has a region of its own")
         arena: npt.NDArray[np.uint8] = self._memory[0][0]
@@ -234,11 +227,7 @@ class RolloutWorker:
 def _memory_of(
     meta: RolloutMeta, parameters: Mapping[str, Parameter]
 ) -> dict[int, tuple[Parameter, int]]:
-    """Memory and bytes of each parameter, by the offset in the layout at which it begins.
-
-    Raises:
-        UsageError: a parameter without memory, or memory without a parameter.
-    """
+    """Memory and bytes of each parameter, by the offset in the layout at which it begins."""
     odd = sorted({shard.name for shard in meta.shards} ^ set(parameters))
     if odd:
         raise UsageError(f"{meta.name}: layout and memory name different parameters: {odd[:4]}")

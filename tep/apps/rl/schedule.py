@@ -374,9 +374,7 @@ def _placed(tasks: Sequence[Task], ranks: int, watermark: int) -> tuple[Task, ..
 def _rows(draft: _Draft, loads: Floats) -> Rows:
     """All writes of one task: every receiver's rows, shared out to the members.
 
-    Args:
-        draft: the task.
-        loads: bytes that each rank has been given so far; this task's are added.
+    The bytes of this task are added to `loads`, the bytes that each rank has been given so far.
     """
     tables: list[Rows] = []
     for out, (piece, content) in zip(draft.task.outs, draft.contents):
@@ -412,8 +410,6 @@ class Piece(NamedTuple):
     """A slice of one target, packed.
 
     Attributes:
-        target: name of the target.
-        dtype: in inference.
         parts: (number of the part, box in its source tensor), joined in this order.
         spread: bytes of its values and where they go; and of its scales, if dtype is quantised.
     """
@@ -429,9 +425,7 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Make pieces of what a sub-mesh has of each part (None: nothing).
 
-    Raises:
-        UsageError: the parts do not fit together, or a slice of a quantised target does not begin
-            or end at a block.
+    UsageError: the parts do not fit together, or a quantised target is cut within a block.
     """
     shape = local_shape(parts)
     inner = [_inside(part.box, box) for part, box in zip(parts, boxes)]
@@ -561,13 +555,8 @@ def coalesce(rows: Rows) -> Rows:
 def deal_out(line: Rows, loads: Floats) -> tuple[Rows, Floats]:
     """Cut a line of rows in stretches, one for each sender that is wanted.
 
-    Args:
-        line: rows in order; their senders are not set.
-        loads: bytes that each sender has been given before.
-
-    Returns:
-        The rows, cut where stretches end, with `sender` an index into `loads`; and the bytes given
-        to each.
+    Returns the rows, cut where stretches end, with `sender` an index into `loads` (the bytes that
+    each sender has been given before); and the bytes that each is given now.
     """
     ends = np.cumsum(line["nbytes"])
     total = int(ends[-1])

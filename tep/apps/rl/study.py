@@ -50,9 +50,6 @@ class Deployment:
     """A model between two layouts, on machines of one profile.
 
     Attributes:
-        model: what is updated.
-        train, infer: layouts.
-        profile: of the machines.
         watermark_bytes, bundle_bytes: of the schedule.
         attribution, dense_ms: of published compute times.
         group_order: of mesh groups; None: experts first.
@@ -142,12 +139,8 @@ def _schedule(of: Deployment) -> Schedule:
 def train_layout(world: int, **sizes: int) -> TrainLayout:
     """A layout for so many training ranks: like the published one as far as that divides.
 
-    Args:
-        world: training ranks.
-        **sizes: pp, ep, tp, replicas, fsdp where they shall be other.
-
-    Raises:
-        UsageError: the sizes given do not divide the number of ranks.
+    `sizes` are pp, ep, tp, replicas, fsdp where they shall be other. UsageError: they do not
+    divide the number of ranks.
     """
     given = math.prod(sizes.values())
     if given < 1 or world % given:

@@ -66,7 +66,6 @@ class TrainingWorker:
         compute: where the arithmetic runs.
 
     Attributes:
-        rank: its number.
         schedule: the routing in force, None before the first.
     """
 
@@ -216,11 +215,7 @@ class Attempt:
         self._held = self._peak = self._written = self._sent = 0
 
     async def run(self) -> TrainReport:
-        """Do all tasks and barriers.
-
-        Raises:
-            FabricError: another training rank cannot be reached.
-        """
+        """Do all tasks and barriers; FabricError: another training rank cannot be reached."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for number in range(len(self._schedule.groups)):
