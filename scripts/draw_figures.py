@@ -209,8 +209,8 @@ def figures_of(notebook: str, count: int) -> list[Figure]:
     raise ValueError(f"{path}: draws fewer than {count} figures")
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw every figure into a folder; return the files."""
+def draw(folder: Path, notebooks: dict[str, dict[str, int]]) -> list[Path]:
+    """Draw the figures of this file and those of notebooks into a folder; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     with mpl.rc_context(
@@ -225,7 +225,7 @@ def draw(folder: Path) -> list[Path]:
             made.append(folder / f"{name}.svg")
             figure.savefig(made[-1], metadata={"Date": None})
             plt.close(figure)
-        for notebook, wanted in NOTEBOOKS.items():
+        for notebook, wanted in notebooks.items():
             found = figures_of(notebook, max(wanted.values()))
             for name, number in wanted.items():
                 made.append(folder / f"{name}.svg")
@@ -237,5 +237,5 @@ def draw(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for file in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/img")):
+    for file in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/img"), NOTEBOOKS):
         print(file)

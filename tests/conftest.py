@@ -26,11 +26,11 @@ settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))
 
 
 LONGEST = [
-    *("rxe_vm", "notebooks", "newcomer", "fake_efa", "distribution", "doctor_machines"),
+    *("rxe_vm", "notebooks", "planted_bugs", "newcomer", "fake_efa", "distribution"),
     *("libfabric_efa", "libfabric_two_processes", "cli", "reproduce"),
 ]
-"""Files of tests/e2e that take longest, each by one worker: a late one leaves the others idle. Two
-with a virtual machine, or with one and the fake device, would take each other's processors.
+"""Files that take longest, each by one worker: a late one leaves the others idle. Two that have a
+virtual machine, or one and the fake device, would take each other's processors.
 """
 
 

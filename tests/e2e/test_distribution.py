@@ -102,7 +102,7 @@ print(tep.__file__)
 """
 
 
-PYTHONS = ("3.12", "3.13", "3.14")
+PYTHONS = (pytest.param("3.12", marks=pytest.mark.long), "3.13", "3.14")
 """Versions beside that of this test that tep says it runs on."""
 
 

@@ -90,23 +90,19 @@ def test_what_efa_nics_can_do_is_asked_of_their_library(which):
 
 @pytest.mark.timeout(700)  # an emulated machine on a crowded one takes four times as long
 def test_the_commands_for_connectx_beside_soft_roce():
-    """Doctor and smoke test over real libibverbs; counters that say the NIC was used.
+    """The doctor over real libibverbs; counters that say the NIC was used.
 
-    The benchmark of two nodes joins them in long runs.
+    The smoke test and the benchmark of two nodes join it in long runs.
     """
     need_guest()
     python = shlex.quote(sys.executable)
     bench = "scripts/bench_two_nodes.py --short --launch local --backend verbs --option nics=2"
-    commands = [
-        f"cd {shlex.quote(str(ROOT))}",
-        f"{python} scripts/verify_efa.py verbs",
-        f"{python} -c {shlex.quote(DOCTOR)}",
-    ]
-    long = bool(os.environ.get("TEP_LONG"))  # the emulated processor takes a minute for it
+    commands = [f"cd {shlex.quote(str(ROOT))}", f"{python} -c {shlex.quote(DOCTOR)}"]
+    long = bool(os.environ.get("TEP_LONG"))  # the emulated processor takes a minute for each
     if long:
-        commands.insert(2, f"{python} {bench}")
+        commands[1:1] = [f"{python} scripts/verify_efa.py verbs", f"{python} {bench}"]
     ran = run_in_guest(["sh", "-c", " && ".join(commands)], Options(nics=2, timeout_s=600))
-    assert "verbs: all checks held" in ran.output, ran.output[-3000:]
+    assert not long or "verbs: all checks held" in ran.output, ran.output[-3000:]
     assert not long or "bidirectional 1048576" in ran.output, ran.output[-3000:]
     text = ran.output[ran.output.index('{\n  "passed"') :]
     found = json.loads(text[: text.rindex("}") + 1])["findings"]

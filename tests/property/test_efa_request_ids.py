@@ -37,7 +37,7 @@ def _ticket(n):
     return Ticket(WriteBatch(n, 0, column, 1, column, 2, 8, None, 7), 0, peer, region, 0.0)
 
 
-@settings(max_examples=effort(200, 15))
+@settings(max_examples=effort(80, 15))
 @given(data=st.data())
 def test_no_id_is_given_twice_at_a_time(data):
     """A completion of an id that two rows have ends the wrong one, and frees its source early."""

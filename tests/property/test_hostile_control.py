@@ -161,7 +161,7 @@ def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> 
     assert "its handler raised" not in dict(world.a.stats().control_dropped)
 
 
-MESSAGES = 12_500 if "TEP_LONG" in os.environ else effort(4_000, 2_500)
+MESSAGES = 12_500 if "TEP_LONG" in os.environ else 2_500
 
 
 def test_tens_of_thousands_of_hostile_messages_fill_nothing(

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 
@@ -58,9 +59,9 @@ def receive(pipe, devices, nbytes, count):
         pipe.recv()
 
 
-def test_two_processes_move_64_mib_striped_over_four_nics(devices):
+def test_two_processes_move_16_mib_striped_over_four_nics(devices):
     """The ends of one process may share memory by accident; two processes share only the wire."""
-    nbytes, page = 64 * MiB, 64 * KiB
+    nbytes, page = 16 * MiB, 64 * KiB
     with Peer(receive, devices[4:8], nbytes, nbytes // page) as peer:
         source = noise(nbytes)
         with engine("sender", devices[:4], **PATIENT) as here:
@@ -116,8 +117,9 @@ def test_a_real_file_arrives_whole(devices):
     assert hashlib.sha256(data).digest() == hashlib.sha256(target[: len(data)]).digest()
 
 
-def test_a_hundred_engines_come_and_go(devices):
+def test_engines_come_and_go(devices):
     """Elastic decoders join and leave for days: nothing may pile up at who stays."""
+    visits = 100 if os.environ.get("TEP_LONG") else 20
     ring = []
     with engine("hub", devices[:1], ring) as hub:
         _, desc = hub.reg_mr(buffer(4 * KiB))
@@ -134,7 +136,7 @@ def test_a_hundred_engines_come_and_go(devices):
         for k in range(10):
             visit(k)
         before = _holds(hub)
-        for k in range(10, 110):
+        for k in range(10, 10 + visits):
             visit(k)
 
         assert before == _holds(hub)

@@ -15,7 +15,7 @@ from tests.support.vm.shape import netem, unplugged
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 PAGE = 4 * KiB
-ROWS = 1024
+ROWS = 512
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A question of one's own: the KV cache of a 70B model, 32K tokens, from node to node on EFA.
+"""A question of one's own: the KV cache of a 70B model, 8K tokens, from node to node on EFA.
 
 How large have its pages to be, and what does one slow NIC cost? Written from
 docs/howto/questions.md alone.
@@ -7,7 +7,7 @@ docs/howto/questions.md alone.
 import tep
 
 KiB, GiB = 2**10, 2**30
-KV = 10 * GiB  # 80 layers x 2 x 8 heads x 128 x bf16: 320 KiB a token
+KV = 5 * GiB // 2  # 80 layers x 2 x 8 heads x 128 x bf16: 320 KiB a token
 
 times = tep.sim.transfer_time(KV, "efa_4x100", page_bytes=[16 * KiB, 128 * KiB], parts=80)
 print(times)

@@ -1,4 +1,7 @@
-"""The time to the first token: simulated, against the published rows that nothing was fitted to."""
+"""The time to the first token, simulated: its parts, and how it was fitted.
+
+tests/e2e/test_reproduce.py holds it to the published rows.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,6 @@ from tep.apps.kvcache.ttft import (
     fit,
 )
 
-# Steps and pages of the rows. Source: arXiv 2510.27656 v2, Table 3, as all of them.
-SHAPES = {4096: (1, 256), 8192: (1, 512), 32768: (2, 1024), 131072: (8, 1024)}
 PREDICTED = [row for row in PUBLISHED_ROWS if row not in FITTED_ROWS]
 ALONE = Plant(prefillers=1, decoders=1)
 
@@ -35,18 +36,6 @@ def test_at_most_two_rows_are_fitted_to() -> None:
     assert [4096, 131072] == [row.ntokens for row in PREDICTED]
     again = fit(QWEN3_235B, 16384, FITTED_ROWS, replace(OVERHEAD, start_s=0, hand_over_s=0))
     assert (PUBLISHED, OVERHEAD) == again
-
-
-@pytest.mark.parametrize("row", PREDICTED, ids=lambda row: row.ntokens)
-def test_rows_that_nothing_was_fitted_to_are_predicted(row: Measured) -> None:
-    """Who plans a cluster wants the part that disaggregation adds, not the compute around it."""
-    found = first_token(row.ntokens)
-    chunks = PUBLISHED.chunks(row.ntokens)
-
-    assert SHAPES[row.ntokens] == (len(chunks), PUBLISHED.last_pages(row.ntokens))
-    assert row.ttft_same_node_s == pytest.approx(PUBLISHED.compute_s(row.ntokens), rel=0.05)
-    assert row.ttft_s == pytest.approx(found.ttft_s(), rel=0.10)
-    assert row.ttft_s - row.ttft_same_node_s == pytest.approx(found.added_s(), rel=0.25)
 
 
 def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:

@@ -103,8 +103,7 @@ WORK = [registering, nixl_memory, planning, connecting, first_version]
 
 CASES = [
     *((work, n) for work in WORK for n in (100, 1_000)),
-    *(pytest.param(work, 10_000, marks=pytest.mark.slow) for work in WORK[:-1]),
-    pytest.param(first_version, 10_000, marks=pytest.mark.long),
+    *(pytest.param(work, 10_000, marks=pytest.mark.long) for work in WORK),
 ]
 
 

@@ -173,9 +173,9 @@ def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
 
 
 PATHS = [
-    "moe --nic {} --ep 16",
-    "kvcache --fabric timing --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
-    "rl plan --profile {} --model {model} --train 8 --infer 4",
+    "moe --nic {} --ep 16 --guessed 1",
+    "kvcache --profile {} -p 1 -d 1 --tp 1 --tokens 4096 --seconds 4 --guessed 1 --fabric timing",
+    "rl plan --profile {} --model {model} --train 8 --infer 4 --guessed 1",
     "sim fit {results} --base {}",
 ]
 

@@ -79,7 +79,7 @@ def test_a_planted_bug_is_found_and_found_again(monkeypatch):
     """Where the last transfer is nearly always the last to land, a test run never sees it."""
     monkeypatch.setenv("TEP_NIXL_BACKEND", "chaos")
     found = {}
-    for seed in range(20):
+    for seed in range(8):
         case = Case.draw(seed, nodes=2, nics=(1, 2), faults="order")
         outcomes = []
         for _ in range(2):
@@ -88,7 +88,7 @@ def test_a_planted_bug_is_found_and_found_again(monkeypatch):
         assert outcomes[0] == outcomes[1], "another run of the same seed"
         found[seed] = outcomes[0][0]
 
-    assert 5 < sum(not right for right in found.values()), found
+    assert 2 < sum(not right for right in found.values()), found
 
 
 @pytest.mark.tep(nodes=2, faults="none", runs=3)

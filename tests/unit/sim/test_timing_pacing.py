@@ -329,7 +329,8 @@ def shares(profile, flows, begin_ps, end_ps, network=None) -> list[float]:
     return [count * wire_ps / (end_ps - begin_ps) for count in inside]
 
 
-@pytest.mark.parametrize("senders", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("senders", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_published_an_incast_under_dcqcn_keeps_the_port_busy(senders) -> None:
     """DCQCN, SIGCOMM 2015: more than 97 % of 40 Gb/s, and the same to each, once it has settled.
 
