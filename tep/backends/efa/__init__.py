@@ -43,7 +43,6 @@ def open_domains(
     name: str | None = None,
     epoch: int | None = None,
     peer_timeout_s: float = 5.0,
-    window_rows: int | None = None,
     dmabuf: DmabufExport | None = None,
 ) -> Opened:
     """Open the NICs of one engine.
@@ -53,7 +52,6 @@ def open_domains(
         name: for reports, and the identity of a restart; None = host, pid and a number.
         epoch: this incarnation's number; None = the time in nanoseconds.
         peer_timeout_s: how long a peer may be silent before rows to it fail.
-        window_rows: rows in flight; None = as many as the device's queue holds.
         dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = host memory only.
 
     Raises:
@@ -61,13 +59,10 @@ def open_domains(
         BackendUnavailable: no library, no device, or one whose queues cannot be mapped.
     """
     check_timeout("efa", peer_timeout_s)
-    most = _SEND - _RULES.frames_out
-    if window_rows is not None and not 1 <= window_rows <= most:
-        raise UsageError(f"efa: window_rows={window_rows}; rows are 1 to {most}")
     name, epoch = identity("efa", name, epoch)
     lib = load()
     domains = all_or_none(
-        _open(lib, nic, epoch, peer_timeout_s, dmabuf, window_rows) for nic in _names(lib, nics)
+        _open(lib, nic, epoch, peer_timeout_s, dmabuf) for nic in _names(lib, nics)
     )
     return Opened(domains, epoch, name)
 
@@ -91,12 +86,7 @@ def _names(lib: Efa, nics: Sequence[str] | int | None) -> list[str]:
 
 
 def _open(
-    lib: Efa,
-    name: str,
-    epoch: int,
-    peer_timeout_s: float,
-    dmabuf: DmabufExport | None,
-    window_rows: int | None,
+    lib: Efa, name: str, epoch: int, peer_timeout_s: float, dmabuf: DmabufExport | None
 ) -> EfaDomain:
     wished = Sizes(_SEND, _RULES.frames_in, 2 * _SEND)
     with contextlib.ExitStack() as undo:
@@ -111,9 +101,7 @@ def _open(
                     "for messages, and as many are needed for rows",
                     (),
                 )
-            rules = replace(
-                _RULES, window_rows=min(window_rows or most, most), frames_in=nic.sizes.receive
-            )
+            rules = replace(_RULES, window_rows=most, frames_in=nic.sizes.receive)
             caps = _caps(nic, rules, peer_timeout_s, cuda=dmabuf is not None)
             about = f"SRD through libibverbs and libefa; entries by columns, {way.name}; "
             about += "all peers by the NIC" + ("" if lib.fork_safe else NOT_FORK_SAFE)

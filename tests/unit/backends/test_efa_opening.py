@@ -30,4 +30,4 @@ def test_a_device_that_cannot_be_opened_is_named(monkeypatch):
 
     monkeypatch.setattr(efa, "Nic", refuse)
     with pytest.raises(BackendUnavailable, match="NIC 'rdmap0s6' cannot be opened"):
-        efa._open(None, "rdmap0s6", 1, 1.0, None, None)
+        efa._open(None, "rdmap0s6", 1, 1.0, None)
