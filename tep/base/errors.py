@@ -1,22 +1,7 @@
 """Every exception tep raises, sorted by whose fault it is; no other module defines one.
 
-    TepError
-      UsageError, a ValueError   yours: raised before anything is posted; the call has to change
-        BadRequest                 arguments that contradict each other, or their regions
-        BadDescriptor              bytes or objects that are no address or descriptor
-          StaleEpoch                 of a peer that has restarted: ask it for fresh ones
-        ClosedError                the engine, region or handle is closed
-        BurntImm                   something failed under this immediate: take a fresh one
-      BusyError                  not now: the same call may succeed later
-      FabricError                the fault of wire, NIC or peer: `code` says which
-      RendezvousError            processes that were to meet did not
-      BackendUnavailable         a backend cannot run here: `tried` says why
-      Cancelled                  a handle's end after cancel()
-      WaitTimeout, a TimeoutError   a wait ran out of time; the handle is valid, wait again
-      StallError                 nothing can end this wait (simulation)
-      CallbackError              a callback raised; see `engine.callback_errors`
-
-A bug in tep is an `assert`.
+A UsageError is yours, raised before anything is posted: the call has to change. A FabricError is
+the fault of wire, NIC or peer. A BusyError may pass. A bug in tep is an `assert`.
 """
 
 from __future__ import annotations

@@ -21,16 +21,13 @@ from tep.core.group import DomainGroup, not_made_good, row_error
 from tep.core.handles import Transfer
 from tep.core.path import Link, PeerRestarted
 from tep.core.plan import plan_paged, plan_single
-from tep.core.posting import Pending, cut
+from tep.core.posting import TURNS_MAX, Pending, cut
 from tep.core.regions import Remote, shifted
 from tep.core.requests import ReadJob
 
 __all__ = ["Reads"]
 
 Columns = tuple[Column, Column, Column]
-
-_TURNS_MAX: Final = 64
-"""Batches offered to one NIC in one step."""
 
 _TRIES_MIN: Final = 3
 """A row is posted so often again where there are fewer paths: others' errors may flush it."""
@@ -158,7 +155,7 @@ class Reads:
         before = self.outstanding[domain]
         again = False  # as no NIC has news of what was done
         refused = 0  # consecutive batches that were refused
-        for _ in range(_TURNS_MAX):
+        for _ in range(TURNS_MAX):
             if refused >= len(queue):
                 break
             pending = queue.popleft()

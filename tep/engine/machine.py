@@ -11,7 +11,6 @@ import itertools
 import logging
 import sys
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import add
@@ -68,7 +67,6 @@ class Machine:
         tracer: who records it; None: nobody.
         regions: registered memory, by number.
         kept: regions that were deregistered, but that a NIC may still touch.
-        prepared: what was prepared here and is still held.
         about: why these NICs and CPUs were chosen; "" = the user named them, or had no choice.
         errors: how many callbacks raised.
         closed: it refuses new requests. crashed: a bug stopped it. ended: nothing is open.
@@ -102,7 +100,6 @@ class Machine:
             tuple(domain.caps.link_bps for domain in domains),
         )
         self.about = ""
-        self.prepared: weakref.WeakSet[Describes] = weakref.WeakSet()
         self.closed = self.crashed = self.ended = False
         self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; worker.taken counts those that the worker has taken
@@ -531,8 +528,6 @@ def explain(engine: Machine, peer: NetAddr | None) -> str:
     lines += _failover_lines(engine)
     lines += _notice_lines(engine)
     lines += _quarantine_lines(engine)
-    ready = sorted(prepared.describe() for prepared in list(engine.prepared))
-    lines += [f"  {line}" for line in ready[:_LISTED_MAX]]
     lines += [f"  watched words: {engine.worker.watch.describe()}"] if engine.worker.watch else []
     copied = [mr for mr in list(engine.regions.values()) if mr.memory.stands_for]
     lines += [f"  region {mr.desc.region}: {mr.memory.stands_for}" for mr in copied[:_LISTED_MAX]]

@@ -72,14 +72,11 @@ class Prepared:
 
     Attributes:
         verb: the verb that it stands for.
-        submitted: how many transfers it has submitted.
-        laid_out: how often its checks were made: once, and again after a peer was replaced or
-            removed.
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_book", "_generation", "_group", "_last", "_machine", "_mr",
-        "_targets", "_verb", "laid_out", "submitted", "verb",
+        "_base", "_book", "_generation", "_group", "_last", "_machine", "_mr", "_targets", "_verb",
+        "verb",
     )  # fmt: skip
 
     def __init__(
@@ -97,34 +94,15 @@ class Prepared:
         self._mr = mr
         self._targets = targets
         self._group = group
-        self.submitted = self.laid_out = 0
         machine.check_open(self.verb.replace("submit", "prepare"))
         self._renew()
-        machine.prepared.add(self)
 
     __reduce__ = unpicklable("it belongs to an engine of this process; prepare it anew there")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.describe()})"
-
-    @property
-    def rows(self) -> int:
-        """The number of writes that a submit makes."""
-        return self._base.job.n
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes that a submit moves."""
-        return self._base.job.total
-
-    def describe(self) -> str:
-        """Return one line for reports."""
         job = self._base.job
-        return (
-            f"{job.kind} of {job.n} rows, {job.total} bytes to "
-            f"{names_of(job.remotes)}, prepared: {self.submitted} submitted, laid out "
-            f"{self.laid_out} times"
-        )
+        what = f"{job.kind} of {job.n} rows, {job.total} bytes to {names_of(job.remotes)}"
+        return f"{type(self).__name__}({what})"
 
     def submit(
         self,
@@ -162,9 +140,7 @@ class Prepared:
             job = last[1]
         else:
             job = self._at(imm, src_offset, dst_offset)
-        transfer = self._machine.submit(job, on_done)
-        self.submitted += 1
-        return transfer
+        return self._machine.submit(job, on_done)
 
     def _renew(self) -> None:
         """Check everything again, and lay out anew what is not what it was."""
@@ -191,7 +167,6 @@ class Prepared:
         self._base = _Base(job, Laid(remotes, len(self._machine.domains)), *here, *there)
         self._last: tuple[Key | None, Job] = None, job
         self._generation = generation
-        self.laid_out += 1
 
     def _at(self, imm: ImmArg, here: int, there: int) -> Job:
         if type(here) is not int:

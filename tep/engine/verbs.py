@@ -710,7 +710,7 @@ class TransferEngine:
         """Record what this engine does, until `stop()` of the result; use that by `with`.
 
         Transfers, rows on each NIC, immediates, faults and steps, for `Trace.write` (Perfetto),
-        `summary` and `draw`. What is in flight when it begins is not recorded as a batch.
+        `table` and `plot`. What is in flight when it begins is not recorded as a batch.
 
         Args:
             events_max: how many spans and marks are kept; later ones are only counted.

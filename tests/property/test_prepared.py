@@ -363,18 +363,6 @@ def test_a_region_that_was_given_back_is_refused_before_anything_is_posted() -> 
         assert last.ok
 
 
-def test_explain_lists_what_is_prepared_and_still_held() -> None:
-    """Nobody could tell otherwise whether a loop uses what was prepared for it."""
-    with pair() as p:
-        barrier = p.a.prepare_barrier([p.desc])
-        p.settle(barrier.submit(1), barrier.submit(2))
-        line = "barrier of 1 rows, 0 bytes to b, prepared: 2 submitted, laid out 1 times"
-        assert line in p.a.explain()
-        assert (1, 0) == (barrier.rows, barrier.nbytes)
-        del barrier
-        assert "prepared" not in p.a.explain()
-
-
 def test_a_closed_engine_refuses_by_the_name_of_the_verb() -> None:
     """A submit that nobody takes would never settle."""
     with pair() as p:

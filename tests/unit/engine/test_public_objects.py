@@ -31,7 +31,7 @@ def objects(p) -> dict[str, tuple[object, str]]:
         "TransferEngine": (p.a, "a@loopback/1 NICs, epoch"),
         "Prepared": (
             p.a.prepare_barrier([p.desc]),
-            "barrier of 1 rows, 0 bytes to b, prepared: 0",
+            "barrier of 1 rows, 0 bytes to b",
         ),
     }
 
