@@ -88,6 +88,8 @@ class Timer:
         # int timerfd_settime(int fd, int flags, const struct itimerspec *new_value,
         #                     struct itimerspec *old_value);             <sys/timerfd.h>
         # struct itimerspec { struct timespec it_interval, it_value; };
+        self._delay_s: float | None = None
+        self._spec = (ctypes.c_long * 4)()
         self._set = libc().timerfd_settime
         self._set.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self.fd = int(libc().timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
@@ -100,10 +102,13 @@ class Timer:
 
         More than a day counts as a day: whoever is woken looks at the clock and sets it again.
         """
-        whole = rest_ns = 0
-        if delay_s is not None:
-            whole, rest_ns = divmod(max(1, int(system_s(delay_s) * 1e9)), 10**9)
-        self._set(self.fd, 0, (ctypes.c_long * 4)(0, 0, whole, rest_ns), None)
+        if delay_s != self._delay_s:  # most often it is the same again
+            whole = rest_ns = 0
+            if delay_s is not None:
+                whole, rest_ns = divmod(max(1, int(system_s(delay_s) * 1e9)), 10**9)
+            self._spec = (ctypes.c_long * 4)(0, 0, whole, rest_ns)
+            self._delay_s = delay_s
+        self._set(self.fd, 0, self._spec, None)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
