@@ -100,6 +100,7 @@ def plan(
         document: dict[str, object] = _document(deployment, schedule, found, cpu_s) | {
             f"{name}_interval_ms": [round(end, 1) for end in each] for name, each in ends.items()
         }
+        document["comparison"] = study.comparison(deployment, found)
     if output is not None:
         output.write_bytes(schedule.to_bytes())
     if trace is not None:
@@ -155,11 +156,10 @@ def _document(
 
 
 def _print(document: dict[str, object]) -> None:
-    stages, links = document["stages_ms"], document["links"]
+    tables = {"links": "Links", "comparison": "Ways to update"}
+    stages = document["stages_ms"]
     assert isinstance(stages, dict)
-    assert isinstance(links, list)
-    tables = {"stages_ms", "links"}
-    plain = {k: v for k, v in document.items() if k not in tables and v is not None}
+    plain = {k: v for k, v in document.items() if k not in {*tables, "stages_ms"} and v is not None}
     rows: list[dict[str, object]] = [
         {"what": _LABELS.get(k, k), "value": _with_unit(k, v)} for k, v in plain.items()
     ]
@@ -167,7 +167,10 @@ def _print(document: dict[str, object]) -> None:
     rows = [{"stage": name, "ms": ms} for name, ms in stages.items()]
     rows.append({"stage": "wait for network and ranks", "ms": document["wait_ms"]})
     print_table("One training rank", ("stage", "ms"), rows)
-    print_table("Links", tuple(links[0]), links)
+    for key, title in tables.items():
+        found = document[key]
+        assert isinstance(found, list)
+        print_table(title, tuple(found[0]), found)
 
 
 _LABELS = {

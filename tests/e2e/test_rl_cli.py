@@ -35,6 +35,7 @@ def test_a_plan_says_time_stages_and_bottleneck(config, tmp_path):
     )
     assert found["digest"] == Schedule.from_bytes(table.read_bytes()).digest()
     assert {"b", "e", "X", "M"} == {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert [1.0] == [row["factor"] for row in found["comparison"][:1]]
     assert "NIC" in found["bottleneck"]
     assert found["published"] is None, "nobody has published this one"
     low, high = found["total_interval_ms"]

@@ -104,6 +104,22 @@ def test_the_same_seed_predicts_the_same():
     assert first.total_ms == again.total_ms
 
 
+def test_other_ways_are_slower_by_what_their_busy_link_carries():
+    """The comparison names the link; its bytes over its rate must be the time."""
+    deployment = small()
+    ours = predict(deployment.schedule(), FREE)
+
+    own, *others = study.comparison(deployment, ours)
+
+    assert 1 == own["factor"]
+    assert len(others) == 2
+    for row in others:
+        copied_ms = 2 * row["GB over it"] / 4.8
+        wire_ms = row["GB over it"] * 8 / 377.4 * 1e3
+        assert row["ms"] == pytest.approx(wire_ms + copied_ms, rel=0.01)
+        assert row["factor"] > 1
+
+
 def test_a_tight_watermark_stalls_the_pipeline():
     """The limit on memory must bind: a rank that ignores it runs out."""
     times = study.published_times()

@@ -1,4 +1,10 @@
-"""Questions about a deployment: plan it, and predict it."""
+"""Questions about a deployment: plan it, predict it, and compare it with other ways.
+
+The other ways get their best case: they send what is quantised already, compute costs nothing,
+transfers follow each other without a pause, and the fan-out inside a replica is free. What is left
+is the time of a NIC that carries each byte once, in and out, and of a copy in the receiver's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ from functools import lru_cache
 from typing import Final
 
 from tep import UsageError
+from tep.apps import HBM_BYTES_S
 from tep.apps.rl.metadata import Schedule
 from tep.apps.rl.models import (
     InferLayout,
@@ -18,6 +25,7 @@ from tep.apps.rl.models import (
     TrainLayout,
     load_model,
     rollout_metas,
+    target_shards,
     train_metas,
 )
 from tep.apps.rl.predict import (
@@ -33,8 +41,8 @@ from tep.base.units import GiB
 from tep.sim import Profile, doubts, load_profile
 
 __all__ = [
-    "BUNDLE_BYTES", "Deployment", "infer_layout", "published_deployment", "published_times",
-    "train_layout",
+    "BUNDLE_BYTES", "Deployment", "comparison", "infer_layout", "published_deployment",
+    "published_times", "train_layout",
 ]  # fmt: skip
 
 
@@ -198,3 +206,31 @@ def published_deployment() -> Deployment:
         group_order=("dense", "experts"),
         drains=True,
     )
+
+
+def comparison(deployment: Deployment, ours: Prediction) -> list[dict[str, object]]:
+    """Return a row a way to do the same update: its time, its factor, and the link that is busy."""
+    _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
+    machine = load_profile(deployment.profile)
+    line_ms = model_bytes * 8e3 / (machine.wire_bps * machine.nics)
+    copied_ms = 2e3 * model_bytes / HBM_BYTES_S
+    workers, busiest = deployment.infer.world, ours.links[0]
+    busy = {
+        "gather to rank 0, broadcast": "the NICs of training rank 0: every byte in and out",
+        "broadcast per shard (ring)": f"the NICs of all {workers} rollout workers: every byte in",
+    }
+    link = f"{busiest.name} ({busiest.fraction:.0%})"
+    rows = [("static schedule of one-sided writes", ours.total_ms, link, busiest.nbytes)]
+    rows += [
+        (f"{way}, best case", line_ms + copied_ms, link, model_bytes) for way, link in busy.items()
+    ]
+    return [
+        {
+            "way": way,
+            "ms": round(ms),
+            "factor": round(ms / ours.total_ms, 1),
+            "busy": link,
+            "GB over it": round(nbytes / 1e9, 1),
+        }
+        for way, ms, link, nbytes in rows
+    ]
