@@ -12,7 +12,8 @@ __all__ = ["Opcodes"]
 class Opcodes:
     """Bytecodes that this thread runs while it is entered.
 
-    A search in C counts where what it compares has its comparison in Python.
+    A search in C counts where what it compares has its comparison in Python. From Python 3.12 on
+    the first call of a function that is traced does not count: do a little of the work before.
     """
 
     def __init__(self) -> None:
