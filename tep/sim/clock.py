@@ -41,7 +41,7 @@ in_one_process: Final = unpicklable(
 
 
 class Call(Event):
-    """A call at a time: one function, one argument; triggered from the start. Nobody holds one."""
+    """A call of a function with one argument, triggered from the start; nobody holds one."""
 
     # Class attributes in place of Event.__init__, which takes longer than the rest of a call.
     _ok = True
@@ -153,8 +153,6 @@ class FabricEnv(simpy.Environment):
 
     def run_until(self, settled: Callable[[], bool], deadline_ps: int = FOREVER_PS) -> Turned:
         """Process events until `settled()`, looked at after each, or the deadline, or the end.
-
-        At the deadline the clock stands at the deadline, with everything up to it done.
 
         Raises:
             UsageError: called from inside an event, or a coroutine, of this environment.

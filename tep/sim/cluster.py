@@ -158,9 +158,9 @@ class Cluster:
         return engine
 
     def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> Trace:
-        """Record what all engines do, until `stop()` of the result; as `TransferEngine.trace`.
+        """Record all engines, also those that restart, until `stop()` of the result.
 
-        Engines that restart meanwhile are recorded as well. Times are simulated.
+        As `TransferEngine.trace`, in simulated time.
         """
         found = Trace("simulated", check_int("trace: events_max", events_max, 1))
         found.stops.append(lambda: self._tracing.remove(found))

@@ -62,7 +62,6 @@ class Fit(Shown):
 
     Attributes:
         profile: the base with the fitted numbers, which name the measurements as their source.
-        points: the measurements.
         residuals: model over measured, less one, of each point.
         errors: relative standard error of each fitted number, by field; None: no error is
             known, as there are as many numbers as points.
@@ -122,10 +121,9 @@ def fitted_fields(base: Profile) -> tuple[str, ...]:
 
 
 def _start(base: Profile, fields: Sequence[str]) -> Floats:
-    """The start of a fit: guesses that are independent of the base's own fitted numbers.
+    """Guess a start, independent of the base's own fitted numbers.
 
-    A number that the points do not determine stays near its guess, so that a point left out cannot
-    leak back.
+    A number that the points do not determine stays near its guess: no point left out leaks back.
     """
     guesses = {
         "wire_bps": 0.9 * base.link_bps,
@@ -306,9 +304,7 @@ class _Results(msgspec.Struct):
 
 
 def read_results(path: Path) -> list[Measured]:
-    """Read measurements from JSON: {"points": [{"kind", "bytes", "gbps"}, ...]}, or that list.
-
-    A point may also have "nics".
+    """Read measurements from JSON: {"points": [{"kind", "bytes", "gbps", "nics"}, ...]}, or that list.
 
     Raises:
         UsageError: the file cannot be read or is something else; names the entry.

@@ -1,9 +1,8 @@
 """An asyncio event loop whose clock is the simulation: `run(main())`. No engine and no NIC here.
 
-While no coroutine can go on, the loop's selector processes simulated events in place of sleeping;
-asyncio.sleep, timeout, gather and TaskGroup therefore count simulated seconds. A wait that nothing
-can end raises StallError. Threads, sockets, subprocesses and signals have no place in simulated
-time, and say so.
+While no coroutine can go on, the loop's selector processes simulated events in place of sleeping.
+A wait that nothing can end raises StallError. Threads, sockets, subprocesses and signals are
+refused.
 
 What is used of asyncio's inside, and tried on Python 3.11: `events._get_running_loop` and
 `_set_running_loop`, which make a run inside a running loop possible; `_clock_resolution`; and three
@@ -92,7 +91,6 @@ class SimLoop(asyncio.SelectorEventLoop):
     """An asyncio loop on a FabricEnv; `run()` makes one, drives it and closes it.
 
     Attributes:
-        main: the task of run()'s coroutine.
         failure: the exception that ends the run in place of main's end.
     """
 
@@ -120,7 +118,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return task
 
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """The tasks that have not ended, in the order they were made."""
+        """List the tasks that have not ended, in the order they were made."""
         return sorted(asyncio.all_tasks(self), key=lambda task: self._order.get(task, 0))
 
     def call_soon(
@@ -149,11 +147,10 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def has_queued(self) -> bool:
-        """Whether anything was queued since the last round; a fabric does it through futures."""
+        """Return True if anything was queued since the last round, as a fabric does by futures."""
         return self._queued
 
     def forget_queued(self) -> None:
-        """Start a round, which takes all that was queued."""
         self._queued = False
 
     def widen(self) -> None:
@@ -171,7 +168,6 @@ class SimLoop(asyncio.SelectorEventLoop):
             self.main.cancel()
 
     def stall(self) -> NoReturn:
-        """Raise the StallError of this moment."""
         raise StallError(
             f"nothing can happen any more at {self.env.now / PS_PER_US:.3f} us of simulated time, "
             "but coroutines wait.\n"

@@ -10,8 +10,8 @@
             with OpenEngines(lambda: tep.TransferEngine.open("my_backend", nics=2)) as engines:
                 yield engines
 
-The clauses that engine and backend keep together are tested here, on whole engines; what shows at
-the seam alone is in the clauses_* rooms.
+The clauses that engine and backend keep together are tested here; what shows at the seam alone is in
+the clauses_* rooms.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Memory:
 
 
 def _raised(kind: type[E], call: Callable[[], object]) -> E | None:
-    """The exception of that kind that a call raises, or None; others go through."""
+    """Return the exception of that kind that a call raises, or None; others go through."""
     try:
         call()
     except kind as error:

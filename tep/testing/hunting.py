@@ -6,8 +6,7 @@ then all trouble ends, and the protocol has to come to an end: the liveness phas
 
 A finding is made simpler field by field, and then draw by draw: of all that the fabric drew, the
 few draws are kept that matter, and the others come out tame. Nothing is drawn anew, so a finding
-cannot get lost. Its story takes at most 30 lines: rows that had not landed, what overtook them, and
-where the protocol's code stood.
+cannot get lost. Its story takes at most 30 lines.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Protocol = Callable[[Cluster], Awaitable[T]]
 
 _EVENTS_MAX: Final = 500_000
 _LOOK: Final = 0.999
-"""The part of a protocol's time after which a look at its tasks is taken: none may be over then."""
+"""The part of a protocol's time after which its tasks are looked at, before any is over."""
 
 DEADLINE_S: Final = 60.0
 """Simulated seconds, which cost nothing: what a protocol may take after healing if not told."""

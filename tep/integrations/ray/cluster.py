@@ -47,7 +47,7 @@ def connect(address: str, **options: Any) -> tuple[Any, bool]:  # Ray's module
     Args:
         address: HOST:PORT of a cluster; "auto": the cluster of RAY_ADDRESS or of this machine;
             "local": start one here.
-        options: options of `ray.init`.
+        options: for `ray.init`.
 
     Returns:
         The module `ray`, and True if this call has joined.
