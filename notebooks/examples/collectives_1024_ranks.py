@@ -67,9 +67,9 @@ async def ring(engine, mr, descs, rank: int, nbytes: int) -> None:
 WAYS = {"direct": direct, "doubling": doubling, "ring": ring}
 
 
-def gather(way: str, ranks: int, nbytes: int, check: bool = False, network=None) -> float:
+def gather(way: str, ranks: int, nbytes: int, check: bool = False, profile="cx7_400") -> float:
     """Microseconds of one all-gather; with `check`, real bytes, compared at the end."""
-    with tep.sim.Cluster(ranks, profile="cx7_400", move_bytes=check, network=network) as cluster:
+    with tep.sim.Cluster(ranks, profile=profile, move_bytes=check) as cluster:
         memory = [(1 << 40, ranks * nbytes, "cpu")] * ranks
         if check:
             memory = [bytearray(ranks * nbytes) for _ in range(ranks)]

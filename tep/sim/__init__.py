@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         Swizzle,
     )
     from tep.sim.loop import current_env, run
-    from tep.sim.machines import Network
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
     from tep.sim.programs import Incarnation
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chaos", "ChaosFabric", "Clog", "Cluster", "Cut", "Drift", "FabricEnv", "Fault", "Faults",
-    "Incarnation", "KillNic", "Mute", "Network", "Pause", "Profile", "Restart", "Revoke", "RowLog",
+    "Incarnation", "KillNic", "Mute", "Pause", "Profile", "Restart", "Revoke", "RowLog",
     "SimDriver", "SimNode", "Slow", "Swizzle", "Table", "TimingFabric", "compare", "current_env",
     "doubts", "fault_cost", "interval", "load_profile", "profiles", "run", "sweep", "transfer_time",
 ]  # fmt: skip
@@ -57,7 +56,6 @@ _ROOMS = {
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
     "loop": ("current_env", "run"),
-    "machines": ("Network",),
     "profile": ("Profile", "load_profile", "profiles"),
     "programs": ("Incarnation",),
     "questions": ("compare", "fault_cost", "transfer_time"),

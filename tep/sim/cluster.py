@@ -29,7 +29,6 @@ from tep.sim.programs import Datagrams, Incarnation, Main, Program
 from tep.sim.row_log import RowLog
 
 if TYPE_CHECKING:
-    from tep.sim.machines import Network
     from tep.sim.profile import Profile
     from tep.sim.timing import TimingFabric
 
@@ -63,7 +62,6 @@ class Cluster:
         options: of every engine.
         row_log: log every row of the fabric, for the attribute of this name.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
-        network: with a profile only: what stands between the NICs; None: what the profile says.
         mortal: with a profile only: its NICs can die (`kill_nic`), and the engines make good what
             is lost. It costs control messages in simulated time.
 
@@ -92,7 +90,6 @@ class Cluster:
         options: EngineOptions = EngineOptions(),
         row_log: bool = False,
         move_bytes: bool = True,
-        network: Network | None = None,
         mortal: bool = False,
     ) -> None:
         nodes = check_int("Cluster: nodes", nodes, 1, _NODES_MAX)
@@ -100,7 +97,7 @@ class Cluster:
         check_kind("Cluster: options", options, EngineOptions)
         self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
         self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
-        self._call += f", move_bytes={move_bytes}, network={network!r}, mortal={mortal}"
+        self._call += f", move_bytes={move_bytes}, mortal={mortal}"
         if faults is not None:
             self._call += f", faults={faults!r}"
             if chaos is not None:
@@ -110,7 +107,7 @@ class Cluster:
         if len(self._names) != nodes:
             raise UsageError(f"Cluster: {len(self._names)} names for {nodes} nodes")
         counts = _counts(nodes, nics)
-        _check_kind_of_fabric(nodes, profile, chaos, nics, network, move_bytes, mortal)
+        _check_kind_of_fabric(nodes, profile, chaos, nics, move_bytes, mortal)
         self._options = options
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
         self.env = current_env() or FabricEnv()
@@ -134,7 +131,6 @@ class Cluster:
                 seed=seed,
                 row_log=self.row_log,
                 move_bytes=move_bytes,
-                network=network,
                 mortal=mortal,
             )
         self.engines = [self._open(node) for node in self._make_nodes(counts, profile)]
@@ -369,7 +365,6 @@ def _check_kind_of_fabric(
     profile: _Profiles | None,
     chaos: Chaos | None,
     nics: int | Sequence[int] | None,
-    network: Network | None,
     move_bytes: bool,
     mortal: bool,
 ) -> None:
@@ -381,8 +376,6 @@ def _check_kind_of_fabric(
             f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "
             "leave out nics and chaos, or the profile"
         )
-    if profile is None and network is not None:
-        raise UsageError("Cluster(network=...): the chaos fabric has none; name a profile")
     if profile is None and mortal:
         raise UsageError("Cluster(mortal=True): the NICs of the chaos fabric always are")
     if profile is None and not move_bytes:

@@ -36,7 +36,7 @@ import numpy as np
 from tep.base.errors import UsageError
 from tep.base.hashing import below_array, draw_array, stream_key
 from tep.sim.draws import Stream
-from tep.sim.machines import PACKET_BYTES, Network, Pairs
+from tep.sim.machines import PACKET_BYTES, Pairs
 from tep.sim.profile import Profile
 from tep.sim.queues import (
     NEVER_PS,
@@ -106,33 +106,31 @@ class Paths:
     """The servers of one network, and the quanta between them.
 
     Args:
-        network: its leaves, rates and distances.
+        profile: of a machine; all of a fabric have the same network.
         latency_ps: of every route, or of the shortest, without the network's own.
         receiving: (sources, targets, holds) -> how long each holds its receiver.
         ways: (sources, targets) -> the latency of each; None: `latency_ps`.
-        profile: of a machine; any will do here.
         seed: of the hash that chooses paths.
     """
 
     def __init__(
         self,
-        network: Network,
+        profile: Profile,
         latency_ps: int,
         receiving: Callable[[Ints, Ints, Ints], Ints],
         ways: Callable[[Ints, Ints], Ints] | None,
-        profile: Profile,
         seed: int,
     ) -> None:
-        self.network = network
-        self._paths = max(1, network.paths) if profile.ordered else 1
+        self._profile = profile
+        self._paths = max(1, profile.paths) if profile.ordered else 1
         self._key = stream_key(seed, Stream.TIMING)
-        pausing = profile.pause_bytes and network.uplink_bps
+        pausing = profile.pause_bytes and profile.uplink_bps
         ends = (SOURCE, TARGET) if pausing else ()
         self._gates = {end: _Gates(profile.pause_bytes) for end in ends}  # uplinks, downlinks
         self._latency_ps = latency_ps
         self._receiving = receiving
         self._ways = ways
-        uplink_bps = network.uplink_bps // self._paths
+        uplink_bps = profile.uplink_bps // self._paths
         self._rate = Rate(uplink_bps) if uplink_bps else None
         self._scale = 0 if self._rate is None else self._rate.scale
         self._nodes: dict[str, int] = {}
@@ -143,7 +141,7 @@ class Paths:
         self._near = _NONE  # on their way to a receiver
         self._out = _NONE  # behind their node's bus
         self._has_bus = False
-        self._is_flat = not (network.leaf_nodes or network.rails)
+        self._is_flat = not (profile.leaf_nodes or profile.rails)
         self._host = np.zeros(16, np.int64)
         self._buses = np.zeros(16, np.int64)  # outwards, inwards, of each node
         self._bus_scale = np.zeros(16, np.int64)  # as of Rate, of each node; 0: no bus
@@ -154,19 +152,19 @@ class Paths:
         A bus carries so much each way; 0: as much as its NICs want.
 
         Raises:
-            UsageError: more leaves than the network has, or a switch that limits nothing.
+            UsageError: a switch that limits nothing.
         """
         turn = self._nodes.setdefault(node, len(self._nodes))
-        network = self.network
-        leaf = turn // network.leaf_nodes if network.leaf_nodes else 0
-        if network.rails:
-            leaf = turn % max(1, network.host_gpus) * nics + index
-        if network.switch_gpus and not bus_bps:
+        profile = self._profile
+        leaf = turn // profile.leaf_nodes if profile.leaf_nodes else 0
+        if profile.rails:
+            leaf = turn % max(1, profile.host_gpus) * nics + index
+        if profile.switch_gpus and not bus_bps:
             raise UsageError(
-                f"node {node!r}: switch_gpus={network.switch_gpus}, but its profile has no "
+                f"node {node!r}: switch_gpus={profile.switch_gpus}, but its profile has no "
                 "node.bus, so a PCIe switch would limit nothing"
             )
-        turn //= max(1, network.switch_gpus)
+        turn //= max(1, profile.switch_gpus)
         self._leaf = _longer(self._leaf, number)
         self._leaf[number] = leaf
         self._host = _longer(self._host, number)
@@ -217,9 +215,9 @@ class Paths:
             far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
             new, crossing = new[~far], new[far]
             crossing = self._cross(crossing, SOURCE, ups, limit_ps)
-            crossing[:, [FIRST, TAIL]] += self.network.spine_ps
+            crossing[:, [FIRST, TAIL]] += self._profile.spine_ps
             below = np.concatenate((below, crossing))
-            beyond_ps = limit_ps + self.network.spine_ps
+            beyond_ps = limit_ps + self._profile.spine_ps
             known = below[:, FIRST] < beyond_ps
             coming, below = below[known], below[~known]
             near.append(self._leave(self._cross(coming, TARGET, downs, beyond_ps)))
@@ -285,7 +283,7 @@ class Paths:
                 scale = self._bus_scale[self._host[rows[:, end]]]
                 slowest = np.maximum(slowest, spans_ps(rows[:, NBYTES], scale))
         begun = self._leave(rows)[:, FIRST] - rows[:, FIRST] + rows[:, START]
-        found: Ints = passing.done - begun - slowest - np.where(far, self.network.spine_ps, 0)
+        found: Ints = passing.done - begun - slowest - np.where(far, self._profile.spine_ps, 0)
         return found
 
     @staticmethod

@@ -304,7 +304,7 @@ class _Results(msgspec.Struct):
 
 
 def read_results(path: Path) -> list[Measured]:
-    """Read measurements from JSON: {"points": [{"kind", "bytes", "gbps", "nics"}, ...]}, or that list.
+    """Read measurements from JSON: a list of kind, bytes, gbps and nics, or {"points": list}.
 
     Raises:
         UsageError: the file cannot be read or is something else; names the entry.

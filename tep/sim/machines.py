@@ -1,8 +1,8 @@
 """The machines of one timing fabric: what each takes, and what two unlike ones take together.
 
-Also the network that they stand in, as a record, and by how much rows land later than their bytes
-took: jitter, tails of sprayed paths, losses. No clock and no queue. A fabric has one transport: SRD
-and RC never meet on a wire. Within it nodes may be of different machines.
+Also by how much rows land later than their bytes took: jitter, tails of sprayed paths, losses. No
+clock and no queue. A fabric has one transport: SRD and RC never meet on a wire. Within it nodes may
+be of different machines.
 
 Rule 1: what a NIC or a worker does takes what its own machine says. Rule 2: where both ends of a
 pair have a part (the way there, the way back), each end gives half of its machine's number. Nothing
@@ -14,7 +14,6 @@ Rule 5: where rows are ordered, none lands before one that was posted to the sam
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -27,11 +26,11 @@ from tep.sim.profile import FIELDS, Profile, load_profile
 from tep.sim.queues import Ints, Rate
 
 __all__ = [
-    "NETWORK", "PACKET_BYTES", "InOrder", "Late", "Machine", "Machines", "Network", "Pairs",
-    "ack_ps", "latency_ps", "network_of",
+    "PACKET_BYTES", "InOrder", "Late", "Machine", "Machines", "Pairs", "ack_ps", "latency_ps",
 ]  # fmt: skip
 
 _CONGESTION = tuple(name for name in FIELDS if name.startswith(("pause_", "ecn_")))
+_NETWORK = tuple(name for name, field in FIELDS.items() if field.path.startswith("network."))
 _PAIRED = ("wire_bps", "op_ps", "dma_bps", "latency_ps", "receive_ps", "ack_ps", "bus_bps")
 """The numbers for which a pair of unlike machines has numbers of its own, in `Pairs`."""
 
@@ -79,7 +78,6 @@ class Machines:
         first: the machine of a node that names no profile.
         shortest_ps: the least latency of any pair: the lookahead.
         pairs: numbers of pairs; None: all machines are alike in these.
-        network: the given one, else the one of the profiles.
 
     Raises:
         UsageError: two transports, or two networks.
@@ -89,14 +87,12 @@ class Machines:
         self,
         profiles: Profile | str | Sequence[Profile | str],
         seed: int,
-        network: Network | None,
     ) -> None:
         given = [profiles] if isinstance(profiles, Profile | str) else profiles
         if not given:
             raise UsageError("a timing fabric needs one profile at the least")
         self._seed = seed
         self._known: list[Machine] = []
-        self._same = ("ordered", *_CONGESTION, *(() if network else NETWORK))
         for profile in map(load_profile, given):
             if all(profile != machine.profile for machine in self._known):
                 self._known.append(Machine(profile, self._kind_of(profile), seed))
@@ -105,7 +101,6 @@ class Machines:
         self.pairs = Pairs(self._known) if mixed else None
         least_ps = min(profile.latency_ps for profile in self.profiles)
         self.shortest_ps = least_ps if self.pairs is None else self.pairs.shortest_ps
-        self.network = network or network_of(self.first.profile)
 
     @property
     def profiles(self) -> list[Profile]:
@@ -156,7 +151,7 @@ class Machines:
         if not self._known:
             return 0
         other = self._known[0].profile
-        for name in self._same:
+        for name in ("ordered", *_CONGESTION, *_NETWORK):
             mine, its = getattr(profile, name), getattr(other, name)
             if mine != its:
                 raise UsageError(_unlike(name, profile.name, mine, other.name, its))
@@ -238,61 +233,6 @@ def _unlike(name: str, mine: str, value: object, its: str, other: object) -> str
     if name in _CONGESTION:
         what = "both ends of a pair take part in it"
     return f"profiles {mine} and {its} differ in {FIELDS[name].path} ({value}, {other}), but {what}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """The switches between the NICs; by default one perfect switch.
-
-    Attributes:
-        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
-        rails: leaves are rails instead: NIC k of every host is on rail k.
-        host_gpus: nodes of one host, each a GPU with its NICs, in the order they are started; 0: a
-            node is a host. They share nothing but rails and PCIe switches: an engine writes to the
-            other GPUs of its host over NICs, too, and NVLink belongs to applications.
-        switch_gpus: nodes of a host whose NICs share one PCIe switch, `node.bus` of their profile;
-            0: each has its own.
-        uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
-        paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
-            one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
-        spine_ps: the latency that the spine adds.
-    """
-
-    leaf_nodes: int = 0
-    rails: bool = False
-    host_gpus: int = 0
-    switch_gpus: int = 0
-    uplink_bps: int = 0
-    paths: int = 0
-    spine_ps: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
-        numbers = [self.leaf_nodes, self.uplink_bps, self.paths, self.spine_ps]
-        if min(*numbers, self.host_gpus, self.switch_gpus) < 0:
-            raise UsageError(f"{self}: a number below 0")
-        if self.rails and self.leaf_nodes:
-            raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
-        if self.paths and not self.uplink_bps:
-            raise UsageError(f"{self}: paths share uplink_bps, which is not limited")
-        if self.switch_gpus and self.host_gpus % self.switch_gpus:
-            raise UsageError(
-                f"{self}: host_gpus={self.host_gpus} is no multiple of "
-                f"switch_gpus={self.switch_gpus}; a switch is in one host"
-            )
-
-
-NETWORK: Final = tuple(one.name for one in fields(Network))
-"""Fields that a profile and its network have in common."""
-
-
-def network_of(profile: Profile) -> Network:
-    """The network that a profile says it stands in.
-
-    Raises:
-        UsageError: its numbers contradict each other.
-    """
-    return Network(**{name: getattr(profile, name) for name in NETWORK})
 
 
 PACKET_BYTES: Final = 4096

@@ -124,8 +124,17 @@ class Profile:
             is raised by ecn_grow_bps.
         poll_ps: worker's CPU time for an immediate; post_next_ps has the time for its completions.
         bus_bps: rate of the PCIe that the NICs of a node share, each way; 0: no limit.
-        leaf_nodes, rails, host_gpus, switch_gpus, uplink_bps, paths, spine_ps: the network of such
-            machines, as in `tep.sim.Network`; rails is 0 or 1.
+        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
+        rails: 1: leaves are rails instead: NIC k of every host is on rail k.
+        host_gpus: nodes of one host, each a GPU with its NICs, in the order they are started; 0: a
+            node is a host. They share nothing but rails and PCIe switches: an engine writes to the
+            other GPUs of its host over NICs, too, and NVLink belongs to applications.
+        switch_gpus: nodes of a host whose NICs share one PCIe switch of `bus_bps`; 0: each has its
+            own.
+        uplink_bps: of each leaf to the spine, and from the spine to it; 0: no limit.
+        paths: links that make up uplink_bps, if more than 1: a queue pair of ordered rows keeps to
+            one by a hash (ECMP); where rows are unordered (SRD) their packets are sprayed over all.
+        spine_ps: the latency that the spine adds.
         numbers: field -> what the file says of it.
     """
 
@@ -199,8 +208,20 @@ class Profile:
                 f"profile {self.name}: ecn_min_bytes={self.ecn_min_bytes} >= "
                 f"ecn_bytes={self.ecn_bytes}"
             )
-        if self.rails > 1:
-            raise UsageError(f"profile {self.name}: rails={self.rails}; 0 or 1")
+        if self.rails not in (0, 1) or (self.rails and self.leaf_nodes):
+            raise UsageError(
+                f"profile {self.name}: rails={self.rails}, leaf_nodes={self.leaf_nodes}; rails 0 "
+                "or 1, or leaves of so many nodes"
+            )
+        if self.paths and not self.uplink_bps:
+            raise UsageError(
+                f"profile {self.name}: paths={self.paths} share uplink_bps, which is not limited"
+            )
+        if self.switch_gpus and self.host_gpus % self.switch_gpus:
+            raise UsageError(
+                f"profile {self.name}: host_gpus={self.host_gpus} is no multiple of "
+                f"switch_gpus={self.switch_gpus}; a switch is in one host"
+            )
         if self.loss_ppm and not self.ordered:
             raise UsageError(
                 f"profile {self.name}: loss_ppm={self.loss_ppm} is modelled for ordered rows; "

@@ -38,7 +38,7 @@ from tep.sim.congestion import (
     no_flights,
 )
 from tep.sim.ledger import Hold
-from tep.sim.machines import InOrder, Machines, Network
+from tep.sim.machines import InOrder, Machines
 from tep.sim.profile import Profile
 from tep.sim.queues import NEVER_PS, Ints, by_value, fifo_grouped, has_any
 from tep.sim.row_log import RowLog
@@ -85,7 +85,6 @@ class TimingFabric(Fabric):
         row_log: None: nothing is recorded.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
         mortal: whether NICs can die, and fence others off; costs control messages.
-        network: between the NICs; None: the profile's, mostly a perfect switch.
     """
 
     def __init__(
@@ -96,10 +95,9 @@ class TimingFabric(Fabric):
         seed: int = 0,
         row_log: RowLog | None = None,
         move_bytes: bool = True,
-        network: Network | None = None,
         mortal: bool = False,
     ) -> None:
-        machines = Machines(profile, seed, network)
+        machines = Machines(profile, seed)
         log = row_log if row_log is not None and row_log.on else None
         super().__init__(env, machines, log, move_bytes=move_bytes, mortal=mortal)
         self.profile = machines.first.profile
@@ -112,9 +110,7 @@ class TimingFabric(Fabric):
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
         ways = None if self.pairs is None else self.pairs.latency_ps
-        self.paths = Paths(
-            machines.network, self._shortest_ps, self._receiving, ways, self.profile, seed
-        )
+        self.paths = Paths(self.profile, self._shortest_ps, self._receiving, ways, seed)
 
     # ------------------------------------------------------------------ nodes and NICs
 

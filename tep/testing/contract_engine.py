@@ -10,8 +10,8 @@
             with OpenEngines(lambda: tep.TransferEngine.open("my_backend", nics=2)) as engines:
                 yield engines
 
-The clauses that engine and backend keep together are tested here; what shows at the seam alone is in
-the clauses_* rooms.
+Here are the clauses that engine and backend keep together; what shows at the seam alone is in the
+clauses_* rooms.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ import importlib.util
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tep.sim import load_profile
-from tep.sim.machines import Network
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "examples"
 LINES_MAX = 150
@@ -107,9 +107,10 @@ def test_each_all_gather_brings_all_bytes(way, ranks) -> None:
 def test_flows_on_a_clos_are_what_engines_take_where_the_uplink_decides(way) -> None:
     """Closed forms of 1,024 ranks that nothing smaller was held against."""
     program, times, nbytes = example("collectives_1024_ranks"), 8, 1 << 18
-    uplink_bps = program.LEAF * load_profile("cx7_400").wire_bps // times
-    network = Network(leaf_nodes=program.LEAF, uplink_bps=uplink_bps)
-    took_us, flow_us = program.gather(way, 64, nbytes, network=network), program.flow_us
+    plain = load_profile("cx7_400")
+    uplink_bps = program.LEAF * plain.wire_bps // times
+    clos = replace(plain, leaf_nodes=program.LEAF, uplink_bps=uplink_bps)
+    took_us, flow_us = program.gather(way, 64, nbytes, profile=clos), program.flow_us
 
     assert took_us == pytest.approx(flow_us(way, 64, nbytes, times), rel=0.1)
     assert flow_us(way, 64, nbytes, times) > 2 * flow_us(way, 64, nbytes, 0)

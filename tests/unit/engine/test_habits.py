@@ -171,7 +171,6 @@ def simulators() -> list[object]:
         sim.TimingFabric(sim.FabricEnv(), "cx7_400"),
         sim.Chaos(seed=3),
         sim.Faults(),
-        sim.Network(),
         sim.load_profile("cx7_400"),
         Table(({"x": 1, "value": 2.5},)),
         sim.Clog("a", 0, 5),

@@ -15,7 +15,6 @@ from tep.backends.base import Kind
 from tep.base.errors import UsageError
 from tep.sim import Cluster, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
-from tep.sim.machines import Network
 from tests.unit.sim.test_timing import POSTS
 from tests.unit.sim.test_timing_pacing import MARKED, PAUSES, slow_pacing
 from tests.unit.sim.test_timing_paths import SPINES, landings
@@ -61,9 +60,8 @@ def columns(posts):
 
 @example(BEHIND, [SMALL_QUANTA] * 4, None, False)
 @given(POSTS, MIXES, st.one_of(st.none(), SPINES), st.booleans())
-def test_lands_when_the_slow_model_says(posts, machines, knobs, buses) -> None:
+def test_lands_when_the_slow_model_says(posts, machines, network, buses) -> None:
     """Four machines, each of its own rates and latency: each row, to the picosecond."""
-    network = None if knobs is None else Network(**knobs)
     if buses:
         machines[1] = replace(machines[1], bus_bps=60 * 10**9)
         machines[3] = replace(machines[3], bus_bps=500 * 10**9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tep.base.errors import UsageError
 from tep.base.hashing import draw, stream_key
 from tep.sim.draws import Stream
-from tep.sim.machines import Network
+from tep.sim.profile import load_profile
 from tep.sim.queues import Rate
 from tests.unit.sim.test_timing import POSTS
 from tests.unit.sim.test_timing_paths import landings
@@ -27,10 +27,10 @@ from tests.unit.sim.timing_seam import (
     ready_rows,
     slow_model,
     watch_landings,
+    within,
 )
 
 MiB, MS = 1 << 20, 10**9
-FLAT = Network()
 MARK = 4  # of the draws of Stream.TIMING
 ECN = {
     "ecn_min_bytes": 50_000,
@@ -162,8 +162,8 @@ def is_marked(profile, queued, start, source, size) -> bool:
 class Link:
     """An uplink or a downlink that pauses, one event after the other."""
 
-    def __init__(self, profile, network) -> None:
-        self.pause, self.bps = profile.pause_bytes, network.uplink_bps
+    def __init__(self, profile) -> None:
+        self.pause, self.bps = profile.pause_bytes, profile.uplink_bps
         self.waiting, self.free, self.open, self.freed = [], 0, 0, 0
 
     def next(self) -> int:
@@ -184,12 +184,12 @@ class Link:
         self.open -= size
 
 
-def slow_pacing(machines, posts, network=FLAT) -> list[int]:
+def slow_pacing(machines, posts) -> list[int]:
     """When rows land: all NICs in one loop, always the earliest thing that happens anywhere."""
-    rows, leaves = ready_rows(machines, posts), network.leaf_nodes or 4
+    rows, leaves = ready_rows(machines, posts), of(machines, 0).leaf_nodes or 4
     senders = [Sender(machines, k, rows.get(k, [])) for k in range(4)]
     landed = [0] * sum(map(len, rows.values()))
-    links = {(kind, k): Link(of(machines, 0), network) for kind in (5, 7) for k in range(4)}
+    links = {(kind, k): Link(of(machines, 0)) for kind in (5, 7) for k in range(4)}
     # Heaps of what is on its way, in the order in which things of one instant happen.
     ports, leaving, news, starts, ups, up_links, downs, down_links = range(8)
     heaps = {kind: [] for kind in (ports, leaving, news, ups, downs)}
@@ -241,7 +241,7 @@ def slow_pacing(machines, posts, network=FLAT) -> list[int]:
             _, k, start, target, tail, hold, row, last, size = link.send(now)
             onward, way = ports, latency_of(machines, k, target)
             if kind == up_links:
-                onward, way = downs, network.spine_ps
+                onward, way = downs, of(machines, 0).spine_ps
             quantum = (k, start, target, max(tail, link.free) + way, hold, row, last, size)
             heappush(heaps[onward], (now + way, *quantum))
 
@@ -264,12 +264,12 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
 )
 def test_paused_leaves_do_as_the_slow_model(posts, knobs, leaf_nodes, uplink_bps, spine_ps) -> None:
     """A paused uplink holds up all rows behind, and goes on at the very time of the news."""
-    profile = replace(PLAIN, **knobs)
-    network = Network(leaf_nodes=leaf_nodes, uplink_bps=uplink_bps, spine_ps=spine_ps)
+    network = {"leaf_nodes": leaf_nodes, "uplink_bps": uplink_bps, "spine_ps": spine_ps}
+    profile = replace(PLAIN, **knobs, **network)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
-    expected = slow_pacing(profile, sorted(columns), network)
+    expected = slow_pacing(profile, sorted(columns))
 
-    assert dict(enumerate(expected)) == landings(network, posts, profile)
+    assert dict(enumerate(expected)) == landings(None, posts, profile)
 
 
 @given(POSTS, st.booleans())
@@ -277,7 +277,7 @@ def test_paused_leaves_do_as_the_slow_model(posts, knobs, leaf_nodes, uplink_bps
 def test_who_is_never_held_back_sends_as_ever(posts, far) -> None:
     """With room for more bytes than there are the plan must equal the plain NIC's."""
     profile = replace(PLAIN, pause_bytes=1 << 50)
-    network = Network(leaf_nodes=2, uplink_bps=50 * 10**9) if far else None
+    network = {"leaf_nodes": 2, "uplink_bps": 50 * 10**9} if far else None
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
     expected = slow_model(PLAIN, sorted(columns), network)
 
@@ -302,7 +302,7 @@ def test_a_lone_flow_with_little_room_sends_that_much_a_round_trip(quanta) -> No
 def test_marked_senders_leave_room_at_an_uplink_too() -> None:
     """Two flows into one port: without ECN both NICs send at full rate, with it they share."""
     posts = [(0, 0, [(2, 32 * MiB)]), (0, 1, [(2, 32 * MiB)]), (400 * US, 3, [(2, 4096)])]
-    for network in (None, Network(leaf_nodes=2, uplink_bps=2 * PLAIN.wire_bps)):
+    for network in (None, {"leaf_nodes": 2, "uplink_bps": 2 * PLAIN.wire_bps}):
         plain = landings(network, posts)
         paced = landings(network, posts, replace(PLAIN, **ECN))
         wire_ps = 64 * MiB * 8e12 / PLAIN.wire_bps
@@ -314,7 +314,7 @@ def test_marked_senders_leave_room_at_an_uplink_too() -> None:
 
 def shares(profile, flows, begin_ps, end_ps, network=None) -> list[float]:
     """Send for so long on each flow (source, target); the part of a wire that each gets."""
-    seam = Seam(profile, 1 + max(map(max, flows)), network=network)
+    seam = Seam(within(network, load_profile(profile)), 1 + max(map(max, flows)))
     landed = watch_landings(seam.owners)
     size = 4 * seam.fabric.profile.quantum_bytes
     wire_ps = size * 8e12 / seam.fabric.profile.wire_bps
@@ -354,7 +354,7 @@ VICTIMS = {
     "of its own NIC": ([(0, 4), (1, 4), (2, 4), (3, 4), (0, 5)], None, 0.75),
     "of an uplink": (
         [(0, 5), (1, 5), (2, 5), (3, 5), (4, 6)],
-        Network(leaf_nodes=5, uplink_bps=2 * PLAIN.wire_bps),
+        {"leaf_nodes": 5, "uplink_bps": 2 * PLAIN.wire_bps},
         1.0,
     ),
 }
@@ -376,7 +376,7 @@ def test_pauses_hit_a_victim_and_dcqcn_spares_it(flows, network, fair) -> None:
 
 def test_queue_pairs_that_keep_to_a_path_collide_and_sprayed_ones_do_not() -> None:
     """Four flows over four paths, each of a flow's rate: only spraying fills them all."""
-    network = Network(leaf_nodes=4, uplink_bps=4 * PLAIN.wire_bps, paths=4)
+    network = {"leaf_nodes": 4, "uplink_bps": 4 * PLAIN.wire_bps, "paths": 4}
     flows = [(k, 4 + k) for k in range(4)]
     hashed = shares(PLAIN, flows, MS, 2 * MS, network)
     sprayed = shares(replace(PLAIN, ordered=False), flows, MS, 2 * MS, network)
@@ -392,5 +392,5 @@ def test_thresholds_and_paths_that_cannot_be_are_refused() -> None:
         replace(PLAIN, ecn_bytes=1)
     with pytest.raises(UsageError, match="ecn_min_bytes=500000 >= ecn_bytes=500000"):
         replace(PLAIN, **{**ECN, "ecn_min_bytes": 500_000})
-    with pytest.raises(UsageError, match="paths share uplink_bps"):
-        Network(leaf_nodes=2, paths=4)
+    with pytest.raises(UsageError, match="paths=4 share uplink_bps"):
+        replace(PLAIN, leaf_nodes=2, paths=4)

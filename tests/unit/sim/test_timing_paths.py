@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from tep.base.errors import UsageError
 from tep.sim.cluster import Cluster
-from tep.sim.machines import Network
+from tep.sim.profile import load_profile
 from tests.unit.sim.test_timing import POSTS, scatter
-from tests.unit.sim.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
+from tests.unit.sim.timing_seam import (
+    PLAIN,
+    US,
+    Network,
+    Seam,
+    slow_model,
+    watch_landings,
+    within,
+)
 
 MiB = 1 << 20
 SPINES = st.fixed_dictionaries(
@@ -24,8 +32,8 @@ SPINES = st.fixed_dictionaries(
 )
 
 
-def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int, int]:
-    seam = Seam(profile, nodes, network=network)
+def landings(network: Network, posts, profile=PLAIN, nodes=4) -> dict[int, int]:
+    seam = Seam(within(network, profile), nodes)
     landed = watch_landings(seam.owners)
     for post in sorted(posts):
         seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
@@ -34,9 +42,8 @@ def landings(network: Network | None, posts, profile=PLAIN, nodes=4) -> dict[int
 
 
 @given(POSTS, SPINES)
-def test_lands_when_the_slow_model_says(posts, knobs) -> None:
+def test_lands_when_the_slow_model_says(posts, network) -> None:
     """Pools, passes made again and closed forms must be exact: each row, to the picosecond."""
-    network = Network(**knobs)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
     expected = slow_model(PLAIN, sorted(columns), network)
 
@@ -44,9 +51,8 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
 
 
 @given(POSTS, st.one_of(st.none(), SPINES), st.sampled_from([40 * 10**9, 500 * 10**9]))
-def test_nodes_with_a_bus_do_as_the_slow_model(posts, knobs, bus_bps) -> None:
+def test_nodes_with_a_bus_do_as_the_slow_model(posts, network, bus_bps) -> None:
     """At an uplink, a quantum that leaves its bus late must not be overtaken by a later one."""
-    network = None if knobs is None else Network(**knobs)
     profile = replace(PLAIN, bus_bps=bus_bps)
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
     expected = slow_model(profile, sorted(columns), network)
@@ -71,14 +77,14 @@ def test_nics_that_share_a_bus_get_its_rate_together(share) -> None:
 @given(POSTS)
 def test_a_network_without_limits_is_the_perfect_switch(posts) -> None:
     """Two ways to compute the same thing: what they disagree about one of them has wrong."""
-    network = Network(leaf_nodes=2)
+    network = {"leaf_nodes": 2}
 
     assert landings(None, posts) == landings(network, posts)
 
 
 def test_an_uplink_shared_by_four_flows_takes_four_times_as_long() -> None:
     """Oversubscription: what a leaf sends passes its uplink, whoever sends it."""
-    network = Network(leaf_nodes=2, uplink_bps=PLAIN.wire_bps // 2)
+    network = {"leaf_nodes": 2, "uplink_bps": PLAIN.wire_bps // 2}
     posts = [(0, 0, [(2, 8 * MiB)]), (1, 1, [(3, 8 * MiB)])]
     both = max(landings(network, posts).values())
     lone = max(landings(None, posts).values())
@@ -90,7 +96,7 @@ def test_an_uplink_shared_by_four_flows_takes_four_times_as_long() -> None:
 def test_rails_keep_a_nics_traffic_apart() -> None:
     """NIC k talks to NIC k without the spine: rails that do not cross cost nothing."""
     profile = replace(PLAIN, nics=2)
-    seams = [Seam(profile, 2, network=n) for n in (None, Network(rails=True, uplink_bps=10**9))]
+    seams = [Seam(within(n, profile), 2) for n in (None, {"rails": 1, "uplink_bps": 10**9})]
     times = []
     for seam in seams:
         landed = watch_landings(seam.owners)
@@ -104,7 +110,7 @@ def test_rails_keep_a_nics_traffic_apart() -> None:
 @pytest.mark.parametrize(("target", "crosses"), [(5, False), (4, True), (2, True)])
 def test_a_hosts_gpus_are_on_rails_of_their_own(target, crosses) -> None:
     """GPU 1 of a host reaches GPU 1 of another without the spine, and no other GPU: 2 x 4 GPUs."""
-    rails = Network(rails=True, host_gpus=4, uplink_bps=PLAIN.wire_bps // 4)
+    rails = {"rails": 1, "host_gpus": 4, "uplink_bps": PLAIN.wire_bps // 4}
     posts = [(0, 1, [(target, 8 * MiB)])]
     near, far = (landings(network, posts, nodes=8)[0] for network in (None, rails))
 
@@ -113,11 +119,11 @@ def test_a_hosts_gpus_are_on_rails_of_their_own(target, crosses) -> None:
 
 def test_gpus_of_one_pcie_switch_share_it() -> None:
     """Two GPUs below one switch get half of it each; those below the other keep all of theirs."""
-    profile = replace(PLAIN, bus_bps=PLAIN.wire_bps)
-    network = Network(host_gpus=4, switch_gpus=2)
+    network = {"host_gpus": 4, "switch_gpus": 2}
+    profile = replace(PLAIN, bus_bps=PLAIN.wire_bps, **network)
     ends = []
     for senders in ((0, 1), (0, 2)):
-        seam = Seam(profile, 8, network=network)
+        seam = Seam(profile, 8)
         landed = watch_landings(seam.owners)
         for sender in senders:
             seam.owners[sender].post([seam.owners[4 + sender]], [8 * MiB])
@@ -126,30 +132,29 @@ def test_gpus_of_one_pcie_switch_share_it() -> None:
 
     assert 2 == pytest.approx(ends[0] / ends[1], rel=0.02)
     with pytest.raises(UsageError, match="no node.bus, so a PCIe switch would limit nothing"):
-        Seam(PLAIN, 8, network=network)
+        Seam(within(network, PLAIN), 8)
 
 
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"leaf_nodes": -1},
-        {"rails": True, "leaf_nodes": 2},
+        {"rails": 1, "leaf_nodes": 2},
+        {"rails": 2},
         {"host_gpus": 8, "switch_gpus": 3},
-        {"switch_gpus": -1},
         {"paths": 2},
     ],
 )
 def test_networks_that_contradict_themselves_are_refused(knobs) -> None:
     """A typing mistake must not become a network."""
-    with pytest.raises(UsageError, match="Network"):
-        Network(**knobs)
+    with pytest.raises(UsageError, match=f"profile cx7_400: .*{next(iter(knobs))}="):
+        replace(PLAIN, **knobs)
 
 
-def test_a_cluster_has_the_network_it_is_given() -> None:
-    """Engines two leaves apart wait for the spine; the chaos fabric has no network to give."""
+def test_a_cluster_has_the_network_of_its_profile() -> None:
+    """Engines two leaves apart wait for the spine."""
     times = []
-    for network in (None, Network(leaf_nodes=1, spine_ps=7 * US)):
-        with Cluster(profile="cx7_400", network=network) as cluster:
+    for network in (None, {"leaf_nodes": 1, "spine_ps": 7 * US}):
+        with Cluster(profile=within(network, load_profile("cx7_400"))) as cluster:
             a, b = cluster.engines
             mr, _ = a.reg_mr(bytearray(64))
             _, desc = b.reg_mr(bytearray(64))
@@ -157,5 +162,3 @@ def test_a_cluster_has_the_network_it_is_given() -> None:
             times.append(cluster.now_us)
 
     assert 7 == pytest.approx(times[1] - times[0], abs=0.01)
-    with pytest.raises(UsageError, match="the chaos fabric has none"):
-        Cluster(network=Network())

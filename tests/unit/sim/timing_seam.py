@@ -15,7 +15,6 @@ from tep.backends.base import Access, Kind, WriteBatch, new_completions
 from tep.memory.source import adapt
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
-from tep.sim.machines import Network
 from tep.sim.profile import Profile, load_profile
 from tep.sim.row_log import RowLog
 from tep.sim.timing import TimingFabric
@@ -101,7 +100,6 @@ class Seam:
         row_log: bool = False,
         move_bytes: bool = False,
         nbytes: int = 1 << 34,
-        network: Network | None = None,
     ) -> None:
         self.env = FabricEnv()
         self.row_log = RowLog(on=row_log)
@@ -111,7 +109,6 @@ class Seam:
             seed=seed,
             row_log=self.row_log,
             move_bytes=move_bytes,
-            network=network,
         )
         machines = profile if isinstance(profile, list) else [profile] * nodes
         self.owners = [Owner(self.fabric, f"n{k}", nbytes, machines[k]) for k in range(nodes)]
@@ -143,6 +140,16 @@ def watch_landings(owners: list[Owner]) -> dict[int, int]:
 
 Machines = Profile | list[Profile]
 """One for all nodes, or one a node."""
+
+Network = dict[str, int] | None
+"""The numbers of a network, which all machines of a fabric have alike."""
+
+
+def within(network: Network, machines: Machines) -> Machines:
+    """The machines in a network."""
+    if isinstance(machines, list):
+        return [replace(machine, **network or {}) for machine in machines]
+    return replace(machines, **network or {})
 
 
 def of(machines: Machines, node: int) -> Profile:
@@ -185,10 +192,9 @@ def ready_rows(
     return rows
 
 
-def slow_model(
-    machines: Machines, posts: Iterable[Posted], network: Network | None = None
-) -> list[int]:
+def slow_model(machines: Machines, posts: Iterable[Posted], network: Network = None) -> list[int]:
     """When each row lands, one quantum after the other, with all posts known beforehand."""
+    machines = within(network, machines)
     rows = ready_rows(machines, posts)
     arrivals = [
         arrival for source in sorted(rows) for arrival in _send(machines, source, rows[source])
@@ -196,7 +202,7 @@ def slow_model(
     landed = [0] * sum(map(len, rows.values()))
     all_ = machines if isinstance(machines, list) else [machines]
     if network is not None or any(profile.bus_bps for profile in all_):
-        _pass(network or Network(), machines, arrivals, landed)
+        _pass(machines, arrivals, landed)
         return landed
     free_at: dict[int, int] = {}
     for arrive, _, _, target, work, hold, row, last, _ in sorted(arrivals):
@@ -247,8 +253,9 @@ def _send(
     return found
 
 
-def _pass(network: Network, machines: Machines, arrivals, landed: list[int]) -> None:
+def _pass(machines: Machines, arrivals, landed: list[int]) -> None:
     """Let quanta pass the servers of a network, an event for each arrival at a server."""
+    network = of(machines, 0)
     leaves = network.leaf_nodes or 1 << 30
     free: dict[tuple[str, int, int], int] = {}
     heap = []
