@@ -173,7 +173,8 @@ def choose(found: Sequence[Found], gpus: Sequence[str], hca: NameList | None = N
         lambda seen: seen.physical not in paths,
         lambda _: "a virtual function of a NIC that is taken: they are one port",
     )
-    near = {seen.name for seen in taken if any(_share_switch(seen.path, gpu) for gpu in gpus)}
+    beside = {_root_port(gpu) for gpu in gpus} - {""}
+    near = {seen.name for seen in taken if _root_port(seen.path) in beside}
     if near:
         keep(
             lambda seen: seen.name in near,
@@ -202,12 +203,6 @@ def _weight(found: Sequence[Found], *, is_ib: bool) -> tuple[int, int, bool]:
     """Make a sort key: by bandwidth, then by number; InfiniBand where both are equal."""
     members = [seen for seen in found if seen.is_ib == is_ib]
     return sum(seen.link_bps for seen in members), len(members), is_ib
-
-
-def _share_switch(one: str, other: str) -> bool:
-    """Return True if two PCI devices are below one root port, so behind one switch."""
-    port = _root_port(one)
-    return bool(port) and port == _root_port(other)
 
 
 def _root_port(path: str) -> str:

@@ -130,7 +130,9 @@ class _Listener:
     """The listening socket of this process, its path, and an eventfd that wakes the thread."""
 
     def __init__(self) -> None:
-        folder = _own_folder()
+        given = os.environ.get(SWITCH)
+        folder = Path(given) if given else next(usual_folders(os.geteuid()))
+        make_own(folder, f"name a folder of your own with mode 700 by {SWITCH}=FOLDER")
         with contextlib.suppress(OSError):
             _sweep(folder)
         # The number in the name keeps processes apart that have the same id, e.g. in containers.
@@ -241,17 +243,6 @@ def _stacks() -> list[dict[str, object]]:
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     ]
-
-
-def _own_folder() -> Path:
-    """Return the folder for this user's sockets; make it if it is missing.
-
-    Raises:
-        UsageError: it belongs to somebody else, or others may open it.
-    """
-    given = os.environ.get(SWITCH)
-    folder = Path(given) if given else next(usual_folders(os.geteuid()))
-    return make_own(folder, f"name a folder of your own with mode 700 by {SWITCH}=FOLDER")
 
 
 def _sockets(folder: Path) -> Iterator[tuple[int, Path]]:

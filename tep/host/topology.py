@@ -231,7 +231,8 @@ def detect(files: HostFiles | None = None) -> Topology:
 
 def survey(files: HostFiles) -> Choice:
     """Choose the NICs that belong together, from files; a device file may be missing."""
-    found = sorted((_nic(files, name) for name in files.names(_NICS)), key=_order)
+    found = [_nic(files, name) for name in files.names(_NICS)]
+    found.sort(key=lambda nic: (nic.path.rpartition("/")[2], natural(nic.name)))
     return choose(found, gpu_paths(files), read_list(HCA, files.environ))
 
 
@@ -248,10 +249,6 @@ def check_files(nics: Iterable[Found]) -> None:
             f"was not given them. {FILES_CURE}; or take the others by name: nics=[...]",
             missing,
         )
-
-
-def _order(nic: Found) -> tuple[str, tuple[str, int, str]]:
-    return nic.path.rpartition("/")[2], natural(nic.name)
 
 
 def _deal(things: Sequence[_T], index: int, parts: int) -> tuple[_T, ...]:
@@ -315,16 +312,11 @@ def _gpus(files: HostFiles) -> Iterable[Gpu]:
         uuids = {pci: _about(files, pci, "GPU UUID") for pci in given}
         cuda = _numbered(given, uuids, files.environ("CUDA_VISIBLE_DEVICES"))
     numbers = {device.pci: device for device in cuda}
-    for pci in sorted(paths.keys() | numbers.keys(), key=lambda pci: (_rank(numbers, pci), pci)):
+    for pci in [*numbers, *sorted(paths.keys() - numbers.keys())]:
         device, path = numbers.get(pci), paths.get(pci, "")
         numa = number(files.read(f"{path}/numa_node")) if path else _UNKNOWN
         index, name = (device.ordinal, device.name) if device else (None, "")
         yield Gpu(index, pci, name or _about(files, pci, "Model"), path, numa)
-
-
-def _rank(numbers: dict[str, CudaDevice], pci: str) -> float:
-    device = numbers.get(pci)
-    return float("inf") if device is None else device.ordinal
 
 
 def _about(files: HostFiles, pci: str, field: str) -> str:

@@ -119,17 +119,6 @@ def _create_xfer(
     return a.keep(a.front.initialize_xfer(_OPS[operation], local_descs, remote_descs, *told))
 
 
-def _send_part(
-    a: nixlAgent,
-    descs: Any,
-    inc_conn_info: bool = False,
-    backends: Any = (),
-    *where: Any,
-    **to: Any,
-) -> None:
-    a.front.send_partial_agent_metadata(descs, inc_conn_info, [], *where, **to)
-
-
 def _invalidate(a: nixlAgent, agent: str | bytes) -> nixl_status_t:
     own = text_of(agent) == a.name
     return nixl_status_t.NIXL_ERR_INVALID_PARAM if own else _known(a.front.forget(text_of(agent)))
@@ -168,7 +157,9 @@ _CALLS: Final[dict[str, Callable[..., Any]]] = {
     "invalidateRemoteMD": _invalidate,
     "checkRemoteMD": lambda a, agent, descs: _known(a.front.check_remote_metadata(agent, descs)),
     "sendLocalMD": lambda a, *where, **to: a.front.send_local_metadata(*where, **to),
-    "sendLocalPartialMD": _send_part,
+    "sendLocalPartialMD": lambda a, descs, inc_conn_info=False, backends=(), *where, **to: (
+        a.front.send_partial_agent_metadata(descs, inc_conn_info, [], *where, **to)
+    ),
     "fetchRemoteMD": lambda a, name, *at, **to: a.front.fetch_remote_metadata(name, *at, **to),
     "invalidateLocalMD": lambda a, *where, **to: a.front.invalidate_local_metadata(*where, **to),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,10 +50,10 @@ class Loads:
         done: number of successful loads.
     """
 
-    def __init__(self, blocks: KvBlocks, terms: Terms) -> None:
+    def __init__(self, blocks: KvBlocks, terms: Terms, meet: Callable[[NetAddr], object]) -> None:
         patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s, linger_s=terms.doubt_s)
         self.receiver = KvReceiver(blocks, patience=patience)
-        self._blocks, self._terms = blocks, terms
+        self._blocks, self._terms, self._meet = blocks, terms, meet
         self._loading: dict[str, _Loading] = {}
         self._doubtful: list[_Loading] = []
         self._asks: dict[int, _Ask] = {}  # by number
@@ -69,20 +69,22 @@ class Loads:
 
     # ------------------------------------------------------------------ the scheduler's orders
 
-    def start(self, order: Load) -> list[NetAddr]:
-        """Ask for blocks; return the engines to watch: those that have answered before."""
+    def start(self, order: Load) -> None:
+        """Ask for blocks, and have the engines watched that have answered before."""
         source = order.source
         try:
             load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
         except TepError as error:
             self._refused.append((order, str(error)))
-            return []
+            return
         with self._blocks.lock:
             asks = self._ask(source, "load", load.ticket)
             self._loading[order.request] = _Loading(order, load, asks)
             if any((ask.addr.name, ask.addr.epoch) in self._dead for ask in asks):
                 load.cancel("the prefiller is dead")  # it is asked all the same, in case it lives
-        return [ask.addr for ask in asks if ask.addr not in self._strangers]
+        for ask in asks:
+            if ask.addr not in self._strangers:
+                self._meet(ask.addr)
 
     def keep(self, sources: Sequence[Source]) -> None:
         """Ask the given sources, and no others, to keep blocks that requests here will load."""
@@ -104,7 +106,7 @@ class Loads:
     # ------------------------------------------------------------------ prefillers
 
     def answered(self, peer: NetAddr, answer: Told) -> bool:
-        """Take the answer of a prefiller's rank; False: it answers no open question."""
+        """Take the answer of a prefiller's rank and have it watched; False: nobody had asked it."""
         ask = self._asks.get(answer.number)
         if ask is None or ask.addr != peer or ask.want.key != answer.key:
             return False
@@ -125,6 +127,7 @@ class Loads:
             self._give_up(ask, f"{peer.name}: {answer.reason}")
         elif answer.state == "taken" and kind == "load":
             del self._asks[answer.number]
+        self._meet(peer)
         return True
 
     def has_successor(self, name: str, epoch: int) -> bool:

@@ -51,7 +51,7 @@ class Worker:
         self._blocks, self._terms = blocks, terms
         self._process = mark_here()
         self.holds = Holds(blocks, terms, self._meet)
-        self.loads = Loads(blocks, terms)
+        self.loads = Loads(blocks, terms, self._meet)
         self.steps: list[Step] = []
         self._strangers: dict[tuple[str, int], NetAddr] = {}
         self._watches: dict[tuple[str, int], PeerWatch | None] = {}
@@ -100,8 +100,7 @@ class Worker:
                 self.loads.drop(source)
             self.steps = orders.steps
         for order in orders.loads:
-            for addr in self.loads.start(order):
-                self._meet(addr)
+            self.loads.start(order)
 
     def layer_saved(self, layer: int, steps: list[Step] | None = None) -> None:
         """Note a computed layer of this step, or of an earlier one."""
@@ -134,8 +133,7 @@ class Worker:
         except BadDescriptor:
             return
         if isinstance(note, Told):
-            if self.loads.answered(peer, note):
-                self._meet(peer)
+            self.loads.answered(peer, note)
             return
         # Answers have numbers below 0, so that they differ from our Wants'.
         try:

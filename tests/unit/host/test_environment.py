@@ -71,7 +71,7 @@ def test_what_is_set_for_nccl_counts_for_verbs_too_and_explain_names_it(stub, mo
         domain.close()
 
     assert ["stub1", "stub3"] == [device.name, other.name]
-    assert (160, 3, 0) == (route.grh.traffic_class, route.sl, device.gid.seen.entry)
+    assert (160, 3, 0) == (route.grh.traffic_class, route.sl, device.gid.entry)
     for name in GIVEN:
         assert f"{name}=" in found.about
     assert {"stub1", "stub3"} == set(facts()["nics"])
