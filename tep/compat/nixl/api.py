@@ -24,7 +24,7 @@ from tep import BadDescriptor, Expectation, TepError, checksum
 from tep.compat.engines import engine_of
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_thread_sync_t
-from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
+from tep.compat.nixl.channel import BODY_MAX, Channel, Channels
 from tep.compat.nixl.listener import Listener
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
 from tep.compat.nixl.transfers import Numbers, Request, Side, cut_rows
@@ -575,14 +575,16 @@ class nixl_agent(Registry):
 
         def lost(why: str) -> None:
             numbers.burnt.add(imm)  # its rows stay in the target's count
-            self._notif_lost(request, why)
+            if notif or self._checksums:
+                self._notif_lost(request, why)
 
+        told = None if self._checksums else notif or None
+        if not notif and not self._checksums:
+            request.end()
+        ending = partial(request.end, request.number) if told else bool
+        channel.send(encode(Written(imm, request.nrows, told)), ending, lost)
         if self._checksums:
-            channel.send(encode(Written(imm, request.nrows, None)), on_lost=lost)
             self._compare(request, channel)
-            return
-        done = Written(imm, request.nrows, notif or None)
-        self._end_with(request, channel, done, lost if notif else lambda _: numbers.burnt.add(imm))
 
     def _read(self, request: Request, channel: Channel) -> None:
         request.under_way = False
@@ -594,17 +596,12 @@ class nixl_agent(Registry):
             self._notify(request, channel)
 
     def _notify(self, request: Request, channel: Channel) -> None:
-        self._end_with(request, channel, Notif(request.notif), partial(self._notif_lost, request))
-
-    def _end_with(
-        self, request: Request, channel: Channel, message: Notif | Written, lost: Lost
-    ) -> None:
         """End a request; if it has a notification, when the agent's engine has received it."""
-        if not request.notif:
+        if request.notif:
+            ending, lost = partial(request.end, request.number), partial(self._notif_lost, request)
+            channel.send(encode(Notif(request.notif)), ending, lost)
+        else:
             request.end()
-        if request.notif or isinstance(message, Written):
-            sent = partial(request.end, request.number) if request.notif else bool
-            channel.send(encode(message), sent, lost)
 
     def _compare(self, request: Request, channel: Channel) -> None:
         """Compare the rows' checksums at both ends before a request ends."""
