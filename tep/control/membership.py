@@ -416,11 +416,10 @@ class Membership:
         self._emit(peer, PeerChange.LOST, reason)
         self._miss(peer.link, f"was lost: {reason}")
 
-    def met_later(self, link: Link) -> None:
-        """A later incarnation of a peer answers: this one is gone for good."""
-        self._restarted(link, "a later incarnation answers at its address")
-
-    def _restarted(self, link: Link, reason: str) -> None:
+    def met_later(
+        self, link: Link, reason: str = "a later incarnation answers at its address"
+    ) -> None:
+        """A later incarnation of a peer is known: this one is gone for good."""
         if link.left:
             return
         peer = self._peer(link)
@@ -489,7 +488,7 @@ class Membership:
             self._settle(removal, State.FAILED, closed_error())
             return
         if removal.why:
-            self._restarted(link, removal.why)
+            self.met_later(link, removal.why)
         self._miss(link, "was removed")
         removal.waits = [handle for handle in self._opened if _refers(handle, link)]
         self._leaving.append(removal)

@@ -85,8 +85,7 @@ class Handle:
     Attributes:
         submitted_s: when it was submitted, seconds of the driver's clock.
         counted: whether statistics count it as a transfer or message.
-        rows: how many rows and messages it brings to the NICs.
-        reserved: how many of them `Machine.reserve` counted.
+        rows: those that it brings to the NICs, `reserved` of them counted by `Machine.reserve`.
     """
 
     counted: ClassVar[bool] = True

@@ -22,11 +22,9 @@ _EACH_MAX: Final = 8
 
 
 class Journal:
-    """The events of one engine that somebody should know of.
+    """The events of one engine that somebody should know of, with `counts` of each kind.
 
-    Attributes:
-        counts: how often each kind has happened.
-        listeners: functions that are called with the kind and the text of each.
+    `listeners` are called with the kind and the text of each.
     """
 
     def __init__(self, name: str = "?", backend: str = "none") -> None:
@@ -44,10 +42,8 @@ class Journal:
     def say(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         """Log one event, if its kind is not too frequent, and tell the listeners of it.
 
-        Args:
-            kind: of a few: nic_down, peer_lost, peer_back, failover, fence, reopen, burnt.
-            text: one line.
-            level: of the log; `logging.INFO` for what mends something.
+        There are few kinds: nic_down, peer_lost, peer_back, failover, fence, reopen, burnt. What
+        mends something is logged at INFO.
         """
         self.counts[kind] += 1
         times = self.counts[kind]
@@ -68,12 +64,7 @@ class Failover(Enum):
 
 
 class NicBytes(NamedTuple):
-    """The rows and bytes of one NIC.
-
-    Attributes:
-        rows: writes posted on it.
-        nbytes: their bytes.
-    """
+    """The rows posted on one NIC, and their bytes."""
 
     rows: int
     nbytes: int

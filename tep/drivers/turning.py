@@ -48,13 +48,8 @@ class TurnDriver(ThreadDriver):
     flag before it looks for the lock's holder; a holder looks for kicks after it has released the
     lock, and before it sleeps.
 
-    Args:
-        name: name of the thread, for debuggers.
-        cpu: pin the worker to this CPU, or to any of these. Callers stay where they are.
-        spin_s: time a wait() polls before it sleeps, seconds; 0 = not at all; 60 = spin, which
-            takes a core during every wait; None = up to 100 us, while that pays.
-        watch_s: interval at which watched words are read while nothing else happens, seconds.
-        call_timeout_s: longest time a verb waits for the worker, e.g. while a callback blocks it.
+    A wait() polls for `spin_s` before it sleeps, seconds; 0 = not at all; 60 = spin, which takes a
+    core during every wait; None = up to 100 us, while that pays. The rest is as of ThreadDriver.
     """
 
     def __init__(

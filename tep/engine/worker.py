@@ -332,7 +332,6 @@ class Worker:
         return Sender(nic, engine_of(nic), None if link is None else link.addr, engine_of)
 
     def owing(self) -> bool:
-        """Whether deliver() would run a user's function, or look at watched words."""
         if self.closed:
             return False
         if self.imms.loose or self._received or self.watch.callbacks or self.members.events:
@@ -350,7 +349,6 @@ class Worker:
             self.report(callback, error)
 
     def busy(self) -> bool:
-        """Whether rows, messages or commands are queued or in flight."""
         group = self.group
         return bool(
             group.batches
@@ -362,7 +360,6 @@ class Worker:
         )
 
     def engaged(self) -> bool:
-        """Whether a handle is open, or rows, messages or commands are queued or in flight."""
         return bool(self.open) or self.busy()
 
     def due_s(self) -> float | None:
