@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 import tep
+from tep.backends import loopback
 from tep.backends.loopback import Hub
 from tep.sim.cluster import Cluster
 from tep.testing.contract_engine import EngineContract, Engines, OpenEngines
 
 
-def loopback_engines(make_driver, **options):
+def loopback_engines(make_driver):
     """Engines on a hub of their own."""
     hub = Hub()
 
     def opened(name=None):
-        return tep.TransferEngine.open(
-            "loopback", nics=2, hub=hub, name=name, driver=make_driver(), **options
-        )
+        return tep.TransferEngine.open("loopback", nics=2, hub=hub, name=name, driver=make_driver())
 
     return OpenEngines(opened, opened)
 
@@ -43,10 +44,13 @@ class SimulatedEngines(Engines):
 class TestInline(EngineContract):
     """One thread turns both ends, over a deep queue and a shallow one."""
 
-    @pytest.fixture(params=[{}, {"sq_depth": 3}], ids=["deep", "shallow"])
+    @pytest.fixture(params=[loopback._SQ_DEPTH, 3], ids=["deep", "shallow"])
     def engines(self, request):
         ring = []
-        with loopback_engines(lambda: tep.InlineDriver(ring), **request.param) as engines:
+        with (
+            mock.patch.object(loopback, "_SQ_DEPTH", request.param),
+            loopback_engines(lambda: tep.InlineDriver(ring)) as engines,
+        ):
             yield engines
 
 
