@@ -72,12 +72,8 @@ _MESSAGES_MAX: Final = 64
 _CONTROL_BYTES: Final = 4096
 
 # Plain ints: an IntEnum member is slower to compare and to store.
-_WRITE: Final = int(Kind.WRITE)
-_READ: Final = int(Kind.READ)
 _IMM: Final = int(Kind.IMM)
 _SENT: Final = int(Kind.SENT)
-_RECV: Final = int(Kind.RECV)
-_FENCED: Final = int(Kind.FENCED)
 _OK: Final = int(Status.OK)
 
 
@@ -160,8 +156,8 @@ class LoopbackDomain:
         self._hub = hub
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._writes = Way(_WRITE, caps.sq_depth)
-        self._reads = Way(_READ, caps.reads)
+        self._writes = Way(int(Kind.WRITE), caps.sq_depth)
+        self._reads = Way(int(Kind.READ), caps.reads)
         self._peer_ids: dict[bytes, int] = {}
         self._peer_addresses: list[bytes] = []
         self._peers: list[LoopbackDomain | Status] = []
@@ -390,7 +386,7 @@ class LoopbackDomain:
                 return None
             slot, buffer = found
             buffer[: len(payload)] = payload
-        self.arrived.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+        self.arrived.append((int(Kind.RECV), _OK, 1, 0, 0, slot, len(payload)))
         self.waker()
         return Status.OK
 
@@ -408,7 +404,7 @@ class LoopbackDomain:
         self._check_open()
         with self._lock:  # what it is writing now is finished first
             self._fenced.add(source)
-        self.arrived.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
+        self.arrived.append((int(Kind.FENCED), _OK, 1, 0, 0, ctx, 0))
         self.waker()
 
     def unfence(self, source: bytes) -> None:

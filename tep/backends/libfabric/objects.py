@@ -61,10 +61,11 @@ class _Handle:
 
     __slots__ = ("__weakref__", "_close", "address", "kind", "lost", "what")
 
-    def __init__(self, address: int, kind: Any, what: str) -> None:
-        self.address = address
+    def __init__(self, out: c_void_p, kind: Any) -> None:
+        assert out.value
+        self.address = out.value
         self.kind = kind
-        self.what = what
+        self.what = kind.__name__.removeprefix("fid_")
         self.lost = False  # with its NIC, so that closing it may fail
         self._close = fi.op(self._base_ops(), "close")
 
@@ -189,25 +190,19 @@ class Nic:
     def _open_all(self, cq_entries: int) -> None:
         out = c_void_p()
         self._check(self.lib.fabric(self.info, byref(out)), "fi_fabric")
-        self._fabric = self._keep(out, fi.C.fid_fabric, "fabric")
+        self._fabric = _Handle(out, fi.C.fid_fabric)
+        self._open.append(self._fabric)
         fabric_ops = self._fabric.contents().ops.contents
         self._eq: _Handle | None = None
         if not self.software:
-            eq_attr = fi.C.fi_eq_attr(wait_obj=fi.FI_WAIT_NONE)
-            eq_open = fi.op(fabric_ops, "eq_open")
-            rc = eq_open(self._fabric.address, byref(eq_attr), byref(out), None)
-            self._check(rc, "fi_eq_open")
-            self._eq = self._keep(out, fi.C.fid_eq, "eq")
+            eq_attr = byref(fi.C.fi_eq_attr(wait_obj=fi.FI_WAIT_NONE))
+            self._eq = self._new(self._fabric, fabric_ops, "eq_open", eq_attr, fi.C.fid_eq)
             self._eq_readerr = fi.op(self._eq.contents().ops.contents, "readerr")
-        rc = fi.op(fabric_ops, "domain")(self._fabric.address, self.info, byref(out), None)
-        self._check(rc, "fi_domain")
-        self._domain = self._keep(out, fi.C.fid_domain, "domain")
+        self._domain = self._new(self._fabric, fabric_ops, "domain", self.info, fi.C.fid_domain)
         self._domain_ops = self._domain.contents().ops.contents
         self._open_queue(cq_entries)
-        av_attr = fi.C.fi_av_attr(type=fi.FI_AV_TABLE)
-        av_open = fi.op(self._domain_ops, "av_open")
-        self._check(av_open(self._domain.address, byref(av_attr), byref(out), None), "fi_av_open")
-        self._av = self._keep(out, fi.C.fid_av, "av")
+        av_attr = byref(fi.C.fi_av_attr(type=fi.FI_AV_TABLE))
+        self._av = self._new(self._domain, self._domain_ops, "av_open", av_attr, fi.C.fid_av)
         av_ops = self._av.contents().ops.contents
         self._insert, self._remove = fi.op(av_ops, "insert"), fi.op(av_ops, "remove")
         self._regattr = fi.op(self._domain.contents().mr.contents, "regattr")
@@ -224,7 +219,8 @@ class Nic:
             attr.wait_obj = fi.FI_WAIT_NONE
             rc = cq_open(self._domain.address, byref(attr), byref(out), None)
         self._check(rc, "fi_cq_open")
-        self._cq_handle = cq = self._keep(out, fi.C.fid_cq, "cq")
+        self._cq_handle = cq = _Handle(out, fi.C.fid_cq)
+        self._open.append(cq)
         self.cq = cq.address
         ops = cq.contents().ops.contents
         self.cq_read = fi.op(ops, "read")
@@ -235,10 +231,12 @@ class Nic:
             self._check(cq.control(fi.FI_GETWAIT, byref(fd)), "fi_control(FI_GETWAIT)")
             self.wait_fds = (fd.value,)
 
-    def _keep(self, out: c_void_p, kind: Any, what: str) -> _Handle:
-        assert out.value
-        handle = _Handle(out.value, kind, what)
-        self._open.append(handle)
+    def _new(self, parent: _Handle, ops: Any, name: str, attr: Any, kind: Any) -> _Handle:
+        """Open an object of a parent: fi_NAME(parent, attr, &object, NULL)."""
+        out = c_void_p()
+        self._check(fi.op(ops, name)(parent.address, attr, byref(out), None), f"fi_{name}")
+        handle = _Handle(out, kind)
+        (self._endpoints if kind is fi.C.fid_ep else self._open).append(handle)
         return handle
 
     def _check(self, rc: int, what: str) -> int:
@@ -254,12 +252,8 @@ class Nic:
 
     def open_endpoint(self, options: tuple[Option, ...] = ()) -> Endpoint:
         """Open an endpoint bound to this NIC's queues and address vector, and enable it."""
-        out = c_void_p()
-        endpoint = fi.op(self._domain_ops, "endpoint")
-        self._check(endpoint(self._domain.address, self.info, byref(out), None), "fi_endpoint")
-        assert out.value
-        handle = _Handle(out.value, fi.C.fid_ep, "ep")
-        self._endpoints.append(handle)
+        domain, ops = self._domain, self._domain_ops
+        handle = self._new(domain, ops, "endpoint", self.info, fi.C.fid_ep)
         try:
             handle.bind(self._cq_handle, fi.FI_TRANSMIT | fi.FI_RECV)
             handle.bind(self._av, 0)
@@ -314,8 +308,7 @@ class Nic:
         out = c_void_p()
         rc = self._regattr(self._domain.address, byref(attr), flags, byref(out))
         self._check(rc, "fi_mr_regattr")
-        assert out.value
-        handle = _Handle(out.value, fi.C.fid_mr, "mr")
+        handle = _Handle(out, fi.C.fid_mr)
         self._regions.add(handle)
         return handle
 

@@ -293,7 +293,10 @@ class Slots:
 
     def give_back(self, contexts: list[int]) -> dict[int, int]:
         """Take finished rows back; return how many of each batch, by its ctx."""
-        return self._settle(Counter(map(self._free_slot, contexts)))
+        found: dict[int, int] = {}
+        for number in map(self._free_slot, contexts):
+            found[number] = found.get(number, 0) + 1
+        return self._settle(found)
 
     def give_back_many(self, contexts: I64) -> dict[int, int]:
         """Take dozens of finished rows back, by columns; return what give_back() does."""

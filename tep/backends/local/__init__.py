@@ -5,8 +5,7 @@ Bytes move by process_vm_writev and process_vm_readv (a lone short row through t
 messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
 `channel` (addresses, the socket, what wakes a NIC), `memory` (what is shared, and in which order it
 is written), `copying`, `outbound` (the way to one peer), `sender` and `port`, the two halves of a
-NIC. Here they are put together behind the seam: registration, the pool of receive buffers, what
-poll() hands out, sleeping, and the ends. All of a NIC belongs to one thread at a time.
+NIC. All of a NIC belongs to one thread at a time.
 
 Trust. Any user of the host can connect: without the address's token it is one of at
 most 64 callers, each for a second. Who has the token can write to what is registered as a target,

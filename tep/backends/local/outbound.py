@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import Final
 
 from tep.backends.base import LATER, SHORT, Batch, Status
-from tep.backends.common import STRONG, HostRegion, bounds, most, part
+from tep.backends.common import STRONG, HostRegion
 from tep.backends.local.channel import (
     Address,
     Channel,
@@ -70,34 +70,12 @@ class Way(Enum):
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already.
-
-    Attributes:
-        checked: the two regions in which all of its rows are known to lie.
-    """
+    """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already."""
 
     batch: Batch
     at: int
     stop: int
     moved: int = 0
-    checked: tuple[HostRegion, Target] | None = None
-
-    def inside(self, region: HostRegion, target: Target, longest: int) -> bool:
-        """Whether all rows lie in two regions and are not too long; looked up once for a pair."""
-        if self.checked == (region, target):
-            return True
-        batch, at, stop = self.batch, self.at, self.stop
-        nbytes = part(batch.nbytes, at, stop)
-        first, end = bounds(part(batch.dst, at, stop), nbytes)
-        good = (
-            most(nbytes) <= longest
-            and region.covers(part(batch.src, at, stop), nbytes, region.origin)
-            and target.base <= first
-            and end <= target.base + target.nbytes
-        )
-        if good:
-            self.checked = region, target
-        return good
 
 
 Line = deque[Segment]
@@ -334,9 +312,8 @@ class Outbound:
 
         What changed since is found at the copy: begin_copy().
         """
-        if not key & READABLE if reads else key & UNWRITABLE:
-            return None
-        return self.targets.get(key) or self._find(key)
+        allowed = key & READABLE if reads else not key & UNWRITABLE
+        return (self.targets.get(key) or self._find(key)) if allowed else None
 
     def _find(self, key: int) -> Target | None:
         if self.way is not Way.UP:

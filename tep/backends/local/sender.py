@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
-from tep.backends.common import STRONG, Unread, at, part, total
+from tep.backends.common import STRONG, Unread, at, bounds, most, part, total
 from tep.backends.local.channel import CONTROL_BYTES_MAX, Address, Control, Watches, why
 from tep.backends.local.copying import ROWS_MAX, Flow
 from tep.backends.local.memory import ACKS, COPYING, EVENTS
@@ -45,11 +45,6 @@ _TIMES_MAX: Final = 8
 
 A helping costs 40 us beside its bytes, and up to 200 us on busy CPUs (measured): what it needs is
 not in the caches any more after so many bytes.
-"""
-
-_CRUMB_BITS: Final = 8
-"""The rest of a helping, if less than this part of the least one, is not worth a call: else
-one page goes alone after each 1,023 of 4 KiB, and other rows in two parts.
 """
 
 _UNRUNG_BYTES_MAX: Final = 32 << 20
@@ -275,8 +270,6 @@ class Sender:
             except MemoryError:  # nothing of them was told to anybody: the next poll tries again
                 out.lane.words[COPYING] = 0
                 self.helping = 0
-            if 0 < self.helping < self.least >> _CRUMB_BITS:
-                self.helping = 0
             if segment.at == segment.stop:
                 line.popleft()
         if out.way is _UP and out.lane.tail != was:
@@ -317,7 +310,13 @@ class Sender:
         target = out.target(rkey, reads=flow.reads)
         if mine is None or target is None or (target.mapped is None and not out.pid):
             return False
-        if not segment.inside(mine, target, self._caps.max_write_bytes):
+        first, end = bounds(there, nbytes)
+        if (
+            most(nbytes) > self._caps.max_write_bytes
+            or not mine.covers(here, nbytes, mine.origin)
+            or not target.base <= first
+            or end > target.base + target.nbytes
+        ):
             return False
         if not out.begin_copy(target):
             return False

@@ -254,27 +254,6 @@ def test_a_row_that_a_helping_cuts_does_not_slow_down_the_rows_behind_it(small: 
     assert len(alone) <= 2 * polls + 2
 
 
-def test_no_row_goes_alone_because_little_is_left_of_a_helping(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each costs two system calls: of pages of 4 KiB that was one in 1,024, of 7 KiB one in 586."""
-    monkeypatch.setattr(sending, "HELPING_BYTES", 2560)
-    a, b = (open_domains().domains[0] for _ in range(2))
-    assert isinstance(a, LocalDomain)
-    assert isinstance(b, LocalDomain)
-    try:
-        row = one_list(meet(a, b), 1600)
-        monkeypatch.setattr(a.sender.writes, "move_row", None)
-        batch = WriteBatch(1600, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
-        assert 1600 == a.post(batch, 0, 1600)
-        while a.sender.writes.open:
-            poll(a)
-            poll(b)
-    finally:
-        a.close()
-        b.close()
-
-
 @pytest.mark.parametrize("length", [1000, 100])
 def test_a_nic_in_the_middle_of_a_row_says_that_it_has_work(small: None, nics, length) -> None:
     """No completion tells of it, and a driver that takes it for idle sleeps between the parts."""
