@@ -12,7 +12,7 @@ else the dict. Rule 5: a burnt value has no line and gets none: what arrives cou
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 
@@ -246,7 +246,8 @@ class ImmTable(Generic[W]):
         self.reached: list[W] = []
         self.loose: list[tuple[Claim, int, int]] = []
         self.total = 0
-        self._lines: dict[int, dict[W, None]] = {}
+        # Ordered: the first of a plain dict costs a step for each that was taken before it.
+        self._lines: dict[int, OrderedDict[W, None]] = {}
         self._claims: list[tuple[range, Claim]] = []
 
     def expect(self, want: W) -> None:
@@ -272,7 +273,7 @@ class ImmTable(Generic[W]):
             )
         line = self._lines.get(want.imm)
         if line is None:
-            line = self._lines[want.imm] = {}
+            line = self._lines[want.imm] = OrderedDict()
         line[want] = None
         have = self.counts.get(want.imm)
         if have >= next(iter(line)).count:
@@ -413,7 +414,7 @@ class ImmTable(Generic[W]):
         self.burnt.remove(imm)
         return self.counts.pop(imm)
 
-    def _fire(self, imm: int, line: dict[W, None], have: int) -> None:
+    def _fire(self, imm: int, line: OrderedDict[W, None], have: int) -> None:
         """Fire the expectations that `have` suffices for, in line; the rest stays as the count."""
         while line and have >= (want := next(iter(line))).count:
             del line[want]
