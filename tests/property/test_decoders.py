@@ -52,6 +52,7 @@ READERS = {
     "tep/compat/engines.py": "a variable of the environment, as JSON",
     "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
     "tep/apps/rl/job.py": "an argument of a process that this one starts, as JSON",
+    "tep/apps/rl/weights.py": "an index of checkpoint files, a file of the user's own, as JSON",
     "tep/host/hostfiles.py": "a captured machine, a file of the user's own, as JSON",
     "tep/sim/fit.py": "measurements, a file of the user's own, as JSON",
     "tep/integrations/weights/sglang_engine.py": "an order that the server's user gave, as JSON",

@@ -154,7 +154,7 @@ def _weight_map(path: Path) -> dict[str, Any]:
     """Return which file has each tensor, as the index says; {} if it does not."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]).get("weight_map")
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: no index of safetensors files: {error}") from error
     return found if isinstance(found, dict) else {}
 
