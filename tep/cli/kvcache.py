@@ -91,7 +91,7 @@ def kvcache(
     ] = 32768,
     trace: Annotated[
         str,
-        typer.Option("--trace", help="Requests of a .jsonl, or synthetic; timing."),
+        typer.Option("--trace", help="Requests of a .jsonl or .csv, or synthetic; timing."),
     ] = "",
     prefix_tokens: Annotated[
         int, typer.Option("--prefix-tokens", min=0, help="That a prefiller keeps; with --trace.")

@@ -1,15 +1,18 @@
 """Requests from a file: when each comes, its lengths, and the blocks that its prompt is made of.
 
-The form is Mooncake's: a line of JSON a request with `timestamp` (ms), `input_length`,
-`output_length` and, if there are any, `hash_ids`, one for each 512 tokens of the prompt; equal ids
-are equal beginnings (arXiv 2407.00079; github.com/kvcache-ai/Mooncake, FAST25-release/traces).
-`synthetic.jsonl` ships with the package: conversations that were made up.
+Two forms, told apart by the file's name. `.jsonl` is Mooncake's: a line a request with `timestamp`
+(ms), `input_length`, `output_length` and `hash_ids`, one for each 512 tokens of the prompt; equal
+ids are equal beginnings (arXiv 2407.00079; github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+`.csv` has the columns at_s, input_length, output_length and, if there are any, hash_ids, with
+spaces between them. `synthetic.jsonl` ships with the package: conversations that were made up.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+from collections.abc import Iterable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
@@ -51,12 +54,13 @@ def read_trace(path: str | Path) -> list[Arrival]:
         with as_file(files("tep.apps.kvcache").joinpath("synthetic.jsonl")) as shipped:
             return read_trace(shipped)
     path = Path(path)
-    if path.suffix != ".jsonl":
-        raise UsageError(f"trace {path}: a .jsonl is asked for, or {SYNTHETIC!r}")
+    read = {".jsonl": _mooncake, ".csv": _table}.get(path.suffix)
+    if read is None:
+        raise UsageError(f"trace {path}: .jsonl or .csv is asked for, or {SYNTHETIC!r}")
     found: list[Arrival] = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            found.extend(_arrival(json.loads(line)) for line in lines if line.strip())
+        with path.open(encoding="utf-8", newline="") as lines:
+            found.extend(map(_arrival, read(lines)))
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"trace {path}: request {len(found) + 1}: {error}") from error
     if not found:
@@ -72,8 +76,18 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
+def _mooncake(lines: Iterable[str]) -> Iterator[object]:
+    return (json.loads(line) for line in lines if line.strip())
+
+
+def _table(lines: Iterable[str]) -> Iterator[object]:
+    for row in csv.DictReader(lines):
+        ids = (row.get("hash_ids") or "").split()
+        yield row | {"timestamp": float(row.get("at_s") or "nan") / _MS, "hash_ids": ids}
+
+
 def _arrival(values: object) -> Arrival:
-    one = msgspec.convert(values, _Line)
+    one = msgspec.convert(values, _Line, strict=False)
     needed = -(-one.input_length // BLOCK_TOKENS)
     if not math.isfinite(one.timestamp) or len(one.hash_ids) not in {0, needed}:
         raise ValueError(

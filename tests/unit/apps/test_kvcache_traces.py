@@ -25,29 +25,35 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_trace_is_read_in_its_units(tmp_path: Path) -> None:
+def test_both_forms_say_the_same(tmp_path: Path) -> None:
     """A trace that is read in another unit makes another load, and nobody notices."""
     jsonl = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, LINES)) + "\n\n")
+    table = "at_s,input_length,output_length,hash_ids\n4.5,600,5,7 9\n2.5,512,0,7\n"
+    expected = [Arrival(0.0, 512, 1, (7,)), Arrival(2.0, 600, 5, (7, 9))]
 
-    assert [Arrival(0.0, 512, 1, (7,)), Arrival(2.0, 600, 5, (7, 9))] == read_trace(jsonl)
-    line = {"timestamp": 0.5, "input_length": 9, "output_length": 3}
-    bare = written(tmp_path / "b.jsonl", json.dumps(line))
+    assert expected == read_trace(jsonl)
+    assert expected == read_trace(written(tmp_path / "a.csv", table))
+    bare = written(tmp_path / "b.csv", "at_s,input_length,output_length\n0,9,3\n")
     assert [Arrival(0.0, 9, 3)] == read_trace(bare)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.txt", "", r"a \.jsonl is asked for, or 'synthetic'"),
+        ("a.txt", "", r"\.jsonl or \.csv is asked for, or 'synthetic'"),
         ("a.jsonl", "", "it has no request"),
         ("a.jsonl", "[1]\n", "request 1: Expected `object`"),
         ("a.jsonl", '{"timestamp": 1', "request 1"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 5}', "request 1: .*output_length"),
         ("a.jsonl", '{"input_length": 5, "output_length": 5}', "request 1: .*timestamp"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 5}', "1: .* >= 1"),
-        ("a.jsonl", json.dumps(LINES[0] | {"timestamp": float("nan")}), "request 1: a time"),
-        ("a.jsonl", json.dumps(LINES[0] | {"hash_ids": [7]}), "or 2 for 600 tokens"),
-        ("a.jsonl", json.dumps(LINES[0] | {"hash_ids": ["x", "y"]}), "request 1: .*hash_ids"),
+        ("a.csv", "input_length,output_length\n5,5\n", "request 1: a time"),
+        ("a.csv", "at_s,input_length,output_length,hash_ids\n0,600,5,7\n", "or 2 for 600 tokens"),
+        (
+            "a.csv",
+            "at_s,input_length,output_length,hash_ids\n0,600,5,x y\n",
+            "request 1: .*hash_ids",
+        ),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, name: str, text: str, why: str) -> None:
@@ -55,7 +61,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, name: str, text: str
     with pytest.raises(UsageError, match=why):
         read_trace(written(tmp_path / name, text))
     with pytest.raises(UsageError, match="No such file"):
-        read_trace(tmp_path / "none.jsonl")
+        read_trace(tmp_path / "none.csv")
 
 
 def test_the_shipped_trace_is_one() -> None:
