@@ -168,7 +168,9 @@ def test_sim_replays_a_seed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["busy", "engine", "verbs_stub"])
+@pytest.mark.parametrize(
+    "bench", [pytest.param("busy", marks=pytest.mark.long), "engine", "verbs_stub"]
+)
 def test_bench_measures_every_figure(bench: str) -> None:
     """A benchmark that does not run any more is found when its number is needed."""
     options = ("--rounds", "3", "--json")

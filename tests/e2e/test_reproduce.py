@@ -115,6 +115,7 @@ def test_an_unknown_table_is_named_with_those_there_are() -> None:
         load_table("p3p")
 
 
+@pytest.mark.long
 def test_left_out_points_are_worse_than_fitted_ones() -> None:
     """A fit that were as good without a point would not have been a fit to it."""
     outcomes = [*runs.reproduce("kvcache"), *runs.reproduce("p2p")]

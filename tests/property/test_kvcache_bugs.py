@@ -6,6 +6,7 @@ of the transfer itself are in test_kvcache_blocks.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,6 @@ def test_planted_bugs_are_caught(name: str) -> None:
 @pytest.mark.slow
 def test_the_system_itself_is_clean() -> None:
     """An oracle that cries wolf hides what it is there to find."""
-    found = {seed: violations_of(seed) for seed in range(12)}
+    found = {seed: violations_of(seed) for seed in range(12 if "TEP_LONG" in os.environ else 6)}
 
     assert {} == {seed: violations for seed, violations in found.items() if violations}
