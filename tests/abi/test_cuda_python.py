@@ -15,6 +15,7 @@ from tests.support import fake_cuda
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("major", [13, 12])
 def test_gpus_under_cuda_python(major):
     """All of tests/cuda, in a process that the loader gives the fake driver to."""

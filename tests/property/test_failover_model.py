@@ -33,6 +33,7 @@ def test_a_mistake_is_found(mistake: str) -> None:
         check(Model(rows=1, cuts=2 if calm else 1, mistakes=frozenset({mistake}), **calm))
 
 
+@pytest.mark.slow
 def test_late_questions_shut_a_path_and_break_no_count() -> None:
     """A copy of an old question that is not dropped costs a failover, and nothing else: the engine
     drops it (`Fencing.is_outdated`) for the time that this takes.

@@ -164,6 +164,7 @@ def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> 
 MESSAGES = 12_500 if "TEP_LONG" in os.environ else 2_500
 
 
+@pytest.mark.slow
 def test_tens_of_thousands_of_hostile_messages_fill_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -299,6 +299,7 @@ def test_any_frames_of_a_peer_are_bounded(frames):
         assert len(one.part) <= channel.PIECES_MAX
 
 
+@pytest.mark.slow
 def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
     """Only the piece that is waited for is taken when there is no room; then all are in order."""
     owner = SimpleNamespace(garbled=0)

@@ -100,6 +100,7 @@ def test_rows_go_where_the_states_say(
             assert (domain, nic) == found, "a row left its own path for no reason"
 
 
+@pytest.mark.slow
 def test_runs_obey_the_table() -> None:
     """A transition that is missing stops a run; one that no run makes is tested by none."""
     seen: Counter[tuple[PathState, PathEvent]] = Counter()

@@ -30,6 +30,7 @@ def play(seed: int) -> None:
     assert [] == run_case(Case.draw(random.Random(seed))).violations
 
 
+@pytest.mark.slow
 @settings(max_examples=min(settings().max_examples, effort(30, 6)))
 @given(st.randoms(use_true_random=False))
 def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -32,3 +33,4 @@ def test_the_programs_of_a_page_run(page, monkeypatch):
     assert programs
     for program in programs:
         exec(program, {})
+    gc.collect()  # an engine that a program leaves open would be seen in the next tests

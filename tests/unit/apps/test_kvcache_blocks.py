@@ -175,6 +175,7 @@ def granted(sender, load):
         sender.poll()
 
 
+@pytest.mark.slow
 def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
     """With fences, blocks come back without the sender's answer; its old sends end first."""
     hub = Hub()

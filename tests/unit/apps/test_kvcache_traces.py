@@ -73,6 +73,7 @@ def test_the_shipped_trace_is_one() -> None:
     assert len({one.blocks[0] for one in found}) < 5, "prompts begin alike"
 
 
+@pytest.mark.slow
 def test_what_a_prefiller_has_is_not_computed_again() -> None:
     """Prefix hits are most of what a trace is played for."""
     first, same = (Arrival(at_s, 4096, 1, tuple(range(8))) for at_s in (0.0, 9.0))
@@ -88,6 +89,7 @@ def test_what_a_prefiller_has_is_not_computed_again() -> None:
     assert times[1] < times[2] < times[0]
 
 
+@pytest.mark.slow
 def test_a_cache_keeps_the_beginnings_of_what_came_last() -> None:
     """One that forgot nothing would promise hits that no memory holds."""
     plant = Plant(prefillers=1, decoders=1, prefix_tokens=4 * 512)

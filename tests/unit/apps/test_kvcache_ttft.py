@@ -38,6 +38,7 @@ def test_at_most_two_rows_are_fitted_to() -> None:
     assert (PUBLISHED, OVERHEAD) == again
 
 
+@pytest.mark.slow
 def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:
     """Two answers to one question: nobody would know which of them to trust."""
     load = Load(arrivals=(Arrival(0.1, 4096), Arrival(5.0, 4096)))
@@ -46,6 +47,7 @@ def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:
     assert found.ttft_s() == pytest.approx(first_token(4096).ttft_s(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_added_is_the_sum_of_its_parts_and_of_the_network() -> None:
     """A part that is written down and not simulated is a number for show."""
     added = {
@@ -60,6 +62,7 @@ def test_what_is_added_is_the_sum_of_its_parts_and_of_the_network() -> None:
     assert expected == pytest.approx(parts, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_prefiller_that_met_nobody_waits_for_its_first_contact_once() -> None:
     """26 ms a peer are published; hidden in an average they would look like noise."""
     load = Load(arrivals=(Arrival(0.0, 4096), Arrival(5.0, 4096)))

@@ -107,6 +107,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "n"), CASES)
 def test_work_is_linear(work: Callable[[int], int], n: int, monkeypatch) -> None:
     """A list of tensors, a pool of blocks, a model of experts: each has 10^4 of them."""

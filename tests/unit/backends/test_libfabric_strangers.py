@@ -63,6 +63,7 @@ def hung_up(crowd: list[socket.socket], count: int) -> None:
             ended += 1
 
 
+@pytest.mark.slow
 def test_silent_strangers_are_few_and_keep_no_peer_out(provider, monkeypatch) -> None:
     """1,000 of them took every descriptor of the process, for ever: no new peer came in."""
     monkeypatch.setattr(room, "STRANGERS_MAX", 8)
@@ -74,6 +75,7 @@ def test_silent_strangers_are_few_and_keep_no_peer_out(provider, monkeypatch) ->
         write(provider, desc)
 
 
+@pytest.mark.slow
 def test_a_silent_stranger_is_hung_up_on_in_time(provider, monkeypatch) -> None:
     """An engine that has nothing to do sleeps: the stranger's time has to wake it."""
     monkeypatch.setattr(room, "STRANGER_S", 0.1)
@@ -84,6 +86,7 @@ def test_a_silent_stranger_is_hung_up_on_in_time(provider, monkeypatch) -> None:
         hung_up([stranger], 1)
 
 
+@pytest.mark.slow
 def test_a_peer_that_has_said_hello_is_no_stranger(provider, monkeypatch) -> None:
     """A peer that waits for its work would be cut off, and its next rows were lost."""
     looks: list[int] = []

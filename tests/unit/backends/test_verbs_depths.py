@@ -135,6 +135,7 @@ def test_a_queue_that_fails_takes_its_nic_down(stub, kind, sleeping):
     assert kind in why
 
 
+@pytest.mark.slow
 def test_an_overrun_ends_what_is_open_and_hangs_nobody(stub):
     """An overrun drops completions with one event, and the device is silent afterwards."""
     pair, before = Pair(stub, sq_depth=16), stub.count("overruns")

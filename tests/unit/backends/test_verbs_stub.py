@@ -468,6 +468,7 @@ def test_the_last_completion_of_a_burst_speaks_for_those_before_it(rig):
     assert [(Status.OK, n, n) for n in lengths] == [(e[1], e[2], e[5]) for e in back]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 40, 99])
 def test_a_short_post_takes_what_bad_wr_says(stub, rig, after):
     """ENOMEM in the middle of a chain: rows before it are out, rows after it never were.
@@ -490,6 +491,7 @@ def test_a_short_post_takes_what_bad_wr_says(stub, rig, after):
     assert (rig.source[: 100 * PAGE] == rig.target[: 100 * PAGE])[taken * PAGE :].all()
 
 
+@pytest.mark.slow
 def test_a_refused_request_fails_its_row_and_no_other(stub, rig):
     """Any other errno: trying again would fail again, and must not stop the rows behind it."""
     stub.set(Knob.FAIL_AFTER, 10)

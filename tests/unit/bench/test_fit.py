@@ -50,6 +50,7 @@ def test_shipped_profiles_are_what_the_program_fits(nic) -> None:
     assert max(map(abs, found.residuals)) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nic", NIC_PROFILES)
 def test_the_closed_form_is_what_engines_do(nic) -> None:
     """The fit solves the closed form; if engines did something else it would fit something else."""
@@ -99,6 +100,7 @@ def test_the_machine_has_the_nics_that_were_measured() -> None:
         fit([points[0], points[1]._replace(nics=1)], truth)
 
 
+@pytest.mark.slow
 def test_whole_engines_measured_give_their_profile_back() -> None:
     """The same through engines, once: from a machine, to results, to a profile."""
     base = load_profile("cx7_400")

@@ -75,6 +75,7 @@ def test_a_correct_client_is_right_on_every_seed(tep_nixl):
     assert run(Prefiller)[0]
 
 
+@pytest.mark.slow
 def test_a_planted_bug_is_found_and_found_again(monkeypatch):
     """Where the last transfer is nearly always the last to land, a test run never sees it."""
     monkeypatch.setenv("TEP_NIXL_BACKEND", "chaos")

@@ -309,6 +309,7 @@ def test_whoever_waits_sleeps(pair):
     assert {"A": [b"told"]} == b.wait_notifs(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_wait_ends_with_its_time_or_the_error(pair, monkeypatch):
     """A timeout is no error: the transfer is under way still."""
     a, b, rows = pair

@@ -108,6 +108,7 @@ def test_a_prompt_is_computed_here_and_decoded_there(servers, router):
     assert body == {k: v for k, v in servers["d0"].asked[0].items() if k != "kv_transfer_params"}
 
 
+@pytest.mark.slow
 def test_instances_that_are_gone(servers, router):
     """A prefiller that died costs no request; the decoder computes alone if there is none."""
     servers["p0"].shutdown()

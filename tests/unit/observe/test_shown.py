@@ -139,6 +139,7 @@ async def _nothing(cluster: tep.sim.Cluster) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_every_result_can_be_looked_at() -> None:
     """A schedule's repr had two megabytes, and pictures of statistics ended in a TypeError."""
     for name, result in results().items():

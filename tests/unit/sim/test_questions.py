@@ -50,6 +50,7 @@ def test_layers_follow_each_other() -> None:
         assert whole["time, ms"] < parts["time, ms"] < most * whole["time, ms"]
 
 
+@pytest.mark.slow
 def test_a_fault_costs_what_the_other_nics_have_to_carry() -> None:
     """The answer stands beside the least that is possible: without it nobody knows whether 1.4 is
     much.

@@ -70,6 +70,7 @@ def test_lands_when_the_slow_model_says(posts, machines, network, buses) -> None
     assert dict(enumerate(expected)) == landings(network, posts, machines)
 
 
+@pytest.mark.slow
 @settings(max_examples=30 if settings().max_examples < 1000 else 1000)
 @given(POSTS, MIXES, st.one_of(PAUSES, MARKED))
 def test_pauses_and_marks_between_unlike_machines(posts, machines, knobs) -> None:

@@ -360,6 +360,7 @@ VICTIMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flows", "network", "fair"), VICTIMS.values(), ids=VICTIMS)
 def test_pauses_hit_a_victim_and_dcqcn_spares_it(flows, network, fair) -> None:
     """The last flow goes to an idle receiver, but what it shares is paused for a full one.

@@ -61,6 +61,7 @@ def test_a_right_machine_passes() -> None:
     run_state_machine_as_test(Store, settings=settings(FEW, max_examples=15))
 
 
+@pytest.mark.slow
 def test_a_wrong_machine_is_found_and_shrunk(capsys) -> None:
     """The rules that show it, and the case, are what a reader needs."""
     with pytest.raises(AssertionError) as found:
