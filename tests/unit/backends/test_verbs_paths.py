@@ -23,11 +23,11 @@ FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}
 class Engines:
     """Two engines of two NICs each, over the stub."""
 
-    def __init__(self, stub, **options):
+    def __init__(self, stub, devices=(("stub0", "stub1"), ("stub2", "stub3")), **options):
         self.ring = []
         options = {"library": stub.path, **FAST, **options}
-        self.a = self._open(["stub0", "stub1"], "a", options)
-        self.b = self._open(["stub2", "stub3"], "b", options)
+        self.a = self._open(devices[0], "a", options)
+        self.b = self._open(devices[1], "b", options)
         rng = np.random.default_rng(1)
         self.source = rng.integers(0, 256, 256 * PAGE, np.uint8)
         self.target = np.zeros(256 * PAGE, np.uint8)
@@ -179,3 +179,17 @@ def test_without_another_way_the_error_says_what_failed(stub, engines):
     engines.ring.remove(machine_of(engines.b))
     with pytest.raises(FabricError, match="UNREACHABLE"):
         engines.write(2).wait(20)
+
+
+def test_a_device_that_is_named_twice_is_two_nics(stub):
+    """A queue pair uses one port of a bond; the doctor's cure would leave a port idle, or fail."""
+    engines = Engines(stub, (["stub0"] * 2, ["stub1"] * 2))
+    try:
+        got = engines.b.expect_imm_count(2, 256)
+        engines.write(2).wait(60)
+        got.wait(60)
+
+        assert [128, 128] == [nic.rows for nic in engines.a.stats().nics]
+        assert (engines.source == engines.target).all()
+    finally:
+        engines.close()
