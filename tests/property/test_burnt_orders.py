@@ -31,7 +31,7 @@ def test_a_count_that_is_complete_has_the_bytes_of_both(case: str) -> None:
 
     Of the largest cases these are the first orders: nobody knows how many more there are.
     """
-    runs_max = RUNS_MAX if case in QUICK else effort(1_000, 400)
+    runs_max = RUNS_MAX if case in QUICK else 1_000
     ends = Counter(explored(lambda c: BURNT[case](c).ends, runs_max=runs_max))
 
     assert any("done" == end[-1] for end in ends), "no count was ever reached"
