@@ -51,6 +51,7 @@ from tep.core.handles import Handle
 from tep.drivers.threads import Machine
 from tests.bench.bench_libfabric import efa_figures
 from tests.bench.figures import Figure, show_figures
+from tests.support.inside import machine_of, nics_of, worker_of
 
 __all__ = ["column_figures"]
 
@@ -122,8 +123,8 @@ class _Pair:
         self.a, self.b = (
             tep.TransferEngine.open(backend, driver=driver, nics=1, **options) for _ in "ab"
         )
-        self.machines = self.a._machine, self.b._machine
-        self._nic: Any = self.a._domains[0]
+        self.machines = machine_of(self.a), machine_of(self.b)
+        self._nic: Any = nics_of(self.a)[0]
         self._memory = [np.ones(_ROWS * _ROW_BYTES, np.uint8) for _ in "ab"]
         self.mr, _ = self.a.reg_mr(self._memory[0])
         _, self.desc = self.b.reg_mr(self._memory[1])
@@ -165,7 +166,7 @@ class _Pair:
             start = self._now_ns()
             open_.append(self.a.submit_paged_writes(_ROW_BYTES, *ends, imm=1))
             while self.posted < goal:
-                self.a._machine.step()
+                self.machines[0].step()
             found.append((self.rung_ns - start) / npages)
         yield tuple(open_), self.machines
         return found
@@ -178,7 +179,7 @@ class _Pair:
             start = self._now_ns()
             ends = (self.mr, 0), (self.desc, 0)
             open_.append(self.a.submit_single_write(_ROW_BYTES, *ends, imm=1))
-            self.a._machine.step()
+            self.machines[0].step()
             found.append((self.rung_ns - start) / 1000)
         yield tuple(open_), self.machines
         return found
@@ -188,13 +189,13 @@ class _Pair:
         found = []
         for _ in range(_BURSTS):
             got = self.b.expect_imm_count(1, burst + 1)
-            counted = self.b._worker.imms.total + burst
+            counted = worker_of(self.b).imms.total + burst
             sent = self.a.submit_paged_writes(_ROW_BYTES, *self._ends(burst), imm=1)
-            yield (sent,), (self.a._machine,)
+            yield (sent,), self.machines[:1]
             start = self._now_ns()
-            self.b._machine.step()
+            self.machines[1].step()
             found.append((self._now_ns() - start) / burst)
-            assert counted == self.b._worker.imms.total, "a burst was not counted in one step"
+            assert counted == worker_of(self.b).imms.total, "a burst was not counted in one step"
             last = self.a.submit_single_write(_ROW_BYTES, (self.mr, 0), (self.desc, 0), imm=1)
             yield (last, got), self.machines
         return found

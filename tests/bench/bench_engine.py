@@ -26,6 +26,7 @@ from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tests.bench.figures import Figure, call_ns, median_ns, show_figures, summary
+from tests.support.inside import machine_of, worker_of
 from tests.support.null import NullDomain, null_memory, null_pair
 
 __all__ = ["engine_figures", "kind_of"]
@@ -93,6 +94,7 @@ def _paged(
     ring: list[Machine] = []
     here, there = null_pair(nics)
     a, b = _engine("a", here, ring), _engine("b", there, ring)
+    ours, theirs, table = machine_of(a), machine_of(b), worker_of(b).imms
     mr, _ = a.reg_mr(null_memory((npages + 1) * PAGE_BYTES))
     _, desc = b.reg_mr(null_memory((npages + 1) * PAGE_BYTES))
     rng = np.random.default_rng(1)
@@ -104,7 +106,7 @@ def _paged(
     def one() -> int:
         nonlocal imms
         imms = imms + np.uint32(npages)  # fresh values in every round, like an application's
-        counted = b._worker.imms.total + npages  # stats() would empty the processor's caches
+        counted = table.total + npages  # stats() would empty the processor's caches
         offset = next(moves)
         start = time.thread_time_ns()
         if prepared:
@@ -115,12 +117,12 @@ def _paged(
             got = b.expect_imm_count(*((int(imms[-1]), 1) if distinct else (7, npages)))
             sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=imms if distinct else 7)
         while not (sent.finished and got.finished):
-            a._machine.step()
-            b._machine.step()
-            a._machine.deliver()
-            b._machine.deliver()
+            ours.step()
+            theirs.step()
+            ours.deliver()
+            theirs.deliver()
         spent = time.thread_time_ns() - start
-        assert counted == b._worker.imms.total, "an immediate is missing or was counted twice"
+        assert counted == table.total, "an immediate is missing or was counted twice"
         if distinct:
             for imm, _ in b.stats().imms_unexpected:
                 b.remove_imm(imm)
@@ -200,19 +202,20 @@ def _single_ns(which: int, nics: int, rounds: int) -> list[int]:
     here = [(NullDomain if which else _Stamping)(k, wire) for k in range(nics)]
     there = [NullDomain(nics + k, wire) for k in range(nics)]
     a, b = _engine("a", here, ring), _engine("b", there, ring)
+    ours, theirs = machine_of(a), machine_of(b)
     mr, _ = a.reg_mr(null_memory(1 << 30))
     _, desc = b.reg_mr(null_memory(1 << 30))
     times: list[int] = []
     for _ in range(rounds):
         got = b.expect_imm_count(7, 1)
-        b._machine.step()
+        theirs.step()
         start = time.thread_time_ns()
         sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
-        a._machine.step()
+        ours.step()
         end = time.thread_time_ns() if which == 1 else 0
-        a._machine.deliver()
-        b._machine.step()
-        b._machine.deliver()
+        ours.deliver()
+        theirs.step()
+        theirs.deliver()
         end = end or time.thread_time_ns()
         if which == 0:
             end = max(nic.last_ns for nic in here if isinstance(nic, _Stamping))
@@ -243,6 +246,7 @@ def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figu
         _engine(f"p{p}", [NullDomain(nics * (p + 1) + k, wire) for k in range(nics)], ring)
         for p in range(peers)
     ]
+    ours, *theirs = map(machine_of, (a, *others))
     mr, _ = a.reg_mr(null_memory(1 << 30))
     descs = [other.reg_mr(null_memory(1 << 20))[1] for other in others]
     group = a.add_peer_group([other.main_address for other in others])
@@ -257,11 +261,11 @@ def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figu
             sent = ready.submit(3, src_offset=offset, dst_offset=offset)
         else:
             sent = a.submit_scatter(mr, dsts, imm=3, group=group)
-        a._machine.step()
+        ours.step()
         spent = last.last_ns - start
-        a._machine.deliver()
-        for other in others:
-            other._machine.step()
+        ours.deliver()
+        for other in theirs:
+            other.step()
         assert sent.ok
         return spent
 

@@ -36,6 +36,7 @@ from tep.backends.ffi.libfabric import load
 from tep.base.units import KiB, MiB
 from tep.drivers.threads import Machine
 from tests.bench.figures import Figure, show_figures
+from tests.support.inside import machine_of
 
 __all__ = ["efa_figures", "libfabric_figures", "serve"]
 
@@ -326,7 +327,7 @@ class _Two:
     def _ping(self) -> float:
         start = time.perf_counter_ns()
         sent = self.engine.submit_single_write(self.size, (self.mr, 0), (self.desc, 0), imm=1)
-        self.engine._machine.step()  # sent before we prepare for the answer
+        machine_of(self.engine).step()  # sent before we prepare for the answer
         answer = self.engine.expect_imm_count(2, 1)
         answer.wait(_WAIT_S)
         took_us = (time.perf_counter_ns() - start) / 2000
@@ -357,7 +358,7 @@ def serve() -> None:
         here.expect_imm_count(1, job["count"]).wait(_IDLE_S)
         former, answered = answered, here.submit_single_write(8, (mr, 0), (target, 0), imm=2)
         if not job["threads"]:
-            here._machine.step()  # sent before we prepare for the next one
+            machine_of(here).step()  # sent before we prepare for the next one
         if former is not None:
             former.wait(_WAIT_S)
 

@@ -27,6 +27,7 @@ from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
 from tests.bench.bench_engine import kind_of
 from tests.bench.figures import Figure, median_ns, show_figures
+from tests.support.inside import machine_of, nics_of, worker_of
 from tests.support.verbs_stub import Knob, Stub, build
 
 _PAGE_BYTES: Final = 4096
@@ -105,7 +106,7 @@ class _Rig:
 
     @staticmethod
     def domain(engine: TransferEngine) -> VerbsDomain:
-        found = engine._domains[0]
+        found = nics_of(engine)[0]
         assert isinstance(found, VerbsDomain)
         return found
 
@@ -130,7 +131,7 @@ def _paged(
     rig = _Rig(stub, 1, npages * _PAGE_BYTES)
     rng = np.random.default_rng(1)
     src, dst = rng.permutation(npages), rng.permutation(npages)
-    here, nbytes = rig.here, (npages + 1) * _PAGE_BYTES
+    here, machine, nbytes = rig.here, machine_of(rig.here), (npages + 1) * _PAGE_BYTES
     rounds = max(20, rounds * 1024 // npages if npages > 1024 else rounds)
     buffers = [np.zeros(nbytes, np.uint8) for _ in range(2 * regions)]
     lists = Pages(src), Pages(dst)
@@ -152,13 +153,13 @@ def _paged(
             sent = ready.submit(7, src_offset=at, dst_offset=at)
         else:
             sent = here.submit_paged_writes(_PAGE_BYTES, *pages, imm=7)
-        here._machine.step()
+        machine.step()
         while stub.rows() < goal:
-            here._machine.step()
+            machine.step()
         spent = rig.last_ns - start
         while not sent.finished:
-            here._machine.step()
-            here._machine.deliver()
+            machine.step()
+            machine.deliver()
         return spent
 
     found = median_ns(one, rounds)
@@ -182,14 +183,15 @@ def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) ->
     conn = domain.peers.up[0]
     assert conn is not None
     qpn, _ = conn.ids[1]
+    machine, table = machine_of(there), worker_of(there).imms
 
     def one() -> int:
-        counted = there._worker.imms.total + _BURST  # stats() would go through all of the table
+        counted = table.total + _BURST  # stats() would go through all of the table
         stub.inject_imms(qpn, _BURST, 1000, step)
         start = time.thread_time_ns()
-        there._machine.step()
+        machine.step()
         spent = time.thread_time_ns() - start
-        assert counted == there._worker.imms.total, "the burst was not counted in one step"
+        assert counted == table.total, "the burst was not counted in one step"
         return spent
 
     found = median_ns(one, rounds)
@@ -330,14 +332,14 @@ def _median_s(work: Callable[[], None], times: int) -> float:
 
 def _timed(rig: _Rig, submit: Callable[[], object]) -> int:
     """CPU from a submit to the return of the last post."""
-    here = rig.here
+    machine = machine_of(rig.here)
     start = time.thread_time_ns()
     submit()
-    here._machine.step()
+    machine.step()
     spent = rig.last_ns - start
     for _ in range(3):
-        here._machine.step()
-        here._machine.deliver()
+        machine.step()
+        machine.deliver()
     return spent
 
 

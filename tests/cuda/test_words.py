@@ -9,6 +9,7 @@ import pytest
 
 from tep import BadRequest, ClosedError, FabricError, TransferEngine
 from tep.cuda import GpuFlag, memory
+from tests.support.inside import worker_of
 
 PAGE = mmap.PAGESIZE
 
@@ -79,7 +80,7 @@ def test_a_gpu_without_memory_operations_of_streams_has_no_flags(fake):
 def test_watched_words_are_pinned_once_and_given_back(fake):
     """A kernel can write only what is mapped for it; a page registered twice is an error."""
     engine = TransferEngine.open("loopback")
-    engine._worker.watch.pin = memory.pinner("cuda:1")
+    worker_of(engine).watch.pin = memory.pinner("cuda:1")
     first = engine.alloc_uvm_watcher(lambda *_: None)
     second = engine.alloc_uvm_watcher(lambda *_: None)
     (registered,) = fake.calls("cuMemHostRegister")

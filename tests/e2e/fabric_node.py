@@ -22,6 +22,7 @@ import numpy as np
 import tep
 from tep.backends.libfabric.rules import parse
 from tep.base.errors import Cancelled, FabricError, TepError, WaitTimeout
+from tests.support.inside import nics_of, worker_of
 
 
 def noise(nbytes, seed):
@@ -66,7 +67,7 @@ class Node:
     """The state of a node that the lines act on."""
 
     def __init__(self):
-        self.engine = None
+        self.engine = self.provider = None
         self.memory = None
         self.region = None
         self.waiting = {}
@@ -78,6 +79,7 @@ class Node:
         self.rounds_done = 0
 
     def open(self, provider, nics, name, epoch=None, timeout_s=2.0):
+        self.provider = provider
         if provider == "local":
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
@@ -103,8 +105,7 @@ class Node:
 
     def nics(self):
         return [
-            [d.caps.nic, parse(d.address, d._rules.provider).raw.hex()]
-            for d in self.engine._domains
+            [d.caps.nic, parse(d.address, self.provider).raw.hex()] for d in nics_of(self.engine)
         ]
 
     def reg(self, nbytes, seed=None, access="SOURCE_AND_TARGET"):
@@ -157,7 +158,7 @@ class Node:
     def beats(self, name):
         """Rounds of questions put to a peer, and seconds that the last answer took."""
         known = [
-            p for link, p in self.engine._worker.members._peers.items() if link.addr.name == name
+            p for link, p in worker_of(self.engine).members._peers.items() if link.addr.name == name
         ]
         return known[-1].beats, known[-1].round_trip_s
 
@@ -170,7 +171,7 @@ class Node:
 
     def spent(self):
         """Turns of the engine, and seconds of CPU that this process has used."""
-        return self.engine._worker.steps, time.process_time()
+        return worker_of(self.engine).steps, time.process_time()
 
     def send(self, tag, address, text):
         self.waiting[tag] = self.engine.submit_send(peer_of(address), text.encode())
@@ -267,7 +268,7 @@ class Node:
 
     def rows(self):
         """Rows that each NIC took."""
-        return self.engine._worker.group.rows
+        return worker_of(self.engine).group.rows
 
     def forget_region(self):
         self.engine.deregister(self.region)
@@ -285,7 +286,7 @@ class Node:
         """Fork a child that closes everything it inherited; how it ended."""
         child = os.fork()
         if child == 0:
-            for domain in self.engine._domains:
+            for domain in nics_of(self.engine):
                 domain.close()
             os._exit(0)
         return os.waitpid(child, 0)[1]

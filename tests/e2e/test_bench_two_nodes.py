@@ -21,6 +21,7 @@ from tep.bench.two_nodes import FORMAT, Plan, document, measure
 from tep.cli import main
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa, require
+from tests.support.inside import nics_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/bench_two_nodes.py"
@@ -77,7 +78,7 @@ def test_a_nic_that_takes_short_rows_only_is_measured_all_the_same():
             for name in "ab"
         ]
         for engine in engines:
-            (nic,) = engine._domains
+            (nic,) = nics_of(engine)
             nic.caps = dataclasses.replace(nic.caps, max_write_bytes=4 << 20)
         found = measure(engines, dataclasses.replace(Plan.short(), singles=(1 << 20, 8 << 20)))
 

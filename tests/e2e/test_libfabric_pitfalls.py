@@ -21,6 +21,7 @@ from tep.memory.source import adapt
 from tests.support.children import wait_until
 from tests.support.descriptors import open_descriptors
 from tests.support.here import need_libfabric
+from tests.support.inside import worker_of
 
 OPEN = """
 import os, signal, sys
@@ -222,11 +223,11 @@ def test_an_idle_engine_costs_nothing():
         never = engine.expect_imm_count(1, 1)
         with pytest.raises(WaitTimeout):
             never.wait(0.05)  # whatever opening has left to do
-        steps = engine._worker.steps
+        steps = worker_of(engine).steps
         with pytest.raises(WaitTimeout):
             never.wait(0.5)
 
-        assert engine._worker.steps - steps <= 2
+        assert worker_of(engine).steps - steps <= 2
 
 
 def test_a_forked_child_may_open_its_own():

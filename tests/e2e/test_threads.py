@@ -20,7 +20,7 @@ from tep.base.errors import (
     UsageError,
     WaitTimeout,
 )
-from tests.support.inside import machine_of, nics_of
+from tests.support.inside import machine_of, nics_of, worker_of
 from tests.support.loopbacks import MortalLoopback
 from tests.support.pairs import Pair, pair
 
@@ -377,7 +377,7 @@ def test_backlog_limit_holds_under_many_threads() -> None:
                 sent.wait(WAIT_S)
 
         run_all(user, user, user, user)
-        assert machine_of(p.a)._rows_asked == p.a._worker.taken
+        assert machine_of(p.a)._rows_asked == worker_of(p.a).taken
         p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages)).wait(WAIT_S)
 
 

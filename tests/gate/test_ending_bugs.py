@@ -29,6 +29,7 @@ from tests.property.test_hostile_control import (
     World,
     test_a_handler_that_raises_drops_its_message_alone,
 )
+from tests.support.inside import worker_of
 from tests.support.pairs import pair
 from tests.unit.core import test_backpressure
 
@@ -64,7 +65,7 @@ def speaks_for_another() -> None:
     world.transfer()
     world.say(encode(FenceOff(1, world.a.main_address.domains[0], 0, (1,))))
     world.turn()
-    far = world.b._worker.group.far_ends.get(0, world.a.main_address.domains[0])
+    far = worker_of(world.b).group.far_ends.get(0, world.a.main_address.domains[0])
     assert far is None or far.fence is None
     assert dict(world.b.stats().control_dropped)["it speaks for another engine"]
     world.transfer()
@@ -87,7 +88,7 @@ def gives_much_up() -> None:
         if k % 16 == 0:
             world.turn()
     world.turn()
-    members = world.b._worker.members
+    members = worker_of(world.b).members
     assert all(len(known) <= 256 for known in members._serials.values())
     stats = world.b.stats()
     assert stats.imms_burnt <= 1 << 16

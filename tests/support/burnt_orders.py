@@ -19,6 +19,7 @@ import numpy as np
 from tep.base.api import Pages, Routing
 from tep.base.errors import BurntImm, FabricError
 from tep.core.handles import Expectation, Transfer
+from tests.support.inside import worker_of
 from tests.support.orders import Fabric
 from tests.world.explore import Choices
 
@@ -65,7 +66,7 @@ class Play:
     ) -> None:
         self.fabric = fabric = Fabric(chooser, nics, doomed, **knobs)
         fabric.more, fabric.state = self._more, self._state
-        fabric.engines[0]._worker.group.failover = failover
+        worker_of(fabric.engines[0]).group.failover = failover
         self.lanes = [(x, y) for x in fabric.nics[: nics[0]] for y in fabric.nics[nics[0] :]]
         self.rows, self.cancels, self.cuts, self.reuse = rows, cancels, cuts, reuse
         self.routing = Routing(domain=0) if pinned else Routing()
@@ -115,7 +116,7 @@ class Play:
             if not known:
                 self.wrong.append(f"an expectation failed: {got.error!r}")
             return
-        if IMM in self.fabric.engines[1]._worker.imms.burnt.why:
+        if IMM in worker_of(self.fabric.engines[1]).imms.burnt.why:
             self.wrong.append("an expectation of a burnt immediate is done")
         for number in numbers:
             target = self.targets[number] if number < len(self.targets) else np.zeros(1)
@@ -149,7 +150,7 @@ class Play:
         if not self.got:
             found.append(partial(self._expect, 0, 2))
         ended = len(self.targets) > 1 and self.got and not live and self.got[-1].finished
-        told = not fabric.engines[0]._worker.notices._peers
+        told = not worker_of(fabric.engines[0]).notices._peers
         sure = all(ctx is None for _, _, _, ctx in fabric.controls)
         if self.reuse and ended and told and sure:
             found.append(self._again)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["NICS", "Child", "transfer", "wait_until"]
 
-NODE = Path(__file__).parents[1] / "e2e" / "fabric_node.py"
+ROOT = Path(__file__).parents[2]
 NICS = {
     "tcp": ["127.0.0.1", "127.0.0.2"],
     "local": 2,
@@ -29,7 +29,8 @@ class Child:
 
     def __init__(self, env=None):
         self.process = subprocess.Popen(
-            [sys.executable, str(NODE)],
+            [sys.executable, "-m", "tests.e2e.fabric_node"],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,7 +21,7 @@ import numpy as np
 from tep.base.api import Pages, Routing, ScatterDst
 from tep.core.handles import Transfer
 from tep.core.path import Link
-from tests.support.inside import machine_of
+from tests.support.inside import machine_of, peers_of, worker_of
 from tests.support.orders import Fabric
 from tests.world.explore import Choices
 
@@ -195,7 +195,7 @@ class Play:
         return found
 
     def _links(self) -> list[Link]:
-        return [link for engine in self.fabric.engines for link in engine._peers.links.values()]
+        return [link for engine in self.fabric.engines for link in peers_of(engine).links.values()]
 
     def _is_open(self, number: int) -> bool:
         return number not in self.crashed
@@ -252,7 +252,7 @@ class Play:
                 assert stats.rows_posted == stats.rows + stats.rows_again
         self._check_counts()
         assert (False, False) == (machine_of(a).busy(), machine_of(b).busy())
-        self.made_good = a._worker.failover.rows
+        self.made_good = worker_of(a).failover.rows
         a.close()
         b.close()
 

@@ -23,7 +23,7 @@ from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tests.support.inside import machine_of
+from tests.support.inside import machine_of, peers_of, worker_of
 from tests.world.explore import Choices
 
 Event = Callable[[], None]
@@ -309,7 +309,7 @@ class Fabric:
         self.fences = [entry for entry in self.fences if not entry[0].gone]
         self.ring.remove(machine_of(old))
         self.note(owner, "restart")
-        self.engines[owner] = self._engine(old.name, len(mine), owner, old._peers.own.epoch + 1)
+        self.engines[owner] = self._engine(old.name, len(mine), owner, peers_of(old).own.epoch + 1)
         return self.engines[owner]
 
     def run(self) -> None:
@@ -321,7 +321,7 @@ class Fabric:
             events[self.chooser.pick(len(events))]()
             self.rest()
         for engine in self.engines:
-            dropped = engine._worker.channel.dropped.keys() - {Drop.UNASKED}
+            dropped = worker_of(engine).channel.dropped.keys() - {Drop.UNASKED}
             assert not dropped, f"{engine.name} dropped messages of its peer: {dropped}"
 
     def _state(self) -> Hashable:

@@ -15,6 +15,7 @@ import numpy as np
 from tep.base.api import Pages
 from tep.core.handles import Expectation, Transfer
 from tep.core.path import Link
+from tests.support.inside import peers_of, worker_of
 from tests.support.orders import Fabric, Nic
 from tests.world.explore import Choices
 
@@ -98,7 +99,7 @@ class Play:
         target[:] = FREED  # the reader is through, and writes there
 
     def _links(self) -> list[Link]:
-        return [link for engine in self.engines for link in engine._peers.links.values()]
+        return [link for engine in self.engines for link in peers_of(engine).links.values()]
 
     def _more(self) -> list[Callable[[], None]]:
         """Return the events that may happen beside the fabric's own."""
@@ -166,7 +167,7 @@ class Play:
             for imm, _ in engine.stats().imms_unexpected:
                 failed = [self.imms[k] for k, sent in enumerate(self.sent) if not sent.ok]
                 assert imm in failed, "an immediate came twice"
-            self.made_good += engine._worker.failover.rows
+            self.made_good += worker_of(engine).failover.rows
             engine.close()
 
 

@@ -13,6 +13,7 @@ from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
 from tep.core.handles import Handle
 from tep.sim.faults import Clog, Drift, Fault, Mute, Pause
+from tests.support.inside import peers_of
 from tests.world.lab import Host
 from tests.world.specs import RECEIVERS, SENDER
 from tests.world.stage import Stage
@@ -144,7 +145,7 @@ class Company:
             early = [handle.describe() for handle in before if not handle.finished]
             if early:
                 stage.blame(f"{host.name} was removed before the end of {early[0]}")
-            links = [remote.link.addr for remote in sender.engine._peers._remotes.values()]
+            links = [remote.link.addr for remote in peers_of(sender.engine)._remotes.values()]
             if not removal.ok or (host in stage.known and addr in links):
                 stage.blame(f"{host.name} was removed, and is still known")
             self._events.clear()

@@ -16,6 +16,7 @@ from tep.base.api import Pages
 from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.core.handles import State, Transfer
 from tep.sim.faults import Drift, Fault
+from tests.support.inside import peers_of
 from tests.world.lab import Host
 from tests.world.specs import SENDER
 from tests.world.stage import Stage
@@ -102,7 +103,7 @@ def _write_everywhere(stage: Stage, host: Host, imm: int) -> None:
 
 def _shut(sender: Host, host: Host) -> str:
     """The paths that carry no rows, though both NICs live; "" if there is none."""
-    link = sender.engine._peers.links.get(("sim", host.name))
+    link = peers_of(sender.engine).links.get(("sim", host.name))
     if link is None or link.addr != host.desc.addr:
         return ""
     found = [

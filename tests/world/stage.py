@@ -21,6 +21,7 @@ from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
 from tep.sim.row_log import RowLog
 from tep.testing.case import Violation
+from tests.support.inside import worker_of
 from tests.world.lab import Area, Host, Lab, Piece, is_of_read
 from tests.world.scenario import Scenario
 from tests.world.specs import (
@@ -84,7 +85,7 @@ class Run(Mover):
     @property
     def is_open(self) -> bool:
         """True if its sender lives, has begun it, and has not ended it."""
-        return self.sender.live and self.handle in self.sender.engine._worker.open
+        return self.sender.live and self.handle in worker_of(self.sender.engine).open
 
     def take_snapshot(self) -> None:
         """Note its bytes at each receiver: from now on nothing may change them."""

@@ -12,7 +12,7 @@ from tep.base.api import EngineOptions, Pages
 from tep.base.errors import FabricError
 from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tests.support.inside import machine_of, nics_of, worker_of
+from tests.support.inside import machine_of, nics_of, peers_of, worker_of
 from tests.support.verbs_stub import Knob
 from tests.verbs.rig import die
 
@@ -154,7 +154,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
         return sum(handle.stats().rows_again for handle in sent)
 
     def shut():
-        return [link.shut() for engine in (a, b) for link in engine._peers.links.values()]
+        return [link.shut() for engine in (a, b) for link in peers_of(engine).links.values()]
 
     write_all(0)
     for imm in range(1, 7):

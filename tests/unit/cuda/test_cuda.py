@@ -16,6 +16,7 @@ import pytest
 
 import tep
 from tep import BackendUnavailable, FabricError, TransferEngine
+from tests.support.inside import worker_of
 
 CUDA = importlib.import_module("tep.host.cuda")
 
@@ -67,7 +68,7 @@ def test_a_failed_pinning_leaves_pageable_words_and_the_reason():
         raise FabricError("cuMemHostRegister: CUDA_ERROR_NOT_PERMITTED", code="PROVIDER")
 
     with TransferEngine.open("loopback") as engine:
-        engine._worker.watch.pin = refuse
+        worker_of(engine).watch.pin = refuse
         word = engine.alloc_uvm_watcher(lambda *_: None)
         with pytest.raises(BackendUnavailable, match="NOT_PERMITTED"):
             word.device_ptr  # noqa: B018  # it raises

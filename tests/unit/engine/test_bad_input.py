@@ -26,7 +26,7 @@ from tep.base.units import GiB
 from tep.base.wire import MrDesc, NetAddr
 from tep.engine import TransferEngine
 from tep.memory.source import Memory
-from tests.support.inside import worker_of
+from tests.support.inside import peers_of, worker_of
 from tests.support.script import memory, scripted
 
 PAGE = 4096
@@ -361,7 +361,7 @@ def test_descriptors_of_an_earlier_epoch_are_refused(s) -> None:
     """Keys of the dead incarnation may fit memory of the new one by chance."""
     later = scripted(1, name="peer", epoch=2)
     _, fresh = later.engine.reg_mr(memory(64))
-    cached = s.e._peers.resolve(s.desc, "test")
+    cached = peers_of(s.e).resolve(s.desc, "test")
     s.e.add_peer_group([later.engine.main_address])
     assert not cached.link.current
     message = "peer is known in epoch 2, this is of epoch 1; it has restarted: ask it for fresh"
@@ -369,7 +369,7 @@ def test_descriptors_of_an_earlier_epoch_are_refused(s) -> None:
         single(s)
     with pytest.raises(StaleEpoch, match=message):
         s.e.submit_send(s.peer.engine.main_address, b"x")
-    assert fresh.addr.epoch == s.e._peers.resolve(fresh, "test").link.addr.epoch
+    assert fresh.addr.epoch == peers_of(s.e).resolve(fresh, "test").link.addr.epoch
 
 
 def test_descriptor_whose_addresses_leave_64_bits_is_refused(s) -> None:

@@ -12,6 +12,7 @@ from tep.backends.base import Access
 from tep.base.api import Pages, Routing
 from tep.base.errors import BadRequest
 from tep.base.units import GiB
+from tests.support.inside import worker_of
 from tests.support.script import memory, scripted
 
 PAGE = 4096
@@ -118,7 +119,7 @@ def test_bad_reads_are_refused_with_their_values(s, what) -> None:
         ask(s)
     s.own.turn(3)
     assert [] == s.own.posted
-    assert not s.e._worker.busy()
+    assert not worker_of(s.e).busy()
 
 
 GOOD: dict[str, tuple[Callable[[SimpleNamespace], object], int]] = {

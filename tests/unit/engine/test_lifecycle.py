@@ -269,7 +269,7 @@ def flap(cluster, regions, us: float, imms=SAME) -> None:
 
 def rows_to(cluster, name: str, nic: int) -> int:
     """Immediates that came in on a NIC."""
-    worker = next(e for e in cluster.engines if e.name == name)._worker
+    worker = worker_of(next(e for e in cluster.engines if e.name == name))
     return sum(count for _, count in worker._arrivals[nic].counted.items())
 
 

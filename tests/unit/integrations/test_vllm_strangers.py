@@ -16,6 +16,7 @@ from tep.integrations.vllm import loads
 from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.terms import Asked, Load, Orders, Report, Source, Step, Terms, Told, Want
 from tep.integrations.vllm.worker import Worker
+from tests.support.inside import peers_of
 
 TOKENS, BLOCK_BYTES, BLOCKS = 16, 1 << 18, 8
 TERMS = Terms(beat_s=0.02, lost_after_s=30.0, doubt_s=0.1, load_s=60.0)
@@ -228,7 +229,7 @@ def test_whoever_never_answers_is_forgotten():
         until(lambda: "r" in decoder.report.received, decoder)
         until(lambda: not (decoder.loads._loading or decoder.loads._asks), decoder)
         assert {1} == decoder.report.bad
-        until(lambda: not (decoder.loads._strangers or decoder.engine._peers.links), decoder)
+        until(lambda: not (decoder.loads._strangers or peers_of(decoder.engine).links), decoder)
     decoder.engine.close()
 
 
