@@ -77,10 +77,10 @@ class Pace:
 
     def let_go(self) -> None:
         """Put the interval back, unless others hold it, or the program has set another one."""
-        self.held = False
         _HOLDERS.pop(id(self), None)
         if not _HOLDERS:
             _put_back()
+        self.held = False  # last: where a signal handler raises before, __del__ does it again
 
     def __del__(self) -> None:
         if self.held:
