@@ -184,6 +184,7 @@ class Membership:
     Attributes:
         busy: whether step() has something to do, now or later.
         events: events that no callback has received yet.
+        peers: those that are watched, or have had a NIC down.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Membership:
     ) -> None:
         self.busy = False
         self.events: list[PeerEvent] = []
+        self.peers: dict[Link, Peer] = {}
         self.callbacks: tuple[Callable[[PeerEvent], object], ...] = ()
         self._group, self._channel, self._fencing = group, channel, fencing
         self._imms, self._drop = imms, drop
@@ -209,7 +211,6 @@ class Membership:
         self._opened, self._settle = opened, settle
         self._options = options
         self._now_s = now_s
-        self._peers: dict[Link, Peer] = {}
         self._nics: dict[bytes, tuple[Peer, int]] = {}
         self._leaving: list[Removal] = []
         self._due_ns: int | None = None
@@ -229,7 +230,7 @@ class Membership:
             work |= self._let_go(removal)
         if self._due_ns is not None and self._due_ns <= (now_ns := self._now_ns()):
             work = True
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 self._ask(peer, now_ns)
         if work:
             self._book()
@@ -256,7 +257,7 @@ class Membership:
         return max(1, int(min(seconds, _LONG_S) * NS_PER_S))
 
     def _book(self) -> None:
-        peers = self._peers.values()
+        peers = self.peers.values()
         beats = [peer.watch._due_ns for peer in peers if peer.watch is not None]
         probes = [nic.due_ns for peer in peers for nic in peer.nics if nic.due_ns is not None]
         self._alarm_ns = min(beats, default=None)
@@ -276,9 +277,9 @@ class Membership:
             )
 
     def _peer(self, link: Link) -> Peer:
-        peer = self._peers.get(link)
+        peer = self.peers.get(link)
         if peer is None:
-            peer = self._peers[link] = Peer(link, self._now_ns())
+            peer = self.peers[link] = Peer(link, self._now_ns())
             for nic, address in enumerate(link.addr.domains):
                 self._nics[address] = peer, nic
         return peer
@@ -435,7 +436,7 @@ class Membership:
 
     def check_sender(self, link: Link) -> None:
         """Fail the expectations of a peer that is gone already."""
-        peer = self._peers.get(link)
+        peer = self.peers.get(link)
         if not link.current:
             self._miss(link, "was removed, or replaced by a later incarnation")
         elif peer is not None and peer.state is not PeerState.ALIVE:
@@ -507,7 +508,7 @@ class Membership:
         if removal.fencing:
             return False
         self._leaving.remove(removal)
-        peer = self._peers.pop(link, None)
+        peer = self.peers.pop(link, None)
         if peer is not None:
             if peer.watch is not None:
                 peer.watch.closed = True

@@ -462,6 +462,7 @@ class PeerBook:
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
+        remotes: the regions that writes named lately, by the id of the descriptor.
         generation: grows whenever a peer is replaced by a later incarnation, or removed.
     """
 
@@ -483,7 +484,7 @@ class PeerBook:
         self._replaced = replaced
         self._domains = domains
         self._lock = lock
-        self._remotes: dict[int, Remote] = {}
+        self.remotes: dict[int, Remote] = {}
         self._readable: dict[int, Remote] = {}  # as found by reads
 
     def find(self, address: bytes) -> Link | None:
@@ -578,7 +579,7 @@ class PeerBook:
         `fenced`: all paths from it are fenced off, and stay so until it is named for rows.
         """
         with self._lock:
-            for known in (self._remotes, self._readable):
+            for known in (self.remotes, self._readable):
                 for key, remote in list(known.items()):
                     if remote.link is link:
                         del known[key]
@@ -598,7 +599,7 @@ class PeerBook:
             BadRequest: peers may not write there; or not read, if that is what is asked.
         """
         # The cache keeps the descriptor alive, so that no other object gets its id.
-        known = self._readable if reads else self._remotes
+        known = self._readable if reads else self.remotes
         found = known.get(id(desc))
         if found is not None and found.link.current:
             return found
@@ -623,7 +624,7 @@ class PeerBook:
 
     def forget_source(self, mr: MrHandle) -> None:
         """A region was deregistered: forget remembered requests, which would keep its memory."""
-        for remote in list(self._remotes.values()):
+        for remote in list(self.remotes.values()):
             if remote.steady is not None and remote.steady[1].mr is mr:
                 remote.steady = None
 

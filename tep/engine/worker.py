@@ -89,6 +89,7 @@ class Worker:
     """All parts of one engine: `step()` turns it, `deliver()` runs the callbacks.
 
     Attributes:
+        arrivals: of each NIC, the immediates that came over it; empty where none can be fenced.
         commands: users' requests that no step has taken yet.
         taken: how many reserved rows and messages the commands taken so far had.
         open: every handle that was taken and has not settled, in order of submission.
@@ -99,9 +100,9 @@ class Worker:
     """
 
     __slots__ = (
-        "_again", "_arrivals", "_columns", "_commands_max", "_equal", "_equal_imm", "_gone",
-        "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw", "_read",
-        "_received", "_settled", "_starts", "channel", "closed", "commands", "failover", "fencing",
+        "_again", "_columns", "_commands_max", "_equal", "_equal_imm", "_gone", "_heads",
+        "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw", "_read", "_received",
+        "_settled", "_starts", "arrivals", "channel", "closed", "commands", "failover", "fencing",
         "group", "imms", "journal", "members", "notices", "observers", "open", "outbox", "peers",
         "pruning", "reads", "receive", "report", "settled", "steps", "submitted", "taken", "watch",
     )  # fmt: skip
@@ -137,9 +138,9 @@ class Worker:
         self.failover = Failover(group, channel)
         self.pruning = Pruning(group, channel, now_s)
         self._large = self.pruning.large
-        self._arrivals = [Arrivals() for _ in domains] if able else []
+        self.arrivals = [Arrivals() for _ in domains] if able else []
         self.peers = peers = PeerBook(address, domains, lock, replaced, group.routes)
-        self.fencing = Fencing(group, self._arrivals, channel, peers.find)
+        self.fencing = Fencing(group, self.arrivals, channel, peers.find)
         self.reads = Reads(group, options)
         parts = self.failover, self.fencing, self.imms, peers.find, self._drop
         self.members = Membership(group, channel, *parts, self.open, self._end, options, now_s)
@@ -211,7 +212,7 @@ class Worker:
                     entry = kind, status, count, imm, row, ctx, _ = take_completion(out)
                     if kind == _WRITE:
                         group.finish_rows(index, ctx, count, status, row)
-                    elif kind == _IMM and not self._arrivals:
+                    elif kind == _IMM and not self.arrivals:
                         self.imms.add(imm, count)
                     else:
                         self._take_rows(index, (entry,))
@@ -501,7 +502,7 @@ class Worker:
         if self._again:
             self._count_again()
         imms = self.imms
-        noted = self._arrivals[domain].add if self._arrivals else None
+        noted = self.arrivals[domain].add if self.arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
             if kind == _IMM:
                 imms.add(imm, count)
@@ -538,8 +539,8 @@ class Worker:
         # often they are the same as the last time, which costs least: no byte is copied.
         entries = self._raw[: n * COMPLETION_BYTES]
         if self._equal == entries:
-            if self._arrivals:
-                self._arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
+            if self.arrivals:
+                self.arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
             self._again += n  # the next NIC has more of them, as a rule: counted together
             return
         if self._again:
@@ -554,8 +555,8 @@ class Worker:
                 starts = self._starts[:n].tobytes()
                 is_equal = starts == starts[:16] * n
             if is_equal:
-                if self._arrivals:
-                    self._arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
+                if self.arrivals:
+                    self.arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
                 self.imms.add(imm, n)
                 return
         heads = self._heads[:n].tobytes()
@@ -596,7 +597,7 @@ class Worker:
         if (counts == 1).all():
             self._count_each(domain, imms.tobytes(), sources)
             return
-        arrivals = self._arrivals[domain] if self._arrivals else None
+        arrivals = self.arrivals[domain] if self.arrivals else None
         columns = zip(imms.tolist(), counts.tolist(), sources.tolist(), strict=True)
         for imm, count, source in columns:
             self.imms.add(imm, count)
@@ -605,8 +606,8 @@ class Worker:
 
     def _count_each(self, domain: int, raw: bytes, sources: npt.NDArray[np.uint64]) -> None:
         """Count a burst of immediates, u32, one arrival for each."""
-        if self._arrivals:
-            self._arrivals[domain].add_columns(sources, raw)
+        if self.arrivals:
+            self.arrivals[domain].add_columns(sources, raw)
         self.imms.add_many(raw)
 
     def _take_other(

@@ -158,7 +158,7 @@ class Node:
     def beats(self, name):
         """Rounds of questions put to a peer, and seconds that the last answer took."""
         known = [
-            p for link, p in worker_of(self.engine).members._peers.items() if link.addr.name == name
+            p for link, p in worker_of(self.engine).members.peers.items() if link.addr.name == name
         ]
         return known[-1].beats, known[-1].round_trip_s
 

@@ -109,8 +109,8 @@ def removed_but_remembered() -> list[Change]:
     drop = PeerBook.drop
 
     def keep(self, link, *, fenced):
-        remotes = dict(self._remotes)
+        remotes = dict(self.remotes)
         drop(self, link, fenced=fenced)
-        self._remotes.update(remotes)
+        self.remotes.update(remotes)
 
     return [(PeerBook, "drop", keep)]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 import tep
+from tep.backends.base import new_completions
 from tep.backends.loopback import Hub
 from tep.base.api import Pages
 from tep.control.messages import ControlMessage, Failed, decode, encode
@@ -107,7 +108,7 @@ class World:
         for engine in (self.a, self.b):
             for _ in range(3):
                 engine.driver.turn()
-        out = np.zeros(64, worker_of(self.c)._out.dtype)
+        out = new_completions(64)
         while n := self.mouth.poll(out):
             for entry in out[:n]:
                 if entry["kind"] == tep.backends.base.Kind.CONTROL:
@@ -208,8 +209,7 @@ def test_a_handler_that_raises_drops_its_message_alone(name: str, monkeypatch) -
     def broken(*_: object) -> None:
         raise IndexError("of a peer's number")
 
-    for kind in list(worker_of(victim).channel._hears):
-        worker_of(victim).channel._hears[kind] = broken
+    worker_of(victim).channel.hear(Failed, broken)
     world.say(encode(Failed(1, 1, "c", "no", ((1, 1),))))
     world.turn()
     assert 2 == dict(victim.stats().control_dropped)["its handler raised"]

@@ -150,7 +150,7 @@ class Play:
         if not self.got:
             found.append(partial(self._expect, 0, 2))
         ended = len(self.targets) > 1 and self.got and not live and self.got[-1].finished
-        told = not worker_of(fabric.engines[0]).notices._peers
+        told = not worker_of(fabric.engines[0]).notices.describe()
         sure = all(ctx is None for _, _, _, ctx in fabric.controls)
         if self.reuse and ended and told and sure:
             found.append(self._again)

@@ -78,7 +78,7 @@ def test_a_path_that_lost_rows_is_used_again(soft_devices):
         turn_until(a, lambda: not (link.shut() or link.closed))
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
-        nics = worker_of(b)._arrivals
+        nics = worker_of(b).arrivals
         before = [sum(count for _, count in each.counted.items()) for each in nics]
         got = b.expect_imm_count(3, 16)
         again = a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=3)

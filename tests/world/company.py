@@ -145,7 +145,7 @@ class Company:
             early = [handle.describe() for handle in before if not handle.finished]
             if early:
                 stage.blame(f"{host.name} was removed before the end of {early[0]}")
-            links = [remote.link.addr for remote in peers_of(sender.engine)._remotes.values()]
+            links = [remote.link.addr for remote in peers_of(sender.engine).remotes.values()]
             if not removal.ok or (host in stage.known and addr in links):
                 stage.blame(f"{host.name} was removed, and is still known")
             self._events.clear()

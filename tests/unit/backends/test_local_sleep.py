@@ -19,7 +19,7 @@ from tep.backends.local import sender as sending
 from tep.engine import TransferEngine
 from tep.memory.source import adapt
 from tests.support.effort import effort
-from tests.support.inside import nics_of, worker_of
+from tests.support.inside import nics_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -318,7 +318,7 @@ def test_a_peer_that_is_lost_while_nothing_waits_for_it_lets_the_worker_sleep() 
             def lose() -> bool:
                 sender.active.clear()
                 sender.lost.append(out)
-                domain.poll(worker_of(a)._out)
+                domain.poll(new_completions(8))
                 return sender.runnable()
 
             assert not a.driver.call(lose)

@@ -117,7 +117,7 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
         removal = a.remove_peer(b.main_address).wait(60)
         assert sent.ok
         assert "" == removal.unfenced
-        assert ({}, {}) == (peers_of(a).links, worker_of(a).members._peers), turn
+        assert ({}, {}) == (peers_of(a).links, worker_of(a).members.peers), turn
 
 
 def test_memory_is_free_once_its_silent_writer_is_removed(engines):

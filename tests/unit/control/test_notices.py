@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -15,6 +17,7 @@ from tep.base.units import PS_PER_NS
 from tep.control import channel, membership
 from tep.control.channel import Channel
 from tep.control.messages import PRUNED_MAX, WHY_MAX, Answer, Failed, decode, encode
+from tep.engine import TransferEngine
 from tests.support.inside import link_of, worker_of
 from tests.support.pairs import Pair, pair
 from tests.support.senders import PAGES, World, world
@@ -59,10 +62,23 @@ def cancelled(w: World, imm: object = 7) -> None:
     w.rest()
 
 
+def burn(w: World, imms: list[int], why: str) -> None:
+    """As if a transfer of a to c had failed under these immediates."""
+    job = SimpleNamespace(imms_by_peer=lambda: [(link_of(w.a, w.c), imms)])
+    worker_of(w.a).notices.burn(SimpleNamespace(failure=why, job=job))
+
+
+def tell(
+    engine: TransferEngine, peer: TransferEngine, serial: int, imms: tuple[tuple[int, int], ...]
+) -> None:
+    """Have an engine tell a peer of failed requests, once."""
+    failed = partial(Failed, serial=serial, who=engine.name, reason="no", imms=imms)
+    worker_of(engine).channel.say_once(link_of(engine, peer), failed)
+
+
 def say(p: Pair, serial: int, imms: tuple[tuple[int, int], ...]) -> None:
     """Have a tell b of failed requests, once."""
-    link = link_of(p.a, p.b)
-    worker_of(p.a).channel.say_once(link, lambda n: Failed(n, serial, "a", "no", imms))
+    tell(p.a, p.b, serial, imms)
     p.quiet(20)
 
 
@@ -145,8 +161,7 @@ def test_each_notice_fits_into_a_message_and_together_they_are_all(room: int) ->
     with world() as w, mock.patch.object(Channel, "ask", deaf := Deaf()):
         told: list[int] = []
         with mock.patch.object(Channel, "control_bytes", room):
-            link = link_of(w.a, w.c)
-            worker_of(w.a).notices._tell(link, [*range(10_000, 50_000), *alone], "é" * 500)
+            burn(w, [*range(10_000, 50_000), *alone], "é" * 500)
             while w.rest() or w.a.driver.kick() or w.rest() or deaf.asked:
                 assert len(deaf.asked) <= channel._NOTICES_MAX
                 for notice in deaf.take():
@@ -161,9 +176,8 @@ def test_each_notice_fits_into_a_message_and_together_they_are_all(room: int) ->
 def test_reasons_stay_with_their_immediates() -> None:
     """A reader would look for a fault that another transfer had."""
     with world() as w, mock.patch.object(Channel, "ask", deaf := Deaf()):
-        link, notices = link_of(w.a, w.c), worker_of(w.a).notices
         for imms, why in (([1, 2], "one"), ([3], "two\nand more"), ([4], "one")):
-            notices._tell(link, imms, why)
+            burn(w, imms, why)
         w.a.driver.kick()
         w.rest()
         assert {"one": ((1, 2), (4, 1)), "two": ((3, 1),)} == {
@@ -202,7 +216,7 @@ def test_who_is_gone_while_it_is_told_holds_nothing_up(what: str, after_ns: int)
         else:
             w.a.add_peer_group([fresh.main_address])
             w.rest()
-        assert {} == worker_of(w.a).notices._peers
+        assert [] == worker_of(w.a).notices.describe()
         assert 0 == w.a.stats().imms_burnt
         _, desc = fresh.reg_mr(np.zeros(8, np.uint8))
         assert w.a.submit_single_write(8, (w.mrs["a"], 0), (desc, 0), 7).wait().ok, "a new pair"
@@ -216,7 +230,7 @@ def test_nobody_is_told_where_no_nic_is_left() -> None:
         sent = w.write(w.a)
         w.rest()
         assert sent.failed
-        assert {} == worker_of(w.a).notices._peers
+        assert [] == worker_of(w.a).notices.describe()
         assert not worker_of(w.a).channel.busy
 
 
@@ -277,8 +291,12 @@ def test_serials_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
     with pair() as p:
         for serial in range(1, 9):
             say(p, serial, ((serial, 1),))
-        (serials,) = worker_of(p.b).members._serials.values()
-        assert [6, 7, 8] == list(serials)
+        for imm in range(1, 9):
+            p.b.remove_imm(imm)
+        for serial in (6, 7, 8, 5):
+            assert 0 == p.b.stats().imms_burnt, "it remembers the last three"
+            say(p, serial, ((serial, 1),))
+        assert 1 == p.b.stats().imms_burnt, "and not the fourth"
 
 
 def test_engines_whose_serials_are_remembered_are_bounded(
@@ -287,13 +305,12 @@ def test_engines_whose_serials_are_remembered_are_bounded(
     """Engines come and go; what is remembered of each would stay for ever."""
     monkeypatch.setattr(membership, "_ENGINES_MAX", 1)
     with world() as w:
-        for engine, imm in ((w.a, 7), (w.b, 8)):
-            w.cut_off(w.write(engine, imm))
+        for engine, imm, burnt in ((w.a, 7, 1), (w.b, 8, 1), (w.b, 8, 0), (w.a, 7, 1)):
+            tell(engine, w.c, 5, ((imm, 1),))
+            engine.driver.kick()
             w.rest()
-            assert 1 == len(worker_of(w.c).members._serials)
-        for imm in (7, 8):
-            with pytest.raises(FabricError, match="gave it up"):
-                w.c.expect_imm_count(imm, PAGES).wait()
+            assert burnt == w.c.stats().imms_burnt, "it remembers the last engine alone"
+            w.c.remove_imm(imm)
 
 
 def test_the_first_reason_stays() -> None:

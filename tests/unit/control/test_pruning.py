@@ -66,7 +66,7 @@ class Lanes:
         lanes = [
             path.sums.sent for link in peers_of(self.a).links.values() for path in link.paths()
         ]
-        ends = [arrivals.counted for arrivals in worker_of(self.b)._arrivals]
+        ends = [arrivals.counted for arrivals in worker_of(self.b).arrivals]
         return sum(len(end.items()) for end in (*lanes, *ends))
 
     def fail_over(self, values: int = 7) -> None:
@@ -109,7 +109,7 @@ def test_sums_that_only_the_receiver_has_pruned_are_pruned_by_a_failover() -> No
             machine_of(lanes.a).domains[path.domain].address,
             machine_of(lanes.b).domains[path.nic],
         )
-        assert worker_of(lanes.b)._arrivals[path.nic].prune(nic, source, 1, runs) is None
+        assert worker_of(lanes.b).arrivals[path.nic].prune(nic, source, 1, runs) is None
     lanes.fail_over()
 
 

@@ -137,7 +137,7 @@ def test_a_write_that_races_with_deregister_is_refused(verb) -> None:
     with pytest.raises(tep.ClosedError, match=f"{verb}: the source region 1 was deregistered"):
         sent.result()
     assert [] == own.posted
-    assert all(remote.steady is None for remote in peers_of(engine)._remotes.values())
+    assert all(remote.steady is None for remote in peers_of(engine).remotes.values())
     assert desc.region == 1
 
 

@@ -164,7 +164,7 @@ def test_resolved_descriptors_do_not_fill_the_memory(monkeypatch) -> None:
     _, desc = peer.engine.reg_mr(memory(64))
     for _ in range(35):
         peers_of(own.engine).resolve(type(desc).from_bytes(desc.to_bytes()), "test")
-    assert len(peers_of(own.engine)._remotes) <= 10
+    assert len(peers_of(own.engine).remotes) <= 10
 
 
 def test_group_remembers_the_last_targets_and_notices_changes() -> None:

@@ -270,7 +270,7 @@ def flap(cluster, regions, us: float, imms=SAME) -> None:
 def rows_to(cluster, name: str, nic: int) -> int:
     """Immediates that came in on a NIC."""
     worker = worker_of(next(e for e in cluster.engines if e.name == name))
-    return sum(count for _, count in worker._arrivals[nic].counted.items())
+    return sum(count for _, count in worker.arrivals[nic].counted.items())
 
 
 def test_an_old_answer_does_not_bring_a_nic_back() -> None:
