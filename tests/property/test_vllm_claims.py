@@ -82,6 +82,7 @@ class Prefiller:
             caches.append(blocks)
         self.card = caches[1].card()
         caches[1].name_by_address()
+        self.blocks = caches[0]
         self.worker = Worker(caches[0])
         self.peer = caches[0].named(self.engines[1].main_address)
         self.ticket = Ticket(self.peer.name, self.peer.epoch, 1, "k", (b"\1\0\0\0\2\0\0\0",))
@@ -126,19 +127,19 @@ def test_any_card_and_ticket_of_a_decoder(prefiller, data):
     worker = prefiller.worker
     card = data.draw(spoiled(msgspec.msgpack.decode(prefiller.card, type=Card)))
     ticket = data.draw(spoiled(prefiller.ticket))
-    with worker._blocks.lock:
+    with prefiller.blocks.lock:
         worker._on_note(prefiller.peer, encode(Want(1, "k", "load", True, card, ticket)))
-        if (held := worker.holds._held.get("k")) is not None:
+        if (held := worker.holds.held.get("k")) is not None:
             for send in held.sends.values():
                 for claim in send._claims:  # it was granted
                     claim.imm = 9
     worker.layer_saved(0, [Step("r", "k", ((3, 4),), 8, 8)])
     worker.poll()
-    with worker._blocks.lock:  # for the next example
+    with prefiller.blocks.lock:  # for the next example
         if held is not None:
             held.sends.clear()
             held.served.clear()
-        worker.holds._cards.clear()
+        worker.holds.lost(prefiller.peer.name, prefiller.peer.epoch)
 
     assert not prefiller.engines[0].callback_errors
 
@@ -149,13 +150,13 @@ def test_any_answer_of_a_prefiller(prefiller, raw):
     """A mark that was no mark raised with this poll and with every later one."""
     worker = prefiller.worker
     source = Source("k", (prefiller.engines[1].main_address.to_bytes(),), early=True)
-    worker.loads._asks.clear()  # an example before this one dropped what it wanted
+    worker.loads.asks.clear()  # an example before this one dropped what it wanted
     worker.obey(Orders(loads=[Load("l", source, ((5,),))]))
     try:
-        (number,) = worker.loads._asks
-        ask = worker.loads._asks.pop(number)
-        worker.loads._asks[1] = ask
-        with worker._blocks.lock:
+        (number,) = worker.loads.asks
+        ask = worker.loads.asks.pop(number)
+        worker.loads.asks[1] = ask
+        with prefiller.blocks.lock:
             worker._on_note(prefiller.peer, raw)
         worker.poll()
     finally:

@@ -85,7 +85,7 @@ def an_aborted_prefill_keeps_its_blocks(patch):
 def what_nobody_asks_for_is_kept_for_ever(patch):
     def hold(self, order):
         method(self, order)
-        if (held := self._held.get(order.key)) is not None:
+        if (held := self.held.get(order.key)) is not None:
             held.until_s = float("inf")
 
     method = Holds.hold

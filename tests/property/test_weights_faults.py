@@ -52,7 +52,7 @@ class Trial:
     async def read(self):
         while True:
             for receiver in self.receivers.values():
-                version = receiver._complete
+                version = receiver.serving
                 if version is None:
                     continue
                 try:
@@ -73,11 +73,14 @@ class Trial:
             await self.hub.update(version)
         except tep.TepError:
             for receiver in self.receivers.values():
-                assert receiver._complete != version, f"{receiver.name} has a failed version"
+                with pytest.raises(tep.UsageError, match="not given out"), receiver.read(version):
+                    pass
             return False
         finally:
             await asyncio.gather(*sending, return_exceptions=True)
-        assert {version} == {one._complete for one in self.receivers.values()}
+        for receiver in self.receivers.values():
+            with receiver.read(version):
+                pass
         return True
 
     async def main(self):

@@ -50,13 +50,17 @@ class _Held:
 
 
 class Holds:
-    """All keys of one worker; meet() is called with the address of each decoder's engine."""
+    """All keys of one worker; meet() is called with the address of each decoder's engine.
+
+    Attributes:
+        held: the blocks that are kept, by key.
+    """
 
     def __init__(self, blocks: KvBlocks, terms: Terms, meet: Callable[[NetAddr], object]) -> None:
         patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
         self.sender = KvSender(blocks, patience=patience, checksums=terms.checksums)
         self._blocks, self._terms, self._meet = blocks, terms, meet
-        self._held: dict[str, _Held] = {}
+        self.held: dict[str, _Held] = {}
         self._by_request: dict[str, _Held] = {}
         self._cards: dict[tuple[str, int], tuple[int, int]] = {}  # tp and rank of known decoders
         self._gone: dict[str, str] = {}
@@ -66,15 +70,15 @@ class Holds:
 
     def step(self, step: Step) -> None:
         """Add a request that is being computed and has its blocks."""
-        if step.key not in self._gone and step.key not in self._held:
+        if step.key not in self._gone and step.key not in self.held:
             self._add(step)
 
     def _add(self, order: Step) -> _Held:
-        held = self._held[order.key] = self._by_request[order.request] = _Held(order)
+        held = self.held[order.key] = self._by_request[order.request] = _Held(order)
         return held
 
     def layer_saved(self, step: Step, layer: int) -> None:
-        held = self._held.get(step.key)
+        held = self.held.get(step.key)
         if held is not None and not held.why:
             held.done[layer] = max(step.upto, held.done.get(layer, 0))
             for send in held.sends.values():
@@ -82,7 +86,7 @@ class Holds:
 
     def hold(self, order: Step) -> None:
         """Keep the blocks of a request that is computed completely."""
-        held = self._held.get(order.key)
+        held = self.held.get(order.key)
         if order.key in self._gone if held is None else held.request != order.request:
             self._sent.add(order.request)  # the key was given up, or is another request's
             return
@@ -100,7 +104,7 @@ class Holds:
         """Give up an aborted request; report it when nothing reads its blocks."""
         held = self._by_request.get(request)
         if held is None:
-            if key not in self._held:
+            if key not in self.held:
                 self._forget(key, "the prefill was aborted")
             self._sent.add(request)
         else:
@@ -117,7 +121,7 @@ class Holds:
             for send in held.sends.values():
                 send.cancel(held.why)
         if held.still:
-            del self._held[held.key], self._by_request[request]  # it will be computed again
+            del self.held[held.key], self._by_request[request]  # it will be computed again
         return held.still
 
     def poll(self) -> set[str]:
@@ -125,7 +129,7 @@ class Holds:
         self.sender.poll()
         with self._blocks.lock:
             now_s = self._now_s()
-            for held in tuple(self._held.values()):
+            for held in tuple(self.held.values()):
                 if now_s >= held.until_s and held.still:
                     self._give_up(held, f"it expired: nobody asked for {self._terms.lease_s} s")
                 self._settle(held)
@@ -136,7 +140,7 @@ class Holds:
 
     def answer(self, peer: NetAddr, want: Want) -> Told:
         """Do what a decoder's rank asks for, and return the answer."""
-        held = self._held.get(want.key)
+        held = self.held.get(want.key)
         if held is None or held.why:
             why = held.why if held is not None else self._gone.get(want.key, "")
             if want.kind == "drop":
@@ -188,7 +192,7 @@ class Holds:
 
     def lost(self, name: str, epoch: int) -> None:
         """Stop the transfers to a decoder that is lost or has restarted."""
-        for held in tuple(self._held.values()):
+        for held in tuple(self.held.values()):
             for (other, its_epoch, _), send in held.sends.items():
                 if other == name and its_epoch <= epoch:
                     send.cancel(f"decoder {name} is lost")
@@ -204,8 +208,8 @@ class Holds:
 
     def _settle(self, held: _Held) -> None:
         over = held.why or (held.wanted and len(held.served) == held.wanted)
-        if held.final and over and held.still and self._held.get(held.key) is held:
-            del self._held[held.key], self._by_request[held.request]
+        if held.final and over and held.still and self.held.get(held.key) is held:
+            del self.held[held.key], self._by_request[held.request]
             self._sent.add(held.request)
             self._forget(held.key, held.why or "it was handed over")
 

@@ -47,6 +47,8 @@ class Loads:
     """All loads of one worker.
 
     Attributes:
+        loading: the loads that have not been reported, by request.
+        asks: the questions that have no answer yet, by number.
         done: number of successful loads.
     """
 
@@ -54,9 +56,9 @@ class Loads:
         patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s, linger_s=terms.doubt_s)
         self.receiver = KvReceiver(blocks, patience=patience)
         self._blocks, self._terms, self._meet = blocks, terms, meet
-        self._loading: dict[str, _Loading] = {}
+        self.loading: dict[str, _Loading] = {}
         self._doubtful: list[_Loading] = []
-        self._asks: dict[int, _Ask] = {}  # by number
+        self.asks: dict[int, _Ask] = {}
         self._keeps: dict[str, list[_Ask]] = {}
         self._strangers: set[NetAddr] = set()  # engines that were asked and have not answered yet
         self._marks: dict[tuple[str, int], str] = {}  # processes of prefillers' ranks
@@ -79,7 +81,7 @@ class Loads:
             return
         with self._blocks.lock:
             asks = self._ask(source, "load", load.ticket)
-            self._loading[order.request] = _Loading(order, load, asks)
+            self.loading[order.request] = _Loading(order, load, asks)
             if any((ask.addr.name, ask.addr.epoch) in self._dead for ask in asks):
                 load.cancel("the prefiller is dead")  # it is asked all the same, in case it lives
         for ask in asks:
@@ -91,7 +93,7 @@ class Loads:
         wanted = {source.key: source for source in sources}
         for key in self._keeps.keys() - wanted.keys():
             for ask in self._keeps.pop(key):
-                self._asks.pop(ask.want.number, None)
+                self.asks.pop(ask.want.number, None)
         for key in wanted.keys() - self._keeps.keys():
             self._keeps[key] = self._ask(wanted[key], "keep")
 
@@ -100,14 +102,14 @@ class Loads:
 
     def end(self, request: str) -> None:
         """Cancel an aborted request's load, if there is one."""
-        if request in self._loading:
-            self._loading[request].load.cancel("the request was aborted")
+        if request in self.loading:
+            self.loading[request].load.cancel("the request was aborted")
 
     # ------------------------------------------------------------------ prefillers
 
     def answered(self, peer: NetAddr, answer: Told) -> bool:
         """Take the answer of a prefiller's rank and have it watched; False: nobody had asked it."""
-        ask = self._asks.get(answer.number)
+        ask = self.asks.get(answer.number)
         if ask is None or ask.addr != peer or ask.want.key != answer.key:
             return False
         who, name = (peer.name, peer.epoch), own_name(peer.name)
@@ -117,16 +119,16 @@ class Loads:
             self._marks[who] = answer.process
         kind = ask.want.kind
         if answer.state == "card" and kind == "load":
-            del self._asks[answer.number]
+            del self.asks[answer.number]
             self._number += 1  # a note with another body needs another number
             card = self._blocks.card()
             ask.want = msgspec.structs.replace(ask.want, number=self._number, card=card)
-            self._asks[self._number] = ask
+            self.asks[self._number] = ask
             self._say(ask)
         elif answer.state == "gone":
             self._give_up(ask, f"{peer.name}: {answer.reason}")
         elif answer.state == "taken" and kind == "load":
-            del self._asks[answer.number]
+            del self.asks[answer.number]
         self._meet(peer)
         return True
 
@@ -144,10 +146,10 @@ class Loads:
 
     def lost(self, name: str, epoch: int) -> None:
         """Cancel loads from a prefiller that is lost or has restarted."""
-        for one in tuple(self._loading.values()):
+        for one in tuple(self.loading.values()):
             if any(ask.addr.name == name and ask.addr.epoch <= epoch for ask in one.asks):
                 one.load.cancel(f"prefiller {name} is lost")
-        for ask in tuple(self._asks.values()):
+        for ask in tuple(self.asks.values()):
             if ask.want.kind != "load" and (ask.addr.name, ask.addr.epoch <= epoch) == (name, True):
                 self._give_up(ask, f"prefiller {name} is lost")
 
@@ -160,10 +162,10 @@ class Loads:
         with self._blocks.lock:
             now_s = self._now_s()
             self._look_at_strangers(now_s)
-            for ask in tuple(self._asks.values()):
+            for ask in tuple(self.asks.values()):
                 if now_s - ask.told_s >= self._terms.beat_s:
                     self._say(ask)
-            for one in tuple(self._loading.values()):
+            for one in tuple(self.loading.values()):
                 self._look(one, now_s, report)
             refused, self._refused = self._refused, []
             for order, why in refused:
@@ -184,9 +186,9 @@ class Loads:
             one.failed_s = min(one.failed_s, now_s)
         if not load.finished and not now_s - one.failed_s >= self._terms.doubt_s:
             return
-        del self._loading[request]
+        del self.loading[request]
         for ask in one.asks:
-            self._asks.pop(ask.want.number, None)
+            self.asks.pop(ask.want.number, None)
         report.received.add(request)
         self.done += load.ok
         if not load.finished:
@@ -203,7 +205,7 @@ class Loads:
 
     def _look_for_dead(self) -> None:
         """Ask the system whether prefillers on this machine have ended, if a failed load waits."""
-        waited = [one.load for one in (*self._loading.values(), *self._doubtful)]
+        waited = [one.load for one in (*self.loading.values(), *self._doubtful)]
         if not any(load.state in {"open", "failed"} for load in waited):
             return
         for who, mark in tuple(self._marks.items()):
@@ -213,7 +215,7 @@ class Loads:
     def _look_at_strangers(self, now_s: float) -> None:
         """Give up engines that do not answer, or use another engine's address; forget them."""
         blocks, asked = self._blocks, set()
-        for ask in tuple(self._asks.values()) if self._strangers else ():
+        for ask in tuple(self.asks.values()) if self._strangers else ():
             if ask.addr in self._strangers and not blocks.has_spoken(ask.addr):
                 why = self._doubtful_address(ask.addr)
                 if not why and now_s - ask.began_s >= self._terms.lost_after_s:
@@ -233,10 +235,10 @@ class Loads:
 
     def _give_up(self, ask: _Ask, why: str) -> None:
         """End a question whose prefiller has nothing for it."""
-        self._asks.pop(ask.want.number, None)
+        self.asks.pop(ask.want.number, None)
         if ask.want.kind == "keep":
             self._gone.add(ask.want.key)
-        for one in tuple(self._loading.values()):
+        for one in tuple(self.loading.values()):
             if ask in one.asks:
                 one.load.cancel(why)
 
@@ -248,7 +250,7 @@ class Loads:
             addr = self._blocks.named(NetAddr.from_bytes(raw))
             self._number += 1
             want = Want(self._number, source.key, kind, source.early, b"", ticket)
-            ask = self._asks[self._number] = _Ask(addr, want, self._now_s(), tries)
+            ask = self.asks[self._number] = _Ask(addr, want, self._now_s(), tries)
             found.append(ask)
             if not self._blocks.has_spoken(addr):
                 self._strangers.add(addr)
@@ -262,7 +264,7 @@ class Loads:
             return  # the next poll gives it up
         self._blocks.send_note(ask.addr, ask.want.number, encode(ask.want))
         if ask.tries <= 0:
-            self._asks.pop(ask.want.number, None)
+            self.asks.pop(ask.want.number, None)
 
     def _now_s(self) -> float:
         return self._blocks.engine.driver.now_s()

@@ -156,7 +156,7 @@ def test_a_dead_sender_is_fenced_by_word(pair):
     addr = sender.blocks.engine.main_address
     load = receiver.expect("r", [[1, 2]])
     send = sender.begin("r", [[3, 4]], load.ticket)
-    granted(sender, load)
+    granted(sender, receiver)
     sender.blocks.engine.close()
     receiver.fenced(addr.name, addr.epoch)
 
@@ -167,10 +167,10 @@ def test_a_dead_sender_is_fenced_by_word(pair):
     assert "open" == send.state
 
 
-def granted(sender, load):
-    """Poll until the sender may write."""
+def granted(sender, receiver):
+    """Poll until the sender may write: its grant has taken an immediate."""
     end_s = time.monotonic() + 60
-    while not load._grants:
+    while not receiver.imms.live:
         assert time.monotonic() < end_s
         sender.poll()
 
@@ -186,7 +186,7 @@ def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
         sender, receiver, sources, sinks = join((one, other))
         load = receiver.expect("old", [[1, 2]], timeout_s=0.2)
         old = sender.begin("old", [[3, 4]], load.ticket)
-        granted(sender, load)
+        granted(sender, receiver)
         monkeypatch.setattr(sender.blocks, "send", lambda *_: None)
         poll_until((receiver,), (load,))
         monkeypatch.undo()
@@ -225,7 +225,7 @@ def test_a_slow_sender_is_waited_for_as_long_as_a_request_may_take(ends):
         sender, receiver, _, _ = join((one, other), patience)
         load = receiver.expect("r", [[1, 2]])
         send = sender.begin("r", [[3, 4]], load.ticket)
-        granted(sender, load)
+        granted(sender, receiver)
         (claim,) = send._claims
         claim.under_way += 1  # a row that its NIC keeps
         load.cancel()

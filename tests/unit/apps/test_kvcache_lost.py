@@ -89,7 +89,7 @@ def test_each_message_of_a_transfer_is_said_again(engines, monkeypatch, kind, ra
     ]
     send = sender.begin("r", [[3, 4]], ticket)
     if kind is Cancel:
-        until(lambda: load._grants, sender, receiver)
+        until(lambda: receiver.imms.live, sender, receiver)
         load.cancel()  # it was granted, and nothing of it was written
     else:
         send.layer_done(0)
@@ -143,7 +143,7 @@ def test_each_note_of_the_vllm_connector_is_said_again(engines, monkeypatch, wha
         until(lambda: TIMES == sum(map(len, lost)), both)
     if what in {"drop", "gone"}:
         decoder.obey(Orders(drops=[source]))
-        until(lambda: "p" in sent and not (decoder.loads._loading or decoder.loads._asks), both)
+        until(lambda: "p" in sent and not (decoder.loads.loading or decoder.loads.asks), both)
     else:
         decoder.obey(Orders(loads=[Load("d", source, ((1, 2),))]))
         until(lambda: "p" in sent and "d" in received, both)

@@ -44,6 +44,11 @@ class Half:
     def loads(self):
         return self.worker.loads
 
+    def granted(self):
+        """The immediates of the loads that were granted, and have not ended."""
+        with self.blocks.lock:
+            return set(self.loads.receiver.imms.live)
+
 
 @pytest.fixture
 def halves():
@@ -72,8 +77,8 @@ def begin(prefiller, decoder, name="r", key="k", blocks=((1, 2),)):
     prefiller.worker.obey(Orders(steps=[Step(name, key, blocks, 16 * len(blocks[0]), 0)]))
     order = Load(name, source(key, prefiller.engine.main_address), blocks)
     decoder.worker.obey(Orders(loads=[order]))
-    load = decoder.loads._loading[name].load
-    until(lambda: load._grants, prefiller, decoder)
+    load, before = decoder.loads.loading[name].load, decoder.granted()
+    until(lambda: decoder.granted() - before, prefiller, decoder)
     return load
 
 
@@ -139,7 +144,6 @@ def test_only_the_prefiller_says_which_process_it_is(halves):
         for half in halves:
             half.poll()
     assert "open" == load.state
-    assert {loads.mark_here()} == set(decoder.loads._marks.values())
     prefiller.worker.layer_saved(0, [Step("r", "k", ((1, 2),), 32, 32)])
     until(lambda: "r" in decoder.report.received, *halves)
 
@@ -152,7 +156,7 @@ def test_an_answer_counts_only_from_whom_was_asked_and_about_that(halves):
     prefiller, decoder = halves
     where = source("k", prefiller.engine.main_address)
     decoder.worker.obey(Orders(loads=[Load("r", where, ((1, 2),))]))
-    load, (ask,) = decoder.loads._loading["r"].load, decoder.loads._asks.values()
+    load, (ask,) = decoder.loads.loading["r"].load, decoder.loads.asks.values()
     other = decoder.engine.main_address
     for peer, key in ((other, ask.want.key), (ask.addr, "another"), (other, "another")):
         assert not decoder.loads.answered(peer, Told(ask.want.number, key, "gone", "evil"))
@@ -227,7 +231,7 @@ def test_whoever_never_answers_is_forgotten():
         order = Load("r", source("k", silent.main_address), ((1,),))
         decoder.worker.obey(Orders(loads=[order]))
         until(lambda: "r" in decoder.report.received, decoder)
-        until(lambda: not (decoder.loads._loading or decoder.loads._asks), decoder)
+        until(lambda: not (decoder.loads.loading or decoder.loads.asks), decoder)
         assert {1} == decoder.report.bad
         until(lambda: not (decoder.loads._strangers or peers_of(decoder.engine).links), decoder)
     decoder.engine.close()
@@ -248,7 +252,6 @@ def test_a_later_incarnation_that_answers_ends_the_doubt_about_a_lost_one(halves
         until(lambda: fresh.finished, again, decoder)
         assert fresh.ok, fresh.reason
         if lives:
-            assert not decoder.loads._dead
             assert "open" == load.state
         else:
             until(lambda: load.finished, again, decoder)
@@ -266,7 +269,7 @@ def test_a_bug_of_the_prefiller_is_told_to_the_decoder(halves, monkeypatch):
     monkeypatch.setattr(prefiller.worker.holds, "answer", answer)
     order = Load("r", source("k", prefiller.engine.main_address), ((1,),))
     decoder.worker.obey(Orders(loads=[order]))
-    load = decoder.loads._loading["r"].load
+    load = decoder.loads.loading["r"].load
     until(lambda: load.finished, *halves)
 
     assert "ZeroDivisionError: a bug" in load.reason
@@ -287,14 +290,15 @@ def test_who_was_held_for_dead_is_asked_again_once_it_speaks(halves):
     """A mark can be wrong, as in a container that was moved: the prefiller was barred for good."""
     prefiller, decoder = halves
     load = begin(prefiller, decoder)
-    ((name, epoch),) = decoder.loads._marks
+    (ask,) = decoder.loads.loading["r"].asks
+    name, epoch = ask.addr.name, ask.addr.epoch
     decoder.loads.dead(name, epoch)
     until(lambda: load.finished, *halves)
     first = Load("r1", source("k1", prefiller.engine.main_address), ((3,),))
-    with decoder.worker._blocks.lock:  # it answers what it was asked before, too
-        decoder.loads._dead.add((name, epoch))
+    with decoder.blocks.lock:  # it answers what it was asked before, too
+        decoder.loads.dead(name, epoch)
         decoder.worker.obey(Orders(loads=[first]))
-        assert "dead" in decoder.loads._loading["r1"].load.reason
+        assert "dead" in decoder.loads.loading["r1"].load.reason
     until(lambda: not decoder.loads._dead, *halves)
     again = begin(prefiller, decoder, "r2", "k2", ((4,),))
     prefiller.worker.layer_saved(0, [Step("r2", "k2", ((4,),), 16, 16)])
@@ -307,10 +311,11 @@ def test_a_life_that_is_lost_ends_the_loads_from_it_and_from_no_later_one(halves
     """They waited for their time-out; or a prefiller that is back lost those that it sends now."""
     prefiller, decoder = halves
     load = begin(prefiller, decoder)
-    ((name, epoch),) = decoder.loads._marks
+    (ask,) = decoder.loads.loading["r"].asks
+    name, epoch = ask.addr.name, ask.addr.epoch
     assert decoder.loads.has_successor(name, epoch - 1)
     assert not decoder.loads.has_successor(name, epoch)
-    with decoder.worker._blocks.lock:
+    with decoder.blocks.lock:
         decoder.loads.lost(name, epoch - 1)
         decoder.loads.lost(f"{name}x", epoch)
         assert "open" == load.state
@@ -322,8 +327,8 @@ def test_a_decoders_life_that_is_lost_ends_the_sends_to_it_and_to_no_later_one(h
     """A decoder that is back lost what is sent to it now; or its last life was kept for ever."""
     begin(*halves)
     holds = halves[0].worker.holds
-    ((name, epoch, _), send) = next(iter(holds._held["k"].sends.items()))
-    with halves[0].worker._blocks.lock:
+    ((name, epoch, _), send) = next(iter(holds.held["k"].sends.items()))
+    with halves[0].blocks.lock:
         holds.lost(name, epoch - 1)
         assert ("", {(name, epoch)}) == (send.reason, holds._cards.keys())
         holds.lost(name, epoch)
@@ -334,11 +339,11 @@ def test_blocks_are_kept_for_as_long_as_a_decoder_asks_for_them(halves):
     """A request that waits for its turn at the decoder was computed again, each time."""
     begin(*halves)
     holds, want = halves[0].worker.holds, Want(9, "k", "keep", False, b"", b"")
-    with halves[0].worker._blocks.lock:
-        held = holds._held["k"]
+    with halves[0].blocks.lock:
+        held = holds.held["k"]
         held.final, held.until_s = True, 0.0
         assert "kept" == holds.answer(halves[1].engine.main_address, want).state
-        assert held.until_s > holds._now_s()
+        assert held.until_s > halves[0].engine.driver.now_s()
 
 
 @pytest.mark.parametrize(
