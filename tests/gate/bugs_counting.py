@@ -166,10 +166,5 @@ def mixed_columns_dropped() -> list[Change]:
 @bug()
 def column_errors_missed() -> list[Change]:
     """The statuses of a column of completions are not looked at."""
-    take = Worker._take_columns
-
-    def miss(self, domain, n):
-        self._out["status"][:n] = 0
-        take(self, domain, n)
-
-    return [BY_COLUMNS, (Worker, "_take_columns", miss)]
+    begin = "        kinds, counts, imms, ctxs = self._columns"
+    return [BY_COLUMNS, *mistake(WORKER, begin, f'        self._out["status"][:n] = 0\n{begin}')]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tep.backends.base import Status
 from tep.core.group import DomainGroup
-from tep.core.handles import Handle, State, Transfer
+from tep.core.handles import State, Transfer
 from tep.engine.worker import Worker
-from tests.gate.registry import Change, bug
+from tests.gate.registry import GROUP, HANDLES, WORKER, Change, bug, mistake
 
 # ---------------------------------------------------------------------- when a transfer is done
 
@@ -66,50 +66,26 @@ def done_on_first_nic() -> list[Change]:
 @bug()
 def source_not_held() -> list[Change]:
     """Transfers take no hold of their source region: it can be given back under a NIC's hands."""
-    start, end = Worker.start, Worker._end
-
-    def start_free(self, transfer, deal=None, **how):
-        start(self, transfer, deal, **how)
-        if transfer.job.mr is not None:
-            transfer.job.mr.inflight = 0
-
-    def end_free(self, handle, state, error=None):
-        if isinstance(handle, Transfer) and handle.job.mr is not None:
-            handle.job.mr.inflight = 1
-        end(self, handle, state, error)
-
-    return [(Worker, "start", start_free), (Worker, "_end", end_free)]
+    return mistake("tep/engine/verbs.py", "if mr.inflight:", "if False:")
 
 
 @bug()
 def callback_twice() -> list[Change]:
     """A settled handle keeps its callbacks, and stands twice in the list of what to deliver."""
-    end = Worker._end
-
-    def deliver(self):
-        self._delivered = True
-        for callback in self._callbacks or ():
-            self._call(callback)
-
-    def end_twice(self, handle, state, error=None):
-        end(self, handle, state, error)
-        if state is not State.DONE:
-            self._settled.append(handle)
-
-    return [(Handle, "_deliver", deliver), (Worker, "_end", end_twice)]
+    takes, last = (
+        "callbacks, self._callbacks = self._callbacks, None",
+        "        del self.open[handle]\n",
+    )
+    return [
+        *mistake(HANDLES, takes, "callbacks = self._callbacks"),
+        *mistake(WORKER, last, f"{last}        self._settled.append(handle)\n"),
+    ]
 
 
 @bug()
 def source_never_released() -> list[Change]:
     """A transfer that did not end well keeps its hold on the source region."""
-    end = Worker._end
-
-    def keep(self, handle, state, error=None):
-        if isinstance(handle, Transfer) and state is not State.DONE and handle.job.mr is not None:
-            handle.job.mr.inflight += 1
-        end(self, handle, state, error)
-
-    return [(Worker, "_end", keep)]
+    return mistake(WORKER, "mr.inflight -= 1", "mr.inflight -= state is _DONE")
 
 
 # ---------------------------------------------------------------------- cancel and error
@@ -203,11 +179,5 @@ def replay_after_error() -> list[Change]:
 @bug()
 def failed_rows_stay_queued() -> list[Change]:
     """After an error the rest of the transfer is neither posted nor taken out of the account."""
-    fail_rows = DomainGroup._fail_rows
-
-    def keep(self, pending, count, status, row):
-        left = pending.transfer.left
-        fail_rows(self, pending, count, status, row)
-        pending.transfer.left = left
-
-    return [(DomainGroup, "_fail_rows", keep)]
+    drops = "            self.drop_queued(transfer)"
+    return mistake(GROUP, drops, drops.replace("self", "transfer.left += self"))

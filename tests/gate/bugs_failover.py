@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from unittest import mock
 
 import numpy as np
 
@@ -13,13 +11,23 @@ from tep.control.channel import Channel
 from tep.control.failover import Failover, Fencing
 from tep.control.messages import Answer
 from tep.core.group import DomainGroup
-from tep.core.handles import Handle, State, Transfer
+from tep.core.handles import State, Transfer
 from tep.core.imm import Counts
 from tep.core.path import Acks, Arrivals, Link, Sums
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tests.gate.bugs_counting import BY_COLUMNS
-from tests.gate.registry import FAILOVER, Change, bug, mistake
+from tests.gate.registry import (
+    CHANNEL,
+    FAILOVER,
+    GROUP,
+    HANDLES,
+    POSTING,
+    WORKER,
+    Change,
+    bug,
+    mistake,
+)  # fmt: skip
 from tests.world.scenario import Scenario
 
 LATE = 2000
@@ -86,18 +94,13 @@ def sums_over_all_senders() -> list[Change]:
 @bug(budget=LATE)
 def sums_over_all_nics() -> list[Change]:
     """The receiver tells how often an immediate came from that NIC, at whichever of its own."""
-    tell = Fencing._tell
-
-    def everywhere(self, nic, address, message, status):
-        def sums(arrivals, there, source, imms):
-            each = [own(mine, its, source, imms) for mine, its in zip(self.arrivals, self._nics)]
-            return tuple(map(sum, zip(*each)))
-
-        own = Arrivals.sums
-        with mock.patch.object(Arrivals, "sums", sums):
-            tell(self, nic, address, message, status)
-
-    return [(Fencing, "_tell", everywhere)]
+    each = "mine.sums(its, message.source, message.imms)"
+    nics = "for mine, its in zip(self.arrivals, self._nics)"
+    return mistake(
+        FAILOVER,
+        "counts = self.arrivals[message.nic].sums(there, message.source, message.imms)",
+        f"counts = tuple(map(sum, zip(*[{each} {nics}])))",
+    )
 
 
 @bug(budget=2 * LATE)
@@ -270,41 +273,28 @@ def ending_requests_written_again() -> list[Change]:
 @bug(budget=LATE)
 def done_while_rows_are_held() -> list[Change]:
     """A held row is taken off the account: the transfer is done before anybody knows."""
-    keep, settle = DomainGroup._keep, Failover._settle
-
-    def let_go(self, pending, row, error):
-        final = keep(self, pending, row, error)
-        pending.transfer.left -= final is None
-        return final
-
-    def settle_only(self, rows):
-        for lost in rows:
-            lost.pending.transfer.left += 1
-        settle(self, rows)
-
-    return [(DomainGroup, "_keep", let_go), (Failover, "_settle", settle_only)]
+    return [
+        *mistake(GROUP, "transfer.held += 1", "transfer.held += 1; transfer.left -= 1"),
+        *mistake(FAILOVER, "            transfer.left -= 1\n", ""),
+    ]
 
 
-def holds_only(wanted: Callable[[str], bool]) -> list[Change]:
-    """Make rows good only if wanted(code of their error)."""
-    keep = DomainGroup._keep
-
-    def choosy(self, pending, row, error):
-        return keep(self, pending, row, error) if wanted(error.code) else error
-
-    return [(DomainGroup, "_keep", choosy)]
+def fails_with(status: str) -> list[Change]:
+    """Make rows with one status good no more."""
+    keeps = "self._keep(pending, row, error) if lost"
+    return mistake(GROUP, keeps, f"{keeps} and status != Status.{status}")
 
 
 @bug(budget=LATE)
 def flushed_rows_fail() -> list[Change]:
     """Rows that were flushed with a dead path fail, though another NIC lives."""
-    return holds_only(lambda code: code != "FLUSHED")
+    return fails_with("FLUSHED")
 
 
 @bug(budget=LATE)
 def rows_to_a_dead_nic_fail() -> list[Change]:
     """Only the death of one's own NIC is made good, not the peer's."""
-    return holds_only(lambda code: code != "UNREACHABLE")
+    return fails_with("UNREACHABLE")
 
 
 @bug(budget=LATE)
@@ -333,15 +323,7 @@ def lost_question_not_repeated() -> list[Change]:
 @bug(budget=LATE)
 def given_up_at_the_first_lane() -> list[Change]:
     """A question that fails on one lane is not tried on the next."""
-    failed = Channel._failed
-
-    def give_up(self, delivery, why, **how):
-        if delivery.question is not None:
-            self._lose(delivery.question, why)
-        else:
-            failed(self, delivery, why, **how)
-
-    return [(Channel, "_failed", give_up)]
+    return mistake(CHANNEL, "self._ask_over(question, others)", "self._lose(question, why)")
 
 
 @bug(budget=LATE)
@@ -362,25 +344,15 @@ def questions_share_a_number() -> list[Change]:
 @bug()
 def no_callback_after_failure() -> list[Change]:
     """A transfer that is not done gets no callback."""
-    deliver = Handle._deliver
-
-    def only_done(self):
-        if self.state is State.DONE:
-            deliver(self)
-
-    return [(Handle, "_deliver", only_done)]
+    none = "        if self._callbacks is None:\n            return"
+    return mistake(HANDLES, none, none.replace(":", " or self.state is not State.DONE:"))
 
 
 @bug()
 def called_back_too_early() -> list[Change]:
     """Callbacks run before the handle knows how it ended."""
-    end = Worker._end
-
-    def early(self, handle, state, error=None):
-        handle._deliver()
-        end(self, handle, state, error)
-
-    return [(Worker, "_end", early)]
+    begin = "        if type(handle) is Transfer:"
+    return mistake(WORKER, begin, f"        handle._deliver()\n{begin}")
 
 
 @bug(budget=LATE)
@@ -410,14 +382,8 @@ def first_part_of_the_answer_is_all() -> list[Change]:
 @bug(budget=8000)
 def lost_pieces_stay_out() -> list[Change]:
     """A piece that lost a row keeps its place at its NIC: with two of them it gets no other."""
-    forget = DomainGroup._forget
-
-    def keep_place(self, pending):
-        is_piece, pending.is_piece = pending.is_piece, pending.is_piece and not pending.lost
-        forget(self, pending)
-        pending.is_piece = is_piece
-
-    return [(DomainGroup, "_forget", keep_place)]
+    leaves = "if pending.is_piece and (pace"
+    return mistake(POSTING, leaves, leaves.replace("and", "and not pending.lost and"))
 
 
 # ---------------------------------------------------------------------- paths, not NICs

@@ -15,7 +15,7 @@ from tep.core.posting import Pending
 from tep.core.regions import PeerBook, PeerGroup, Remote
 from tep.engine import verbs
 from tep.engine.worker import Worker
-from tests.gate.registry import Change, bug
+from tests.gate.registry import POSTING, Change, bug, mistake
 
 # ---------------------------------------------------------------------- which rows carry immediates
 
@@ -185,13 +185,8 @@ def scatter_rows_misaligned() -> list[Change]:
 @bug()
 def ctx_reused() -> list[Change]:
     """Batch numbers run in a small circle, so that two batches in flight share one."""
-    push = DomainGroup._push
-
-    def circle(self, pending):
-        self._ctx %= 3
-        push(self, pending)
-
-    return [(DomainGroup, "_push", circle)]
+    numbers = "self._ctx = ctx = self._ctx"
+    return mistake(POSTING, f"{numbers} + 1\n        # As", f"{numbers} % 3 + 1\n        # As")
 
 
 def posts(
@@ -344,13 +339,4 @@ def stale_group_targets() -> list[Change]:
 @bug()
 def stale_epoch_accepted() -> list[Change]:
     """An older incarnation's descriptor replaces the newer link in place of being refused."""
-    meet = PeerBook._meet
-
-    def accept(self, addr, what):
-        known = self.links.get((addr.backend, addr.name))
-        if known is not None and known.addr.epoch > addr.epoch:
-            known.current = False
-            del self.links[addr.backend, addr.name]
-        return meet(self, addr, what)
-
-    return [(PeerBook, "_meet", accept)]
+    return mistake("tep/core/regions.py", "if old > addr.epoch:", "if False:")

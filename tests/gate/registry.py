@@ -18,8 +18,8 @@ from unittest import mock
 from tests.gate import mutated
 
 __all__ = [
-    "BUGS", "CHANNEL", "FAILOVER", "IMM", "MEMBERSHIP", "WORKER", "Bug", "Change", "bug",
-    "changed", "mistake", "planted",
+    "BUGS", "CHANNEL", "FAILOVER", "GROUP", "HANDLES", "IMM", "MEMBERSHIP", "POSTING", "WORKER",
+    "Bug", "Change", "bug", "changed", "mistake", "planted",
 ]  # fmt: skip
 
 Change = tuple[object, str, object]
@@ -30,8 +30,11 @@ stands there then.
 
 CHANNEL: Final = "tep/control/channel.py"
 FAILOVER: Final = "tep/control/failover.py"
+GROUP: Final = "tep/core/group.py"
+HANDLES: Final = "tep/core/handles.py"
 IMM: Final = "tep/core/imm.py"
 MEMBERSHIP: Final = "tep/control/membership.py"
+POSTING: Final = "tep/core/posting.py"
 WORKER: Final = "tep/engine/worker.py"
 
 

@@ -105,7 +105,6 @@ HARMLESS: dict[str, list[Change]] = {
     "moves_with": bugs_failing.moves_with(lambda *_: None),
     "with_queues": bugs_fairness.with_queues(deque),
     "cancels": bugs_ending.cancels(ORIGINAL_CANCEL),
-    "holds_only": bugs_failover.holds_only(lambda _: True),
     "expects": bugs_counting.expects(lambda *_: None),
 }
 
