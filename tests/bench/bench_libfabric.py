@@ -57,8 +57,8 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
         BackendUnavailable: no libfabric.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program = _build(Path(folder, "yardstick"))
-        compare = partial(_compare, pairs=max(1, rounds // _RUNS), source=_what_c_is(program))
+        program = build(Path(folder, "yardstick"))
+        compare = partial(compare_runs, pairs=max(1, rounds // _RUNS), source=_what_c_is(program))
         for size, most in ((4 * KiB, 1.25), (64 * KiB, 1.05), (MiB, 1.05)):
             rows = max(128, min(4096, 64 * MiB // size))
             window = max(4, min(1024, 4 * MiB // size))
@@ -92,9 +92,9 @@ def efa_figures(rounds: int = 15) -> Iterator[Figure]:
         BackendUnavailable: no libfabric, or no EFA device.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program = _build(Path(folder, "yardstick"))
+        program = build(Path(folder, "yardstick"))
         for size in (64, 8 * KiB):
-            yield _compare(
+            yield compare_runs(
                 f"efa {_spell(size)}: CPU a write, both ends",
                 partial(_Pair, "efa", size, 4096),
                 partial(_C, program, "cpu", "efa", size, 4096, 512),
@@ -114,7 +114,7 @@ def _what_c_is(program: Path) -> str:
     return f"{program.name}.c, a plain C loop over the same {load().describe()}, measured in turns"
 
 
-def _build(program: Path) -> Path:
+def build(program: Path) -> Path:
     """Compile the yardstick against the libfabric that tep itself has found."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -159,7 +159,7 @@ def _take_turn(one: _Runs) -> float:
         one.signal(signal.SIGSTOP)
 
 
-def _compare(
+def compare_runs(
     what: str,
     ours: Callable[[], _Runs],
     theirs: Callable[[], _Runs],
@@ -205,7 +205,7 @@ class _C:
 
     def __init__(self, program: Path, *arguments: object) -> None:
         complete = int(arguments[1] == "tcp")  # True: rows wait for the target, like tep's
-        self._process = subprocess.Popen(  # what _build() made, no shell
+        self._process = subprocess.Popen(  # what build() made, no shell
             [str(program), *map(str, arguments), str(complete)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -398,11 +398,11 @@ def _delays(program: Path, provider: str, rounds: int) -> Iterator[Figure]:
     for what, own in (("", 0), (", but for its waits for a CPU", 1)):
         yield Figure(
             what=f"{provider}: a {_CALL_US:.0f} us call beside a busy engine, p99{what}",
-            value=_percentile([call[own] for call in busy], 0.99),
-            best=_percentile([call[own] for call in busy], 0.5),
+            value=percentile([call[own] for call in busy], 0.99),
+            best=percentile([call[own] for call in busy], 0.5),
             unit="us",
             aim=1000.0,
-            reference=_percentile([call[own] for call in beside_c], 0.99),
+            reference=percentile([call[own] for call in beside_c], 0.99),
             reference_source="the same call, p99, while two other processes run the C loop, in "
             "turns; `best` of that row is the median beside the engine",
         )
@@ -433,7 +433,7 @@ def _beside_c(c: _C, data: bytes) -> list[tuple[float, float]]:
     return found
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(len(values) * share)]
 
 

@@ -50,7 +50,7 @@ PLANS: Final[Mapping[str, tuple[str, int]]] = {
 
 PING: Final = "8 B, half a round trip"
 
-_OURS: Final = (
+OURS: Final = (
     ("tep", "tep", ()),
     ("tep, shared memory", "tep", ("memory=shared",)),
     ("tep, spinning", "tep spinning", ()),
@@ -90,7 +90,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """One contestant, open."""
 
     label: str
@@ -106,7 +106,7 @@ class _Entry:
         """Send both processes a request; return their answers, or None if one has failed."""
         if self.error:
             return None
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         try:
             for _, orders in self.controls:
                 print(json.dumps([what, argument]), file=orders, flush=True)
@@ -114,7 +114,7 @@ class _Entry:
             self.error = str(error)
             return None
         found = self.answers()
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         return found
 
     def answers(self) -> list[dict[str, Any]] | None:
@@ -133,7 +133,7 @@ class _Entry:
             found.append(answer)
         return found
 
-    def _signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         """Stop or continue both processes: some spin for ever, and would disturb the others."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ class _Entry:
 
     def close(self) -> None:
         """End both processes."""
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         for files in self.controls:
             for file in files:
                 with contextlib.suppress(OSError):
@@ -155,9 +155,9 @@ class _Entry:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
+def open_entry(label: str, python: str, name: str, options: Sequence[str]) -> Entry:
     """Start a contestant's two processes and let them meet."""
-    entry = _Entry(label, tempfile.mkdtemp(prefix="tep-peers-"))
+    entry = Entry(label, tempfile.mkdtemp(prefix="tep-peers-"))
     player = [python, str(PLAYER), name, entry.folder]
     commands = [[*player, rank, *options] for rank in ("0", "1")]
     if name == "mpi":
@@ -192,7 +192,7 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
     answers = entry.answers()
     if answers is not None:
         entry.about = str(answers[0]["ready"])
-        entry._signal(signal.SIGSTOP)
+        entry.signal(signal.SIGSTOP)
     return entry
 
 
@@ -251,7 +251,7 @@ def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
     """
     if not PLAYER.exists():
         raise LookupError(f"no {PLAYER}: it is in a checkout only")
-    wanted = [(label, sys.executable, name, options) for label, name, options in _OURS]
+    wanted = [(label, sys.executable, name, options) for label, name, options in OURS]
     absent: list[Row] = []
     for name, module in PEERS.items():
         why = _why_absent(name, module, pythons.get(name))
@@ -261,9 +261,9 @@ def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
         wanted.append((name, pythons[name], name, ()))
         if name == "nixl":
             wanted.append(("nixl, its defaults", pythons[name], name, ("defaults=1",)))
-    entries: list[_Entry] = []
+    entries: list[Entry] = []
     try:
-        entries.extend(_open(*one) for one in wanted)
+        entries.extend(open_entry(*one) for one in wanted)
         _play(entries, rounds)
         for entry in entries:
             for plan in PLANS if entry.label != "limit: memcpy" else ():
@@ -273,7 +273,7 @@ def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
     finally:
         for entry in entries:
             entry.close()
-    return [row for entry in entries for row in _rows(entry, entries[0])] + absent
+    return [row for entry in entries for row in rows_of(entry, entries[0])] + absent
 
 
 def _why_absent(name: str, module: str, python: str | None) -> str:
@@ -289,7 +289,7 @@ def _why_absent(name: str, module: str, python: str | None) -> str:
     )
 
 
-def _play(entries: Sequence[_Entry], rounds: int) -> None:
+def _play(entries: Sequence[Entry], rounds: int) -> None:
     """Run all rounds, interleaved; each round begins with another contestant."""
     for k in range(rounds + 1):  # the first one warms up
         order = [*entries[k % len(entries) :], *entries[: k % len(entries)]]
@@ -308,7 +308,7 @@ def _play(entries: Sequence[_Entry], rounds: int) -> None:
                 entry.values.setdefault(PING, []).append((half_us, cpu_ms))
 
 
-def _rows(entry: _Entry, ours: _Entry) -> list[Row]:
+def rows_of(entry: Entry, ours: Entry) -> list[Row]:
     """Make the rows of a contestant, with the reason for missing results."""
     rows = []
     for what, found in entry.values.items():

@@ -104,7 +104,7 @@ class Run:
         if not isinstance(fault, KillNic):
             self.frozen = self.seam.b.dst.copy()
 
-    def _landed(self, at: int, nbytes: int) -> bool:
+    def landed(self, at: int, nbytes: int) -> bool:
         seam = self.seam
         return bool((seam.a.src[at : at + nbytes] == seam.b.dst[at : at + nbytes]).all())
 
@@ -113,7 +113,7 @@ class Run:
         if seen.kind is not Kind.IMM:
             return
         whole = sum(
-            self._landed(at, n)
+            self.landed(at, n)
             for ctx, post in zip(self.ctxs, self.posts, strict=True)
             for at, n in self.rows[ctx]
             if post.imm == seen.imm
@@ -150,7 +150,7 @@ def test_without_faults_everything_arrives(scenario: Scenario) -> None:
     _check_always(run)
     for ctx, post in zip(run.ctxs, run.posts, strict=True):
         assert {Status.OK: len(post.sizes)} == run.seam.ended(ctx)
-        assert all(run._landed(at, n) for at, n in run.rows[ctx])
+        assert all(run.landed(at, n) for at, n in run.rows[ctx])
     expected = Counter(p.imm for p in run.posts for _ in p.sizes if p.imm is not None)
     assert expected == run.seam.imms()
 
@@ -175,7 +175,7 @@ def test_with_a_fault_rows_fail_with_cause(scenario: Scenario) -> None:
         if isinstance(fault, KillNic) and fault.nic != over:
             assert {Status.OK} == set(ended), "only rows over the dead NIC fail"
         if set(ended) == {Status.OK}:
-            assert all(run._landed(at, n) for at, n in run.rows[ctx])
+            assert all(run.landed(at, n) for at, n in run.rows[ctx])
     if isinstance(fault, Restart) and run.frozen is not None:
         assert (run.frozen == run.seam.b.dst).all(), "old memory is out of reach after a restart"
 

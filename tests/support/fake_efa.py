@@ -109,16 +109,16 @@ class Fabric:
 
     def fault(self, line: str) -> None:
         """Script a fault, from now on and for all processes: see tests/efa_fake/faults.c."""
-        self._control("fault", line)
+        self.control("fault", line)
 
     def clear(self, *kind: str) -> None:
         """Forget all faults, or all of one kind."""
-        self._control("clear", *kind)
+        self.control("clear", *kind)
 
     def counters(self) -> dict[tuple[int, int], Counter[str]]:
         """Return the devices' counters so far, by (host, NIC)."""
         found = {}
-        for line in self._control("counters").splitlines():
+        for line in self.control("counters").splitlines():
             name, *pairs = line.split()
             host, nic = name.split(".")
             found[int(host), int(nic)] = Counter(
@@ -142,7 +142,7 @@ class Fabric:
                 found.append({"call": call, **dict(pair.split("=") for pair in pairs)})
         return found
 
-    def _control(self, *args: str) -> str:
+    def control(self, *args: str) -> str:
         command = [self._libraries / "control", self.folder, *args]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
@@ -170,7 +170,7 @@ def fabric(
         (folder / "config").write_text("".join(lines))
         _sysfs(folder / "sys", given.get("nics", 2))
         run = Fabric(folder, libraries, mapped=bool(given.get("mapped")))
-        run._control("make")
+        run.control("make")
         for line in faults:
             run.fault(line)
         yield run

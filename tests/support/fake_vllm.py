@@ -192,7 +192,7 @@ class Instance:
 
     @property
     def idle(self) -> bool:
-        return not (self.requests or self.scheduler.pending or self.scheduler._doubt)
+        return not (self.requests or self.scheduler.pending or self.scheduler.doubt)
 
     # ------------------------------------------------------------------ steps
 

@@ -62,7 +62,7 @@ class NullDomain:
         self.address = index.to_bytes(4, "little")
         self.posted = 0
         self._wire = wire
-        self._news: deque[tuple[int, Column, int]] = deque()  # kind, ctx or immediate, rows
+        self.news: deque[tuple[int, Column, int]] = deque()  # kind, ctx or immediate, rows
         self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
         self._out: Completions = new_completions(0)  # the last that poll() filled, and its columns
         self._values = self._out["imm"]
@@ -82,20 +82,20 @@ class NullDomain:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         n = stop - start
-        self._news.append((_WRITE, batch.ctx, n))
+        self.news.append((_WRITE, batch.ctx, n))
         self.posted += n
         imm, peer = batch.imm, batch.peer
         if imm is None:
             return n
         if isinstance(peer, int):
             part = imm if isinstance(imm, int) else imm[start:stop]
-            self._wire[peer]._news.append((_IMM, part, n))
+            self._wire[peer].news.append((_IMM, part, n))
         else:
             self._scattered.append((peer[start:stop], imm))
         return n
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        self._news.append((_READ, batch.ctx, stop - start))
+        self.news.append((_READ, batch.ctx, stop - start))
         self.posted += stop - start
         return stop - start
 
@@ -115,13 +115,13 @@ class NullDomain:
         pass
 
     def poll(self, out: Completions) -> int:
-        news = self._news
+        news = self.news
         if not news:
             return 0
         while self._scattered:  # here and not in post(), so that a post's time is the engine's own
             peers, imm = self._scattered.popleft()
             for peer in peers.tolist():
-                self._wire[peer]._news.append((_IMM, imm, 1))
+                self._wire[peer].news.append((_IMM, imm, 1))
         at, room = 0, len(out)
         while news and at < room:
             kind, value, n = news.popleft()
@@ -151,7 +151,7 @@ class NullDomain:
             self._values[at : at + take] = imm[:take]
         if take < n:
             rest = imm if isinstance(imm, int) else imm[take:]
-            self._news.appendleft((_IMM, rest, n - take))
+            self.news.appendleft((_IMM, rest, n - take))
         return at + take
 
     def status_text(self, status: int) -> str:
@@ -167,7 +167,7 @@ class NullDomain:
         return None
 
     def arm(self) -> bool:
-        return not self._news
+        return not self.news
 
     def close(self) -> None:
         pass

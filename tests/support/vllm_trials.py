@@ -196,7 +196,7 @@ class Play:
         missing = [block for block, users in enumerate(side.pool.users) if users]
         if missing and not other_silent:
             found.violations.append(f"{name}: blocks {missing} have leaked")
-        if not silent and not other_silent and side.scheduler._doubt:
+        if not silent and not other_silent and side.scheduler.doubt:
             found.violations.append(f"{name}: doubts are left")
 
 

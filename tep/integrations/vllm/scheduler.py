@@ -61,6 +61,7 @@ class Scheduler:
 
     Attributes:
         ranks: addresses of this instance's ranks.
+        doubt: blocks that may still be written, by the worker's rank and the request.
         pool: vLLM's pool of blocks, in which blocks in doubt get one more user; None before it is
             made.
         refused: number of sources that were not used, by reason; at most 256 reasons.
@@ -77,7 +78,7 @@ class Scheduler:
         self._matched: dict[str, int] = {}
         self._loading: dict[str, Blocks] = {}
         self._prefills: dict[str, _Prefill] = {}
-        self._doubt: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.doubt: dict[tuple[int, str], tuple[int, ...]] = {}
         self._orders = Orders()
         self._serial = 0
 
@@ -247,12 +248,12 @@ class Scheduler:
             for rank, requests in report.doubt.items():
                 for name in requests:
                     blocks = tuple(b for group in self._loading.get(name, ()) for b in group)
-                    self._doubt[rank, name] = blocks
+                    self.doubt[rank, name] = blocks
                     if self.pool is not None:
                         self.pool.touch([self.pool.blocks[block] for block in blocks])
             for rank, requests in report.certain.items():
                 for name in requests:
-                    blocks = self._doubt.pop((rank, name), ())
+                    blocks = self.doubt.pop((rank, name), ())
                     if self.pool is not None:
                         self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
             if report.gone:

@@ -99,8 +99,8 @@ class Bells:
         import socket
 
         self.mine = os.eventfd(0)
-        socket.send_fds(link._socket, [b"x"], [self.mine])
-        self.theirs = socket.recv_fds(link._socket, 1, 1)[1][0]
+        socket.send_fds(link.socket, [b"x"], [self.mine])
+        self.theirs = socket.recv_fds(link.socket, 1, 1)[1][0]
 
     def ring(self) -> None:
         os.eventfd_write(self.theirs, 1)

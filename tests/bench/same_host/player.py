@@ -41,17 +41,17 @@ class Link:
     """The socket between the two processes: blobs, and barriers."""
 
     def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
+        self.socket = socket.socket(fileno=fd)
 
     def swap(self, blob: bytes = b"") -> bytes:
         """Send a blob and take the other's."""
-        self._socket.sendall(len(blob).to_bytes(4, "little") + blob)
+        self.socket.sendall(len(blob).to_bytes(4, "little") + blob)
         return self._take(int.from_bytes(self._take(4), "little"))
 
     def _take(self, nbytes: int) -> bytes:
         found = b""
         while len(found) < nbytes:
-            part = self._socket.recv(nbytes - len(found))
+            part = self.socket.recv(nbytes - len(found))
             if not part:
                 raise EOFError("the other process has ended")
             found += part

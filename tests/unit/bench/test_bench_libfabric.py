@@ -38,7 +38,7 @@ class Runs:
 
 
 def compare(ours, theirs, **options):
-    return bench._compare(
+    return bench.compare_runs(
         "x", partial(Runs, ours), partial(Runs, theirs), pairs=2, source="C", **options
     )
 
@@ -78,7 +78,7 @@ def test_a_run_that_fails_leaves_no_process_behind():
         raise OSError("no such thing")
 
     with pytest.raises(OSError, match="no such thing"):
-        bench._compare("x", broken, partial(Runs, [1.0]), pairs=1, source="", aim=None)
+        bench.compare_runs("x", broken, partial(Runs, [1.0]), pairs=1, source="", aim=None)
     assert 0 == Runs.open
 
 
@@ -86,14 +86,14 @@ def test_what_is_missing_is_said(monkeypatch, tmp_path):
     """Without a compiler, or out of a checkout, there is nothing to compare to: say which."""
     monkeypatch.setattr(bench.shutil, "which", lambda _: None)
     with pytest.raises(LookupError, match="no C compiler"):
-        bench._build(tmp_path / "yardstick")
+        bench.build(tmp_path / "yardstick")
     monkeypatch.setattr(bench.shutil, "which", lambda name: name)
     monkeypatch.setattr(bench, "SOURCE", tmp_path / "absent.c")
     with pytest.raises(LookupError, match=r"absent\.c: the yardstick is in a checkout only"):
-        bench._build(tmp_path / "yardstick")
+        bench.build(tmp_path / "yardstick")
 
 
 def test_a_percentile_is_one_of_the_values():
     """The 99th of two hundred is the second largest, not a guess between."""
-    assert 198.0 == bench._percentile([float(k) for k in range(200)], 0.99)
-    assert 100.0 == bench._percentile([float(k) for k in range(200)], 0.5)
+    assert 198.0 == bench.percentile([float(k) for k in range(200)], 0.99)
+    assert 100.0 == bench.percentile([float(k) for k in range(200)], 0.5)

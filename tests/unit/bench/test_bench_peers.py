@@ -32,11 +32,11 @@ def test_environments_are_found_by_name_and_by_folder(tmp_path) -> None:
 
 def test_a_ratio_is_of_one_round_and_above_one_where_the_other_is_better() -> None:
     """A mean of means hides that both were slow in the same round; latency is better when lower."""
-    ours = peers._Entry("tep", "")
+    ours = peers.Entry("tep", "")
     ours.values = {"weights": [(4.0, 1.0), (1.0, 1.0), (2.0, 1.0)], peers.PING: [(20.0, 1.0)]}
-    other = peers._Entry("other", "", about="other 1", error="it died")
+    other = peers.Entry("other", "", about="other 1", error="it died")
     other.values = {"weights": [(2.0, 3.0), (2.0, 5.0), (2.0, 4.0)], peers.PING: [(10.0, 2.0)]}
-    bulk, ping, why = peers._rows(other, ours)
+    bulk, ping, why = peers.rows_of(other, ours)
 
     assert (1.0, 0.5, 2.0) == bulk.ratio
     assert (2.0, 2.0, 2.0) == (bulk.median, bulk.least, bulk.most)
@@ -49,8 +49,8 @@ def test_a_ratio_is_of_one_round_and_above_one_where_the_other_is_better() -> No
 
 def test_one_that_cannot_be_started_says_so_and_leaves_nothing() -> None:
     """mpi4py without an mpiexec beside its Python must not end the rounds of all others."""
-    entry = peers._open("mpi", "/nowhere/python", "mpi", ())
-    (row,) = peers._rows(entry, entry)
+    entry = peers.open_entry("mpi", "/nowhere/python", "mpi", ())
+    (row,) = peers.rows_of(entry, entry)
 
     assert "it could not be started: " in row.absent
     assert "/nowhere/mpiexec" in row.absent
@@ -61,8 +61,8 @@ def test_one_that_cannot_be_started_says_so_and_leaves_nothing() -> None:
 @pytest.mark.slow
 def test_a_round_is_played_and_absent_engines_are_named(monkeypatch) -> None:
     """Two contestants, one plan, one round, through the real players."""
-    ours = [entry for entry in peers._OURS if entry[1] in {"tep", "writev"} and not entry[2]]
-    monkeypatch.setattr(peers, "_OURS", ours)
+    ours = [entry for entry in peers.OURS if entry[1] in {"tep", "writev"} and not entry[2]]
+    monkeypatch.setattr(peers, "OURS", ours)
     monkeypatch.setattr(peers, "PLANS", {"tokens": peers.PLANS["tokens"]})
     monkeypatch.setattr(peers, "_PINGS_S", 0.01)
     rows = peers.peer_rows({"mooncake": sys.executable}, rounds=1)
