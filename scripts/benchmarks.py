@@ -32,7 +32,7 @@ _LIMIT_S: Final = 3600
 Row = dict[str, object]
 
 
-def _figures(data: Any) -> list[Row]:
+def figure_rows(data: Any) -> list[Row]:
     """Return the figures that a program of tests/bench prints."""
     return [
         {
@@ -48,7 +48,7 @@ def _figures(data: Any) -> list[Row]:
 
 def _engine(data: Any) -> list[Row]:
     """Return the figures of bench_engine, each beside a loop of the same run."""
-    rows = zip(_figures(data), data["figures"], strict=True)
+    rows = zip(figure_rows(data), data["figures"], strict=True)
     return [
         {"what": row["what"], "median": row["median"], "in method calls": _number(one["calls"])}
         | {name: row[name] for name in ("best", "aim", "compared to")}
@@ -62,7 +62,7 @@ def _busy(data: Any) -> list[Row]:
     return [
         {"what": row["what"], "median": row["median"], "best": row["best"]}
         | {"worst": worst[str(row["what"])], "aim": row["aim"]}
-        for row in _figures(data)
+        for row in figure_rows(data)
     ]
 
 
@@ -203,7 +203,7 @@ def _published_short(data: Any) -> list[Row]:
     ]
 
 
-def _table(data: Any) -> list[Row]:
+def table_rows(data: Any) -> list[Row]:
     """Make the table of a program that prints one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
     if isinstance(rows, Mapping):
@@ -282,20 +282,20 @@ BENCHES: Final[dict[str, Bench]] = {
     "verbs-stub": Bench(
         "Over libibverbs",
         _bench("python -m tests.bench.bench_verbs_stub"),
-        _figures,
+        figure_rows,
         "CPU time of the whole engine to posted chains of work requests; the provider is a stub in "
         "C, and there is no NIC.",
     ),
     "libfabric": Bench(
         "Over libfabric",
         _bench("python -m tests.bench.bench_libfabric"),
-        _figures,
+        figure_rows,
         "Beside a C loop on the same provider, in turns; the others are stopped meanwhile.",
     ),
     "efa": Bench(
         "Over EFA, on a fake device",
         ("scripts/fake_efa", "python", "-m", "tests.bench.bench_efa", "--json"),
-        _figures,
+        figure_rows,
         "The device is simulated, so these are costs of the host and say nothing of a NIC. "
         "Its work drives everything else out of the caches: rows cost more than beside a NIC.",
     ),
@@ -327,19 +327,19 @@ BENCHES: Final[dict[str, Bench]] = {
     "sim": Bench(
         "The simulator's speed",
         _bench("python -m tests.bench.bench_sim"),
-        _figures,
+        figure_rows,
         "CPU time, all engines included.",
     ),
     "chaos": Bench(
         "Drawn scenarios a second",
         _bench("python -m tests.bench.bench_chaos --batches 5 --runs 200"),
-        _table,
+        table_rows,
         "With the oracle, and with a phase in which everything that was posted has to end.",
     ),
     "bugs": Bench(
         "Planted bugs, and how soon each is found",
         _bench("python -m tests.bench.bench_bugs --starts 3 --most 4000"),
-        _table,
+        table_rows,
         "Runs until the tests find a bug that was planted in the engine.",
     ),
     "scale": Bench(
@@ -363,13 +363,13 @@ BENCHES: Final[dict[str, Bench]] = {
     "newcomer": Bench(
         "A new user's path",
         _bench("python tests/bench/bench_newcomer.py"),
-        _table,
+        table_rows,
         "In a fresh clone, with nothing installed; the packages come from an index nearby.",
     ),
     "install": Bench(
         "Installing and importing",
         ("python", "tests/bench/bench_install.py", "--json", *_PEERS),
-        _table,
+        table_rows,
         "Each in a fresh virtual environment, with what it needs but pip and setuptools.",
     ),
 }

@@ -833,20 +833,24 @@ class FarEnd:
 
 
 class FarEnds:
-    """The far ends of all paths of one engine, by (our NIC, address)."""
+    """The far ends of all paths of one engine.
+
+    Attributes:
+        known: those that have a record, by (our NIC, address).
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bytes], FarEnd] = {}
+        self.known: dict[tuple[int, bytes], FarEnd] = {}
 
     def get(self, nic: int, address: bytes) -> FarEnd | None:
         """Find the record of one."""
-        return self._known.get((nic, address))
+        return self.known.get((nic, address))
 
     def at(self, nic: int, address: bytes) -> FarEnd:
         """Find the record of one, or make it."""
-        found = self._known.get((nic, address))
+        found = self.known.get((nic, address))
         if found is None:
-            found = self._known[nic, address] = FarEnd()
+            found = self.known[nic, address] = FarEnd()
         return found
 
     def control_heard(self, nic: int, address: bytes, *, heard: bool) -> None:
@@ -858,12 +862,12 @@ class FarEnds:
 
     def drop(self, nic: int, address: bytes) -> None:
         """Forget one if it is idle."""
-        found = self._known.get((nic, address))
+        found = self.known.get((nic, address))
         if found is not None and found.is_idle():
-            del self._known[nic, address]
+            del self.known[nic, address]
 
     def forget(self, addresses: Collection[bytes]) -> None:
         """Forget those of a removed peer, except fences that have not ended."""
-        for nic, address in [key for key in self._known if key[1] in addresses]:
-            self._known[nic, address].unheard = False
+        for nic, address in [key for key in self.known if key[1] in addresses]:
+            self.known[nic, address].unheard = False
             self.drop(nic, address)

@@ -51,8 +51,12 @@ def test_a_measurement_is_run_and_shown(benchmarks, tmp_path, monkeypatch):
         "reference": 90.0, "reference_source": "paper", "more_is_better": False, "reached": False,
     }  # fmt: skip
     said = json.dumps({"figures": [figure]})
-    bench = benchmarks.Bench("Mine", ("python", "-c", f"print({said!r})"), benchmarks._figures, "x")
-    failing = benchmarks.Bench("Not", ("python", "-c", "exit('no NIC')"), benchmarks._table, "y")
+    bench = benchmarks.Bench(
+        "Mine", ("python", "-c", f"print({said!r})"), benchmarks.figure_rows, "x"
+    )
+    failing = benchmarks.Bench(
+        "Not", ("python", "-c", "exit('no NIC')"), benchmarks.table_rows, "y"
+    )
     monkeypatch.setattr(benchmarks, "BENCHES", {"mine": bench, "not": failing})
     monkeypatch.setattr(benchmarks, "DATA", tmp_path)
     monkeypatch.setattr(benchmarks, "DOCS", tmp_path)

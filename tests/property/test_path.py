@@ -140,7 +140,7 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     ends.control_heard(0, b"d", heard=False)
     for address in (b"a", b"b", b"c", b"d", b"e"):
         ends.drop(0, address)
-    assert 3 == len(ends._known)
+    assert 3 == len(ends.known)
     ends.control_heard(0, b"e", heard=True)
     assert ends.get(0, b"e") is None, "what goes well needs no record"
     ends.at(0, b"g").asked = 7
@@ -154,4 +154,4 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     assert ends.get(0, b"d") is None
     ends.at(0, b"b").barred = False
     ends.drop(0, b"b")
-    assert 1 == len(ends._known)
+    assert 1 == len(ends.known)

@@ -166,7 +166,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
             engines.turn()
     assert 0 == write_all(7)
     assert 6 <= sum(
-        far.reopened for e in (a, b) for far in worker_of(e).group.far_ends._known.values()
+        far.reopened for e in (a, b) for far in worker_of(e).group.far_ends.known.values()
     )
 
 

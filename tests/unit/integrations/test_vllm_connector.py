@@ -255,7 +255,13 @@ class Event:
 
 
 @pytest.fixture
-def connector(monkeypatch):
+def saved():
+    """The connector's worker, which is told of each layer that is saved."""
+    return SimpleNamespace(steps=["a step"], layer_saved=Mock())
+
+
+@pytest.fixture
+def connector(monkeypatch, saved):
     """A connector on stand-ins of torch and vLLM, as register_kv_caches() leaves it."""
 
     def put(name, *names, **values):
@@ -282,7 +288,7 @@ def connector(monkeypatch):
     monkeypatch.setitem(sys.modules, room.__name__, room)  # it goes away with the stand-ins
     found = object.__new__(room.TepConnector)
     found._layers, found._events = {"first": 0, "second": 1}, deque()
-    found._worker = SimpleNamespace(steps=["a step"], layer_saved=Mock())
+    found._worker = saved
     return found
 
 
@@ -307,21 +313,21 @@ def test_a_wrong_option_is_refused_by_name(connector, monkeypatch, options, said
         kind(config, None)
 
 
-def test_a_layer_on_the_cpu_is_sent_when_it_is_saved(connector):
+def test_a_layer_on_the_cpu_is_sent_when_it_is_saved(connector, saved):
     """Nothing else would send it: its blocks would be kept until their lease ends."""
     connector.save_kv_layer("second", SimpleNamespace(device=SimpleNamespace(type="cpu")), None)
-    assert [call(1)] == connector._worker.layer_saved.mock_calls
+    assert [call(1)] == saved.layer_saved.mock_calls
     assert [] == Event.recorded
-    connector._worker.steps.clear()
+    saved.steps.clear()
     connector.save_kv_layer("first", SimpleNamespace(device=SimpleNamespace(type="cpu")), None)
-    assert 1 == connector._worker.layer_saved.call_count
+    assert 1 == saved.layer_saved.call_count
     connector._worker = None
     connector.save_kv_layer("first", None, None)
 
 
-def test_a_layer_on_a_gpu_is_sent_once_its_kernels_have_ended(connector):
+def test_a_layer_on_a_gpu_is_sent_once_its_kernels_have_ended(connector, saved):
     """Sent before, it would be what the blocks held before; sent out of turn, a later step's."""
-    layer, saved = SimpleNamespace(device=SimpleNamespace(type="cuda")), connector._worker
+    layer = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     connector.save_kv_layer("first", layer, None)
     steps, saved.steps = saved.steps, ["a later step"]
     connector.save_kv_layer("second", layer, None)

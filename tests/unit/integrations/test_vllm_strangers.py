@@ -76,8 +76,9 @@ def begin(prefiller, decoder, name="r", key="k", blocks=((1, 2),)):
     """Have a load begin; return it once the prefiller was granted it, and has written nothing."""
     prefiller.worker.obey(Orders(steps=[Step(name, key, blocks, 16 * len(blocks[0]), 0)]))
     order = Load(name, source(key, prefiller.engine.main_address), blocks)
+    before = decoder.granted()
     decoder.worker.obey(Orders(loads=[order]))
-    load, before = decoder.loads.loading[name].load, decoder.granted()
+    load = decoder.loads.loading[name].load
     until(lambda: decoder.granted() - before, prefiller, decoder)
     return load
 
@@ -328,11 +329,14 @@ def test_a_decoders_life_that_is_lost_ends_the_sends_to_it_and_to_no_later_one(h
     begin(*halves)
     holds = halves[0].worker.holds
     ((name, epoch, _), send) = next(iter(holds.held["k"].sends.items()))
+    peer = halves[0].blocks.named(halves[1].engine.main_address)
+    want = Want(9, "k", "load", False, b"", b"no ticket")
     with halves[0].blocks.lock:
         holds.lost(name, epoch - 1)
-        assert ("", {(name, epoch)}) == (send.reason, holds._cards.keys())
+        assert ("", "gone") == (send.reason, holds.answer(peer, want).state), "its card is known"
         holds.lost(name, epoch)
-        assert (f"decoder {name} is lost", {}) == (send.reason, holds._cards)
+        ended = (f"decoder {name} is lost", "card")
+        assert ended == (send.reason, holds.answer(peer, want).state), "its card is asked for"
 
 
 def test_blocks_are_kept_for_as_long_as_a_decoder_asks_for_them(halves):
