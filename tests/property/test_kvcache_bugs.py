@@ -36,8 +36,7 @@ def failed_pages_are_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
     def fail(method: Callable[..., None], side: Decoder, attempt: Any, reason: str) -> None:
         method(side, attempt, reason)
         if attempt.ended.result() and side._open.get(attempt.order.serial) is attempt:
-            side.pool.free(attempt.fresh)
-            side.tails.free(attempt.slot)
+            side._give_back(attempt)
             side._forget(attempt)
 
     around(patch, Decoder, "_fail", fail)

@@ -22,6 +22,7 @@ from tep.apps.kvcache.memory import KvMemory, PageIndices, PagePool
 from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.simulate import Member, World
+from tests.support.planted import check_is_of_product
 
 _PAINT = 0xA5
 
@@ -227,12 +228,18 @@ class PaintedWorld(World):
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, and note what callbacks of the loop raise."""
+        raised: list[BaseException] = []
 
         def note(_: Any, context: dict[str, Any]) -> None:
             self.violations.append(f"{context.get('message')}: {context.get('exception')!r}")
+            raised.extend(filter(None, [context.get("exception")]))
 
         async def whole() -> Any:
             asyncio.get_running_loop().set_exception_handler(note)
             return await main
 
-        return super().run(whole())
+        try:
+            return super().run(whole())
+        finally:
+            for error in raised:
+                check_is_of_product(error)
