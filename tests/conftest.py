@@ -34,6 +34,12 @@ virtual machine, or one and the fake device, would take each other's processors.
 """
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give a test that is marked `long` an hour, also under plain pytest."""
+    if item.get_closest_marker("long"):
+        item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest files first and tests/tidy last, whatever order was drawn.
