@@ -70,8 +70,8 @@ class Pair:
     def __init__(self):
         self.net = Net()
         self.got, self.verdicts, self.sent = [], {}, 0
-        here, there = self.net.engine("a"), self.net.engine("b")
-        self.here = Channels(here, "A", lambda *_: None, lambda *_: None)
+        self.engine, there = self.net.engine("a"), self.net.engine("b")
+        self.here = Channels(self.engine, "A", lambda *_: None, lambda *_: None)
         self.there = Channels(there, "B", lambda _, body: self.got.append(body), lambda *_: None)
         self.channel = self.here.to("B", there.main_address.by_address())
 
@@ -187,10 +187,10 @@ def test_a_message_that_cannot_be_sent_is_told_at_once_and_alone():
     pair = Pair()
     pair.send()
     pair.net.end(0, "arrives")
-    pair.channel._owner.engine.refuses = True
+    pair.engine.refuses = True
     for _ in range(2000):  # none of them inside the other
         pair.send()
-    pair.channel._owner.engine.refuses = False
+    pair.engine.refuses = False
     pair.send()
     while pair.net.waiting:
         pair.net.end(0, "arrives")

@@ -14,13 +14,21 @@ LOOKS = 200_000
 
 @pytest.fixture
 def pair(request, monkeypatch):
-    """Two agents that know each other; `request.param` of 256 rows have a bit turned."""
+    """Two agents that know each other, `corrupt` of 256 rows have a bit turned.
+
+    `request.param` is (corrupt, names of the agents that are asked for checksums).
+    """
+    corrupt, asked = request.param
     monkeypatch.setenv("TEP_NIXL_BACKEND", "chaos")
-    monkeypatch.setenv("TEP_NIXL_CHECKSUMS", "yes")
-    faults = sim.Chaos.calm(seed=1, corrupt=request.param)
+    faults = sim.Chaos.calm(seed=1, corrupt=corrupt)
     with sim.Cluster(2, nics=1, seed=1, chaos=faults) as cluster, chaos.using(cluster):
-        made = [nixl_agent(name) for name in ("A", "B")]
-        for value, agent in enumerate(made):
+        made = []
+        for value, name in enumerate("AB"):
+            with monkeypatch.context() as patch:
+                if name in asked:
+                    patch.setenv("TEP_NIXL_CHECKSUMS", "yes")
+                agent = nixl_agent(name)
+            made.append(agent)
             agent.memory = np.full(2 * NPAGES * PAGE, value, np.uint8)
             agent.register_memory([(agent.memory.ctypes.data, agent.memory.nbytes, 0, "")], "DRAM")
         for agent, other in (made, reversed(made)):
@@ -55,7 +63,7 @@ def notifs(agent):
     return agent.notifs
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "AB")], indirect=True)
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_equal_bytes_end_as_without_checksums(pair, op):
     """A check that accuses the innocent is soon switched off."""
@@ -67,7 +75,7 @@ def test_equal_bytes_end_as_without_checksums(pair, op):
     assert {"A": [b"told", b"after"]} == notifs(b)
 
 
-@pytest.mark.parametrize("pair", [256], indirect=True)
+@pytest.mark.parametrize("pair", [(256, "AB")], indirect=True)
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_a_bit_that_was_turned_is_found_before_anybody_is_told(pair, op):
     """The NIC said that all was well, and the model answered with garbage."""
@@ -84,26 +92,24 @@ def test_a_bit_that_was_turned_is_found_before_anybody_is_told(pair, op):
         a.check_xfer_state(handle)
 
 
-@pytest.mark.parametrize("pair", [256], indirect=True)
-def test_they_are_off_by_default(pair, monkeypatch):
+@pytest.mark.parametrize("pair", [(256, "B")], indirect=True)
+def test_they_are_off_by_default(pair):
     """They cost a look at each byte at both ends."""
     a, b = pair
-    a._checksums = False
     assert "DONE" == finish(a, xfer(a, b, "WRITE", b"told"))
 
     assert {"A": [b"told"]} == notifs(b)
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "A")], indirect=True)
 def test_the_other_end_without_them_is_an_error(pair):
     """A user who set the variable at one end only would think that his bytes are compared."""
     a, b = pair
-    b._checksums = False
     with pytest.raises(bindings.nixlBackendError, match="TEP_NIXL_CHECKSUMS is not set there"):
         finish(a, xfer(a, b, "READ"))
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "AB")], indirect=True)
 @pytest.mark.parametrize("key", [(0, 1, 2, 3), None])
 def test_a_question_about_memory_that_is_not_there_is_answered(pair, key):
     """It comes from a peer: rows beyond a region, or of no region, would be read."""
@@ -115,7 +121,7 @@ def test_a_question_about_memory_that_is_not_there_is_answered(pair, key):
     assert found.why.startswith("BadRequest" if key in b._regions else "KeyError")
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "AB")], indirect=True)
 def test_an_agent_that_is_lost_meanwhile_fails_what_waits_for_it(pair, monkeypatch):
     """It stayed PROC for ever."""
     a, b = pair
@@ -131,7 +137,7 @@ def test_an_agent_that_is_lost_meanwhile_fails_what_waits_for_it(pair, monkeypat
     assert {} == a._uncompared
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "AB")], indirect=True)
 def test_an_answer_that_was_lost_is_asked_for_again(pair, monkeypatch):
     """Its sender can tell nobody."""
     a, b = pair
@@ -148,7 +154,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(pair, monkeypatch):
     assert 3 == len(asked)
 
 
-@pytest.mark.parametrize("pair", [0], indirect=True)
+@pytest.mark.parametrize("pair", [(0, "AB")], indirect=True)
 def test_rows_that_are_too_many_for_a_question_are_an_error(pair, monkeypatch):
     """The error is raised on the engine's thread: the transfer stayed PROC for ever."""
     a, b = pair
