@@ -1,4 +1,4 @@
-"""The doctor on the fake EFA device and beside Soft-RoCE: what it says of real drivers."""
+"""The first commands on an instance, on the fake EFA device and beside Soft-RoCE."""
 
 from __future__ import annotations
 
@@ -88,29 +88,16 @@ def test_what_efa_nics_can_do_is_asked_of_their_library(which):
         assert one["remedy"] or level == "ok"
 
 
-@pytest.mark.timeout(700)  # an emulated machine on a crowded one takes four times as long
+@pytest.mark.long  # the emulated processor takes a minute for each
+@pytest.mark.timeout(700)
 def test_the_commands_for_connectx_beside_soft_roce():
-    """The doctor over real libibverbs; counters that say the NIC was used.
-
-    The smoke test and the benchmark of two nodes join it in long runs.
-    """
+    """The smoke test and the benchmark of two nodes, over real libibverbs. Doctor: tests/verbs."""
     need_guest()
     python = shlex.quote(sys.executable)
     bench = "scripts/bench_two_nodes.py --short --launch local --backend verbs --option nics=2"
-    commands = [f"cd {shlex.quote(str(ROOT))}", f"{python} -c {shlex.quote(DOCTOR)}"]
-    long = bool(os.environ.get("TEP_LONG"))  # the emulated processor takes a minute for each
-    if long:
-        commands[1:1] = [f"{python} scripts/verify_efa.py verbs", f"{python} {bench}"]
+    commands = [f"cd {shlex.quote(str(ROOT))}", f"{python} scripts/verify_efa.py verbs"]
+    commands += [f"{python} {bench}"]
     ran = run_in_guest(["sh", "-c", " && ".join(commands)], Options(nics=2, timeout_s=600))
-    assert not long or "verbs: all checks held" in ran.output, ran.output[-3000:]
-    assert not long or "bidirectional 1048576" in ran.output, ran.output[-3000:]
-    text = ran.output[ran.output.index('{\n  "passed"') :]
-    found = json.loads(text[: text.rindex("}") + 1])["findings"]
-    verbs = [one["text"] for one in found if one["area"] == "backend verbs"]
 
-    assert any("write to count" in one for one in verbs), verbs
-    assert any("bytes went through the NICs" in one and "sent_pkts" in one for one in verbs), verbs
-    asked = [one["text"] for one in found if one["area"] == "device rxe0"]
-    assert any("messages to 8 MiB on port 1" in one for one in asked), asked
-    assert any("and 128 reads at a time" in one for one in asked), asked
-    assert any(one["area"] == "rxe0" and "RoCE v2" in one["text"] for one in found)
+    assert "verbs: all checks held" in ran.output, ran.output[-3000:]
+    assert "bidirectional 1048576" in ran.output, ran.output[-3000:]

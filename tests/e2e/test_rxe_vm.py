@@ -30,6 +30,7 @@ def test_status_output_and_logs_come_back():
     assert {"log", "console", "job.sh"} <= {file.name for file in found.kept.iterdir()}
 
 
+@pytest.mark.long  # a boot more
 def test_a_hanging_command_is_ended():
     """A hang in the guest must not hang the host's tests."""
     found = run_in_guest(["sleep", "1000"], Options(nics=1, timeout_s=3))

@@ -55,8 +55,7 @@ def test_pages_between_two_kernels():
     Each guest's own name is 127.0.1.1, as on every Debian: rank 0 listened, and opened its NICs,
     where nobody else comes to.
     """
-    tcp, verbs = (f"-m tests.support.two_kernels {backend}" for backend in ("tcp", "verbs"))
-    for said in run(tcp, verbs, wires=Cables(own_name=True)):
+    for said in run("-m tests.support.two_kernels tcp,verbs", wires=Cables(own_name=True)):
         assert 2 == said.count("all bytes are right"), said
 
 

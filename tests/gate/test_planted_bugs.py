@@ -6,12 +6,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import pytest
 
 from tep.base.units import PS_PER_MS
 from tep.core.group import DomainGroup
+from tep.core.path import TRANSITIONS, Path, PathEvent
 from tep.core.posting import Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
@@ -132,12 +134,27 @@ def counted(seen: Counter[str], owner: type, name: str, what: str) -> Iterator[N
         yield
 
 
+@contextmanager
+def transitions_counted(seen: Counter[str]) -> Iterator[None]:
+    """Count what happens to paths, by their state."""
+    to: Callable[[Path, PathEvent], None] = Path.to
+
+    def count(path: Path, event: PathEvent) -> None:
+        seen[f"transition {path.state.name} {event.name}"] += 1
+        to(path, event)
+
+    with mock.patch.object(Path, "to", count):
+        yield
+
+
+@cache
 def sights() -> Counter[str]:
     """Return the coverage of the suite's seeds; none of them may find anything wrong."""
     seen: Counter[str] = Counter()
     with (
         counted(seen, DomainGroup, "_moved", "row moved to another NIC"),
         counted(seen, DomainGroup, "repost", "row written again"),
+        transitions_counted(seen),
     ):
         for seed in range(SEEDS):
             row_log = RowLog() if seed < SEEDS // 10 else None
@@ -265,6 +282,22 @@ def test_engine_is_clean_over_all_seeds() -> None:
     assert {} == {
         what: n for what, n in excused.items() if n > EXCUSED.get(what, 0) * SEEDS // 1000
     }
+
+
+def test_runs_obey_the_table_of_paths() -> None:
+    """A transition that is missing stops a run; one that no run makes is tested by none."""
+    seen = {what.removeprefix("transition ") for what in sights() if "transition " in what}
+    table = {f"{state.name} {event.name}" for state, event in TRANSITIONS}
+    rare = {
+        "SUSPECT FENCED",
+        "SUSPECT UNANSWERED",
+        "FENCING ASKED",
+        "FENCED UNANSWERED",
+        "FENCED LOST",
+        "REOPENING LOST",
+    }
+    assert set() == seen - table
+    assert set() == table - seen - rare
 
 
 PARTS = 4

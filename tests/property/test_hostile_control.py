@@ -162,7 +162,7 @@ def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> 
     assert "its handler raised" not in dict(world.a.stats().control_dropped)
 
 
-MESSAGES = 12_500 if "TEP_LONG" in os.environ else 2_500
+MESSAGES = 12_500 if "TEP_LONG" in os.environ else 1_500
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_tens_of_thousands_of_hostile_messages_fill_nothing(
             world.say(encode(message))
             if k % 16 == 0:
                 world.turn()
-            if k % 4096 == 0:
+            if k % 1024 == 0:
                 world.transfer()
         world.transfer()
         gc.collect()

@@ -157,6 +157,6 @@ def test_planted_bugs_are_caught(name: str) -> None:
 @pytest.mark.slow
 def test_the_system_itself_is_clean() -> None:
     """An oracle that cries wolf hides what it is there to find."""
-    found = {seed: violations_of(seed) for seed in range(12 if "TEP_LONG" in os.environ else 6)}
+    found = {seed: violations_of(seed) for seed in range(12 if "TEP_LONG" in os.environ else 3)}
 
     assert {} == {seed: violations for seed, violations in found.items() if violations}

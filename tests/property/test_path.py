@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from itertools import product
-from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 
 from tep.base.wire import NetAddr
 from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
-from tests.world.oracle import replay
 
 
 def link(nics: int = 2, ours: int = 2) -> Link:
@@ -98,37 +94,6 @@ def test_rows_go_where_the_states_say(
         assert best == worth.get(usable[found], 0), (found, states)
         if worth.get(usable.get((domain, nic), PathState.FENCED), 0) == best and best:
             assert (domain, nic) == found, "a row left its own path for no reason"
-
-
-@pytest.mark.slow
-def test_runs_obey_the_table() -> None:
-    """A transition that is missing stops a run; one that no run makes is tested by none."""
-    seen: Counter[tuple[PathState, PathEvent]] = Counter()
-    to: Callable[[Path, PathEvent], None] = Path.to
-
-    def count(path: Path, event: PathEvent) -> None:
-        seen[path.state, event] += 1
-        to(path, event)
-
-    with mock.patch.object(Path, "to", count):
-        for seed in range(600):
-            replay(seed)
-
-    assert set() == seen.keys() - TRANSITIONS.keys()
-    rare = {
-        (PathState.SUSPECT, PathEvent.LOST),
-        (PathState.SUSPECT, PathEvent.FENCED),
-        (PathState.SUSPECT, PathEvent.UNANSWERED),
-        (PathState.FENCING, PathEvent.ASKED),
-        (PathState.FENCED, PathEvent.UNANSWERED),
-        (PathState.FENCED, PathEvent.LOST),
-        (PathState.FENCED, PathEvent.ASKED),
-        (PathState.FENCED, PathEvent.FENCED),
-        (PathState.FENCING, PathEvent.LOST),
-        (PathState.FENCING, PathEvent.UNANSWERED),
-        (PathState.REOPENING, PathEvent.LOST),
-    }
-    assert set() == TRANSITIONS.keys() - seen.keys() - rare
 
 
 def test_far_ends_that_matter_are_not_forgotten() -> None:

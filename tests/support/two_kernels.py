@@ -2,11 +2,12 @@
 
     python -m tests.support.two_kernels BACKEND [endless | rounds]
 
-BACKEND is "tcp" or "verbs". Each rank writes to the other, and what has arrived is compared. With
-"endless" rank 0 writes for as long as it goes well, and says how it ended; a transfer that failed
-is tried again a few times, since engines connect anew. With "rounds" both write again and again,
-and say of each round whether all bytes came or what failed. "kvcache" in place of a backend: rank 0
-is a KvCache's launcher, the others are its prefiller and its decoder, over tcp.
+BACKEND is "tcp", "verbs", or both with a comma between. Each rank writes to the other, and what has
+arrived is compared. With "endless" rank 0 writes for as long as it goes well, and says how it
+ended; a transfer that failed is tried again a few times, since engines connect anew. With "rounds"
+both write again and again, and say of each round whether all bytes came or what failed. "kvcache"
+in place of a backend: rank 0 is a KvCache's launcher, the others are its prefiller and its decoder,
+over tcp.
 """
 
 from __future__ import annotations
@@ -33,30 +34,37 @@ def main(argv: list[str]) -> int:
     assert place is not None
     if argv[0] == "kvcache":
         return _kvcache(place)
-    if argv[0] == "tcp":
-        address = own_address(place)
-        opened = tep.TransferEngine.open("libfabric", provider="tcp", nics=[address] * 2, **SLOW)
+    with tep.rendezvous.join(place, timeout_s=200) as ranks:
+        for backend in argv[0].split(","):
+            with _opened(backend, place, timeout=14 if argv[1:] else 18) as engine:
+                _say(f"met: {engine.explain()}")
+                _play(engine, ranks, argv[1:])
+    return 0
+
+
+def _opened(backend, place, timeout) -> tep.TransferEngine:
+    if backend == "verbs":
+        return tep.TransferEngine.open("verbs", nics=2, timeout=timeout)
+    address = own_address(place)
+    return tep.TransferEngine.open("libfabric", provider="tcp", nics=[address] * 2, **SLOW)
+
+
+def _play(engine, ranks, how) -> None:
+    memory = np.zeros((2, PAGES, PAGE_BYTES), np.uint8)
+    memory[0] = _bytes(ranks.rank, memory[0].shape)
+    mr, desc = engine.reg_mr(memory)
+    raw = ranks.all_gather(desc.to_bytes(), timeout_s=200)
+    other = tep.MrDesc.from_bytes(raw[1 - ranks.rank])
+    if how == ["rounds"]:
+        _rounds(engine, ranks)
+    elif how:
+        if ranks.rank:
+            ranks.barrier(timeout_s=1000)
+        _write_on(engine, mr, other)
     else:
-        opened = tep.TransferEngine.open("verbs", nics=2, timeout=14 if argv[1:] else 18)
-    with opened as engine, tep.rendezvous.join(place, timeout_s=200) as ranks:
-        _say(f"met: {engine.explain()}")
-        memory = np.zeros((2, PAGES, PAGE_BYTES), np.uint8)
-        memory[0] = _bytes(place.rank, memory[0].shape)
-        mr, desc = engine.reg_mr(memory)
-        raw = ranks.all_gather(desc.to_bytes(), timeout_s=200)
-        other = tep.MrDesc.from_bytes(raw[1 - place.rank])
-        if argv[1:] == ["rounds"]:
-            _rounds(engine, ranks)
-            return 0
-        if argv[1:]:
-            if place.rank:
-                ranks.barrier(timeout_s=1000)
-            _write_on(engine, mr, other)
-            return 0
-        _exchange(engine, mr, other, memory, place.rank)
+        _exchange(engine, mr, other, memory, ranks.rank)
         ranks.barrier(timeout_s=200)
         _say("all bytes are right")
-    return 0
 
 
 def _exchange(engine, mr, other, memory, rank) -> None:

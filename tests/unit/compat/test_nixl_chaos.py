@@ -11,7 +11,7 @@ from tep.testing.case import Case
 from tep.testing.hunting import Trial
 
 PAGE, NPAGES, PER_TRANSFER = 4096, 24, 4
-LOOKS = 200_000
+LOOKS = 20_000
 
 
 class Prefiller:
