@@ -29,6 +29,7 @@ from tep.control.messages import (
     ControlMessage,
     Failed,
     ImmRun,
+    Ping,
     decode,
     encode,
 )
@@ -157,6 +158,7 @@ class Channel:
         self._numbers = itertools.count(1)
         self._ctxs = itertools.count(CONTROL_CTX)
         self._queue: deque[_Delivery] = deque()
+        self._beats: set[tuple[int, bytes]] = set()  # ways whose heartbeat waits for a NIC
         self._out: dict[int, _Delivery] = {}
         self._questions: dict[int, _Question] = {}
         self._hears: dict[type, Callable[[int, bytes, ControlMessage], object]] = {}
@@ -203,6 +205,13 @@ class Channel:
     def say(self, link: Link, message: ControlMessage, path: tuple[int, int]) -> None:
         """Send a control message once, over one path; nobody learns whether it arrived."""
         self._send(self._over(link, message, path))
+
+    def beat(self, link: Link, message: Ping, path: tuple[int, int]) -> None:
+        """Send a heartbeat once, over one path, unless the last one still waits there for a NIC."""
+        delivery = self._over(link, message, path)
+        if delivery.way not in self._beats:
+            self._beats.add(delivery.way)
+            self._send(delivery)
 
     def answer(self, nic: int, address: bytes, message: ControlMessage) -> None:
         """Answer over the NIC that received the question; if that fails, the peer asks again."""
@@ -264,11 +273,19 @@ class Channel:
         notices, work = self.notices, False
         if notices is not None and notices.busy:
             work = notices.step()
+        full: set[tuple[int, bytes]] = set()
         for _ in range(len(self._queue)):
             delivery = self._queue.popleft()
+            if delivery.way in full:  # what stands before it was not taken
+                self._queue.append(delivery)
+                continue
             work |= self._post(delivery)
-            if delivery.link is None and (not self._queue or self._queue[-1] is not delivery):
+            if self._queue and self._queue[-1] is delivery:
+                full.add(delivery.way)
+            elif delivery.link is None:
                 self._gone(*delivery.way)
+            elif isinstance(delivery.message, Ping):
+                self._beats.discard(delivery.way)
         if self._questions:
             now_s = self._now_s()
             late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]

@@ -33,9 +33,6 @@ __all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 
 NS_PER_S: Final = 1_000_000_000
 
-_QUEUED_MAX: Final = 256
-"""Control messages that no NIC has taken; with more of them no heartbeat is sent."""
-
 _SERIALS_MAX: Final = 256
 """Serials of notices that are remembered of each engine: a late copy burns nothing again."""
 
@@ -340,8 +337,7 @@ class Membership:
             self._say(peer, now_ns, paths[(number + peer.beats) % len(paths)])
 
     def _say(self, peer: Peer, now_ns: int, path: tuple[int, int]) -> None:
-        if self._channel.queued < _QUEUED_MAX:
-            self._channel.say(peer.link, Ping(now_ns), path)
+        self._channel.beat(peer.link, Ping(now_ns), path)
 
     def _paths(self, link: Link, number: int) -> list[tuple[int, int]]:
         paths = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]

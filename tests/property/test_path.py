@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tep.base.wire import NetAddr
-from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
+from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, PathEvent, PathState
 
 
 def link(nics: int = 2, ours: int = 2) -> Link:

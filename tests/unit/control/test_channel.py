@@ -101,6 +101,41 @@ def test_a_message_waits_for_room_and_is_on_its_way_until_its_nic_says_so() -> N
     assert own.channel.step(), "what a dead NIC had is asked over others in the next step"
 
 
+def test_a_full_nic_is_asked_once_a_step_for_each_peer() -> None:
+    """Hundreds of messages to a peer that takes none cost each step of the engine a millisecond."""
+    own = Own()
+    refused: list[bytes] = []
+    own.nics[0].post_control = lambda peer, *_: refused.append(peer)
+    for number in range(100):
+        own.channel.say(own.link, Pong(number), (0, number % 2))
+    own.channel.step()
+    assert [b"p/0", b"p/1"] == refused
+    assert 100 == own.channel.queued
+
+    del own.nics[0].post_control
+    own.channel.step()
+    assert 0 == own.channel.queued
+    assert 100 == len(own.posted())
+
+
+def test_heartbeats_do_not_pile_up_before_a_full_nic() -> None:
+    """A peer that takes nothing for a while was sent 256 of them, all but the last too old."""
+    own = Own()
+    own.nics[0].room = 0
+    for number in range(10):
+        own.channel.beat(own.link, Ping(number), (0, 0))
+        own.channel.beat(own.link, Ping(number), (1, 0))
+        own.channel.step()
+    assert 1 == own.channel.queued
+    assert 10 == len(own.posted()), "the other NIC has room"
+
+    own.nics[0].room = 1 << 10
+    own.channel.step()
+    own.channel.beat(own.link, Ping(11), (0, 0))
+    own.channel.step()
+    assert [(0, b"p/0")] * 2 == own.posted()
+
+
 def test_a_word_goes_to_the_nic_across_if_it_can() -> None:
     """NICs of one number are those that are cabled together."""
     own = Own()

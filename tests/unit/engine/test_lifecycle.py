@@ -293,12 +293,12 @@ def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
     with cluster:
         a, b = cluster.engines
         a.add_peer_group([b.main_address])
-        with mock.patch.object(worker_of(a).channel, "say") as say:
+        with mock.patch.object(worker_of(a).channel, "beat") as beat:
             worker_of(a).members.nic_down(peers_of(a).links["sim", "b"], 0)
             for _ in range(4):
                 pass_time(cluster, 200)
                 worker_of(a).members.step()
-        asked = [call.args[2] for call in say.call_args_list]
+        asked = [call.args[2] for call in beat.call_args_list]
         assert {(0, 0), (1, 0)} == set(asked[:2])
         assert asked[:2] == asked[2:4]
 
@@ -309,9 +309,9 @@ def test_each_beat_asks_over_another_path() -> None:
     with cluster:
         a, b = cluster.engines
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=100 * BEAT)
-        with mock.patch.object(worker_of(a).channel, "say") as say:
+        with mock.patch.object(worker_of(a).channel, "beat") as beat:
             pass_time(cluster, 6 * BEAT / US)
-        asked = [call.args[2] for call in say.call_args_list]
+        asked = [call.args[2] for call in beat.call_args_list]
         assert {(0, 0), (1, 0)} == set(asked[:2])
         assert asked[:2] == asked[2:4]
 
