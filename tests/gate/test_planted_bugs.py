@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from tests.gate import (
 from tests.gate.planted import BUGS, planted
 from tests.gate.registry import Change, changed
 from tests.support.effort import fresh
-from tests.support.planted import first_shown
+from tests.support.planted import first_shown, shows
 from tests.world.oracle import replay, run_scenario
 from tests.world.scenario import Scenario
 from tests.world.specs import TransferKind, TransferSpec
@@ -116,6 +117,17 @@ def test_tools_of_the_planters_are_harmless(tool: str) -> None:
     """A bug that is found for the patch around it, and not for itself, proves nothing."""
     with changed(HARMLESS[tool]):
         assert first_found(range(SEEDS // 50)) is None
+
+
+@pytest.mark.parametrize("patch", [lambda _: [].gone, lambda _: re.sub("a", lambda: "", "a")])
+def test_a_patch_that_breaks_is_no_finding(patch: Callable[[int], object]) -> None:
+    """Its bug would be found for ever, and the product never asked."""
+
+    def play(seed: int) -> None:
+        patch(seed)
+
+    with pytest.raises(pytest.fail.Exception, match="the patch that plants this bug is broken"):
+        shows(play, 0)
 
 
 # ---------------------------------------------------------------------- the engine as it is
