@@ -22,10 +22,8 @@ QUICK = ("a queued row is cancelled", "no failover")
 RUNS_MAX = 6_000
 
 
-@pytest.mark.parametrize(
-    "case",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BURNT],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BURNT)
 def test_a_count_that_is_complete_has_the_bytes_of_both(case: str) -> None:
     """A count of one whole transfer and half of another releases a reader of half of the bytes.
 
@@ -46,6 +44,7 @@ def test_a_count_that_is_complete_has_the_bytes_of_both_in_more_orders(case: str
     assert explored(lambda c: BURNT[case](c).ends, runs_max=30_000)
 
 
+@pytest.mark.slow
 def test_all_paths_may_be_cut_in_turn() -> None:
     """Some of the orders in which rows are written again and lost once more."""
     ends = Counter(

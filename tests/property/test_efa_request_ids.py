@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ def _ticket(n):
     return Ticket(WriteBatch(n, 0, column, 1, column, 2, 8, None, 7), 0, peer, region, 0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=effort(80, 15))
 @given(data=st.data())
 def test_no_id_is_given_twice_at_a_time(data):

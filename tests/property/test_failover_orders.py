@@ -22,6 +22,7 @@ def in_every_order(kind: str, rows: int, nics: tuple[int, int], doomed: tuple[in
     return len(good)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:])]
 )
@@ -30,6 +31,7 @@ def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
     assert 40 < in_every_order(kind, 2, (2, 2), (0, 1, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nics", "doomed"), [((2, 1), (0, 1)), ((1, 2), (1, 2)), ((2, 3), (2,))])
 def test_sides_with_different_numbers_of_nics(nics, doomed) -> None:
     """If a NIC dies, rows of all lanes that share it are lost."""

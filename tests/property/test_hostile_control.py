@@ -142,6 +142,7 @@ def test_every_kind_of_message_can_be_drawn() -> None:
         messages([b"x"])
 
 
+@pytest.mark.slow
 @settings(max_examples=effort(15, 5))
 @given(st.data())
 def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> None:

@@ -29,6 +29,7 @@ def play(seed: int) -> None:
     assert [] == run_case(Case.draw(random.Random(seed))).violations
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 2 // 5)  # each takes long
 @given(st.randoms(use_true_random=False))
 def test_bytes_equal_the_reference_and_no_block_is_written_after_it_was_given_back(dice):
@@ -39,6 +40,7 @@ def test_bytes_equal_the_reference_and_no_block_is_written_after_it_was_given_ba
     assert [] == found.violations, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [(1, 8), (8, 1), (4, 2), (2, 4), (8, 8)])
 def test_without_trouble_every_request_is_complete(tp):
     """Unequal parallelism that loses a head, or brings one twice, never completes."""
@@ -51,6 +53,7 @@ def test_without_trouble_every_request_is_complete(tp):
         assert case.requests == found.done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_bit_that_a_nic_turns_is_a_failed_load_with_checksums_alone(checksums):
     """Nothing else notices it: without them the model answers with garbage, and says nothing."""

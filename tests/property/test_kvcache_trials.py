@@ -78,6 +78,7 @@ def test_every_layout_between_all_degrees(layout: int, degrees: tuple[int, int])
     assert verdict.checked >= 5
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run() -> None:
     """A failing seed that does not fail again is no bug report."""
     trial = Trial.draw(1)

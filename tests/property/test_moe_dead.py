@@ -58,6 +58,7 @@ def trials() -> st.SearchStrategy[Trial]:
 moments = st.floats(0, 60, allow_nan=False).map(lambda us: round(us, 2))
 
 
+@pytest.mark.slow
 @FEW
 @given(trials(), moments)
 def test_survivors_get_an_error_that_names_the_dead_and_a_new_group_works(trial, at_us) -> None:

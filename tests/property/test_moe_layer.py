@@ -46,6 +46,7 @@ def trials(draw) -> Trial:
     )
 
 
+@pytest.mark.slow
 @FEW
 @given(trials())
 def test_every_byte_equals_the_dense_reference(trial) -> None:

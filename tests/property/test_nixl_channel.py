@@ -163,6 +163,7 @@ def test_each_message_arrives_in_order_or_is_told_to_be_lost(data):
     assert pair.there.garbled == pair.there.foreign == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_is_on_its_way_and_out_of_order_is_bounded(order):
     """A sender that never begins filled the receiver's memory."""
@@ -281,6 +282,7 @@ def test_gaps_of_a_frame_are_few():
 NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])
 
 
+@pytest.mark.slow
 @given(
     frames=st.lists(st.tuples(*[NUMBERS] * 3, st.booleans(), st.binary(max_size=3)), max_size=60)
 )

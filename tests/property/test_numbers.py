@@ -351,6 +351,7 @@ for one in (ADDR, DESC):
     RECORDS[type(one)] = {name: getattr(one, name) for name in one.__struct_fields__}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
 def test_records_take_a_number_or_refuse_it_by_name(kind) -> None:
     """A record that is wrong is wrong where it was written down, not where it is used."""

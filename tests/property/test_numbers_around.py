@@ -100,6 +100,7 @@ CLUSTER: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", CLUSTER)
 def test_arguments_of_a_cluster(verb: str) -> None:
     """An event scheduled with a wrong number must be refused, not fail in the middle of a run."""

@@ -147,6 +147,7 @@ def memory_of(meta):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=max(8, settings.default.max_examples // 12))
 @given(jobs())
 def test_shards_of_any_kind_arrive_in_parameters_of_their_own(job):

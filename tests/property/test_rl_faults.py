@@ -132,6 +132,7 @@ def run_trial(seed):
     return trial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*FAULTY[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAULTY[2:])]
 )

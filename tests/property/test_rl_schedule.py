@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,6 +227,7 @@ INFERS = st.builds(
 )
 
 
+@pytest.mark.slow
 @share(8)
 @given(LAYOUTS, INFERS)
 def test_usual_layouts_are_balanced_without_incast(train, infer):
@@ -261,6 +263,7 @@ def test_usual_layouts_are_balanced_without_incast(train, infer):
         assert meta.nbytes - 16 * 2 * len(meta.shards) <= nbytes <= meta.nbytes
 
 
+@pytest.mark.slow
 @share(8)
 @given(LAYOUTS, INFERS, st.sampled_from(["fp8", "fp8", "bf16", "fp8_channel", "fp8_ue8m0"]))
 def test_usual_layouts_arrive_byte_for_byte(train, infer, dtype):

@@ -244,6 +244,7 @@ def tells_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Notices, "_tell", lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [forgets_to_refuse, forgets_what_it_was_told, tells_nobody])
 def test_a_planted_bug_is_found(bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that no mistake fails is none."""

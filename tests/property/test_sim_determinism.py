@@ -43,6 +43,7 @@ def digest_of_all() -> str:
     return hashlib.sha256("".join(map(digest_of, range(30))).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_c20_twice_in_one_process() -> None:
     """State that outlives a run, like a counter of a module, would make the second one differ."""
     first = [digest_of(seed) for seed in range(30)]

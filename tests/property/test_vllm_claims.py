@@ -46,6 +46,7 @@ NOTHING = SimpleNamespace(
 )
 
 
+@pytest.mark.slow
 @given(params=PARAMS, prompt=st.none() | st.lists(st.integers(0, 2**31), max_size=40))
 def test_any_parameters_of_a_request(params, prompt):
     """They are copied out of an HTTP request."""

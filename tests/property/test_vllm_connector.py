@@ -40,6 +40,7 @@ def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):
     assert [] == run_case(case).violations, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tp", [(1, 1), (1, 2), *(pytest.param(tp, marks=pytest.mark.slow) for tp in [(2, 1), (2, 2)])]
 )

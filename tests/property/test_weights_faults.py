@@ -109,6 +109,7 @@ def run_trial(seed):
         return trial.cluster.run(trial.main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 22, 26, 62])
 def test_no_fault_mixes_versions_or_ranks(seed):
     """A version that half of the ranks load, or that half of the weights are of, is a wrong answer

@@ -149,6 +149,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(tree=TREES, kind=st.sampled_from(sorted(CLASSES)))
 def test_any_messagepack_tree_with_a_right_checksum(tree: object, kind: bytes) -> None:
     """Well-formed MessagePack of another shape: no KeyError, no TypeError, no recursion."""

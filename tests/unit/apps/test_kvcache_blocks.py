@@ -214,6 +214,7 @@ def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
             assert not sink[[1, 2]].any(), "written after it was removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_slow_sender_is_waited_for_as_long_as_a_request_may_take(ends):
     """A sender that is removed because a NIC of it is slow loses its other requests as well."""

@@ -71,6 +71,7 @@ def blocks_of(engine, fill):
     return blocks, memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("kind", [Claim, Go, Ended, Over, Cancel, Refuse])
 def test_each_message_of_a_transfer_is_said_again(engines, monkeypatch, kind, raises):
@@ -114,6 +115,7 @@ NOTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NOTES)
 def test_each_note_of_the_vllm_connector_is_said_again(engines, monkeypatch, what):
     """A word that was lost kept blocks for their whole lease, or a request for its whole time."""

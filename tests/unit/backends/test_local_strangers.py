@@ -159,6 +159,7 @@ def test_what_strangers_send_along_is_closed() -> None:
     victim.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "most"), [(1 << 20, 64), (320, 20), (10, 1)])
 def test_silent_strangers_are_few_and_lock_nobody_out(monkeypatch, limit, most) -> None:
     """A thousand connections that say nothing took every slot: new peers' rows waited for ever."""
@@ -278,6 +279,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_opened_says_why_and_leaves_nothing() -> None:
     """At each number of descriptors: a typed error with the cure, and all of them given back."""
     ended = run(OPENINGS)
@@ -442,6 +444,7 @@ victim.close()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> None:
     """process_vm_writev and _readv find a process by number, and numbers are used again.
 
@@ -525,6 +528,7 @@ def test_a_peer_that_closes_leaves_no_descriptor(victim) -> None:
     assert set() == opened_since(before)
 
 
+@pytest.mark.slow
 def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:
     """A service whose peers come and go for months kept 5 KiB of each."""
     monkeypatch.setattr(sender_room, "_GONE_MAX", 8)

@@ -110,6 +110,7 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
     assert [] == pair.ended("b", Kind.DOWN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["IBV_EVENT_CQ_ERR", "IBV_EVENT_SRQ_ERR"])
 @pytest.mark.parametrize("sleeping", [False, True])
 def test_a_queue_that_fails_takes_its_nic_down(stub, kind, sleeping):

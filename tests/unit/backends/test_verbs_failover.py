@@ -102,6 +102,7 @@ def nodes(stub, request):
         nic.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distinct", [False, True])
 def test_a_burst_of_two_senders_is_told_apart(stub, nodes, distinct):
     """One entry for both would credit one sender with the other's immediates."""
@@ -167,6 +168,7 @@ def test_a_fence_waits_until_the_whole_queue_was_read(stub, nodes):
     assert Kind.IMM not in kinds[kinds.index(Kind.FENCED) :]
 
 
+@pytest.mark.slow
 def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     """A queue pair that keeps what it holds may keep immediates that landed, too."""
     nodes.connect("a", "b")
@@ -187,6 +189,7 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     assert {} == nodes.imms("b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lossy", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("both", [False, True])
@@ -337,6 +340,7 @@ def test_a_nic_that_dies_hands_out_what_had_come(stub, nodes):
     assert Status.OK == nodes.fence("b", "a"), "it is down, and can still be asked"
 
 
+@pytest.mark.slow
 def test_notes_pass_where_no_row_does(stub, nodes):
     """A failover is talked about while the queue pairs are gone, and datagrams get lost."""
     nodes.connect("a", "b")

@@ -88,6 +88,7 @@ def test_a_write_outlives_any_nic_whose_link_is_cut(stub, engines, device, turns
     engines.check_once()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 2, 30, 129, 200])
 def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost):
     """It has landed, and its sender cannot know: written again as it was, it would count twice."""

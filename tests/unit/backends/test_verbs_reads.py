@@ -53,6 +53,7 @@ def test_a_batch_of_reads_is_one_chain(stub):
     assert np.array_equal(pair.pages[: 100 * PAGE], pair.memory["a"][: 100 * PAGE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EINVAL])
 @pytest.mark.parametrize("taken", [0, 1, 37])
 def test_a_chain_that_is_taken_in_part_ends_each_row_once(stub, taken, code):

@@ -81,6 +81,7 @@ def engines():
     stub.reset()
 
 
+@pytest.mark.slow
 def test_a_watched_peer_is_lost_back_and_restarted(engines):
     """Heartbeats need no queue pair: what cannot be written to can still be asked."""
     a, b, told = engines.a, engines.b, engines.told
@@ -102,6 +103,7 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
     assert watch.closed
 
 
+@pytest.mark.slow
 def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
     """Earlier transfers end as if nothing had happened; the state of the peer is dropped.
 

@@ -94,6 +94,7 @@ class Storm:
             nic.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 32, pytest.param(256, marks=pytest.mark.long)])
 def test_all_to_all_costs_what_its_pairs_cost(stub, n):
     """Datagrams that get lost are waited for; queue pairs made in vain are seconds of commands."""
@@ -112,6 +113,7 @@ def test_all_to_all_costs_what_its_pairs_cost(stub, n):
     assert most <= STEPS_MAX * COMMANDS_A_STEP
 
 
+@pytest.mark.slow
 def test_a_storm_in_which_datagrams_get_lost_ends_as_well(stub):
     """Each third is lost: what is repeated must not be answered by fresh queue pairs for ever."""
     stub.set(Knob.DROP_DATAGRAMS, 3)
@@ -124,6 +126,7 @@ def test_a_storm_in_which_datagrams_get_lost_ends_as_well(stub):
     assert commands <= 2 * 66 * COMMANDS_A_PAIR
 
 
+@pytest.mark.slow
 def test_a_nic_that_many_ask_gets_on_with_its_rows(stub):
     """Rows to a peer that is connected must not wait for the handshakes of a hundred others."""
     storm = Storm(stub, 100)

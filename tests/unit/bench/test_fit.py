@@ -162,6 +162,7 @@ def test_results_that_are_none_are_refused(tmp_path, text, said) -> None:
         raise found.exception
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
     """From measured results to a simulated cluster of that machine, without a line of Python."""
     results, profile = tmp_path / "results.json", tmp_path / "mine.toml"

@@ -113,6 +113,7 @@ def test_errors_are_numbers(pair, monkeypatch):
     assert -1 == TransferEngine().initialize("h", "P2PHANDSHAKE", "tcp", "")
 
 
+@pytest.mark.slow
 def test_programs_import_it_unmodified():
     """`from mooncake.engine import TransferEngine` is all that they know."""
     code = "from mooncake.engine import TransferEngine as T; "

@@ -218,6 +218,7 @@ def test_descriptors_as_an_array_are_those_as_tuples(rows, dtype):
         assert whole.isEmpty()
 
 
+@pytest.mark.slow
 def test_the_blocks_of_a_whole_cache_are_never_looked_at_one_by_one(world, monkeypatch):
     """The list of a cache took half a minute beside a thread that spins: leases ran out meanwhile.
 
@@ -247,6 +248,7 @@ def test_descriptor_lists_travel(world):
     assert 2 == world.remote((0, 10), (20, 10)).descCount()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["READ", "WRITE"])
 def test_release_of_an_active_transfer_ends_it(world, op):
     """Memory that is given back while rows of it are under way is written by strangers."""

@@ -76,6 +76,7 @@ def lose(agent, monkeypatch, kinds, count=10**9):
     return lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nbytes", [0, 1, 6143, 6144, 6145, 65_535, 65_536, 70_000, 1 << 20, 1 << 22]
 )
@@ -179,6 +180,7 @@ def test_a_question_that_is_lost_fails_its_transfer(agents, monkeypatch):
     assert {} == a._requests, "a handle that was dropped is kept for ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["removed", "closed"])
 def test_a_transfer_under_way_with_an_agent_that_goes_fails_and_no_other(agents, monkeypatch, how):
     """It stayed PROC for ever, or took those with other agents along."""

@@ -225,6 +225,7 @@ def test_metadata_over_sockets(opened):
     until(lambda: not a.check_remote_metadata("B"))
 
 
+@pytest.mark.slow
 def test_a_listener_short_of_descriptors_goes_on(opened, monkeypatch):
     """It took the first error of accept() for its own close, and nobody was told."""
     short = [OSError(errno.EMFILE, "too many open files"), ConnectionAbortedError()]
@@ -258,6 +259,7 @@ def test_a_call_that_is_too_long_is_refused(monkeypatch):
             assert nbytes == len(listener._read(here, 60.0))
 
 
+@pytest.mark.slow
 def test_strangers_do_not_stop_the_listener(opened, monkeypatch):
     """A port is found by whoever looks for one."""
     monkeypatch.setattr(listener, "_WAIT_S", 0.2)

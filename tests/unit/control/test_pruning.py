@@ -82,6 +82,7 @@ class Lanes:
         assert left == {v: int((again == v).sum()) for v in range(values)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [256, 1])
 def test_sums_stay_short_and_failover_exact(limit: int) -> None:
     """A server takes a new immediate for each request: it would run out of failover in a day."""
@@ -245,6 +246,7 @@ def test_each_list_fits_into_a_message_and_together_they_are_the_sums() -> None:
     assert ({}, {}) == (large, dict(short.sent.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_peer_that_does_not_prune_is_asked_less_and_less_often(*, silent: bool) -> None:
     """It was asked a hundred times a second for ever, over all paths to it.

@@ -298,6 +298,7 @@ def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None
         watch.close()
 
 
+@pytest.mark.slow
 def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
     """While rows of a dead path are awaited each step would scan every posted row: milliseconds."""
     rows, steps = 4096, 50

@@ -340,6 +340,7 @@ class Writer:
         return removal.wait(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nics", [1, 2, (2, 1), (1, 3)])
 def test_nothing_of_a_removed_peer_lands_any_more(nics: object) -> None:
     """Memory that is used anew would be overwritten by rows that were on their way."""
@@ -372,6 +373,7 @@ NOT_NAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*NAMED, *NOT_NAMED])
 def test_a_removed_peer_stays_fenced_off_until_it_is_named_for_rows(how: str) -> None:
     """Both sides agree by messages first that the old writes are over; only then do rows land."""

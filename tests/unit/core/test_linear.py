@@ -55,6 +55,7 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
     return opcodes.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [writes, messages, expectations])
 def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
     """A server with 10^4 open transfers that shuts down must not take minutes for it."""
@@ -64,6 +65,7 @@ def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
     assert whole < 2.2 * half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [*(pytest.param(one, marks=pytest.mark.slow) for one in (in_order, at_random)), backwards],
@@ -85,6 +87,7 @@ def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
     assert whole < 2.3 * half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS)
 def test_a_transfer_costs_the_same_however_many_are_open(what: str) -> None:
     """A server with 10^5 requests in flight would get slower with each of them."""

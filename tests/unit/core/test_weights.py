@@ -50,6 +50,7 @@ def pair(*, mortal: bool = False) -> tep.sim.Cluster:
     return tep.sim.Cluster(nodes=2, profile="efa_4x100", move_bytes=False, mortal=mortal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_slow_nic_gets_less_after_it_was_seen(*, prepared: bool) -> None:
     """Each transfer would take twice the time of its three fast NICs, again and again."""
@@ -68,6 +69,7 @@ def test_a_slow_nic_gets_less_after_it_was_seen(*, prepared: bool) -> None:
         assert NPAGES == sum(rows)
 
 
+@pytest.mark.slow
 def test_a_nic_that_is_fast_again_gets_its_share_back() -> None:
     """What was seen once would weigh for ever, though the link was mended."""
     with pair() as cluster:

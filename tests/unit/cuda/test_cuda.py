@@ -32,6 +32,7 @@ def test_without_cuda_python_the_error_names_the_extra(monkeypatch):
         CUDA.driver.__wrapped__()
 
 
+@pytest.mark.slow
 def test_without_a_driver_the_error_says_so(tmp_path):
     """cuda-python installs anywhere; libcuda.so.1 comes with NVIDIA's driver only."""
     (tmp_path / "libcuda.so.1").write_text("no library")

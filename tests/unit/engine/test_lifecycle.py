@@ -339,6 +339,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
         assert not worker_of(a).members.busy, "a NIC that is back is asked for ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nics", [(1, 2), (2, 2), (3, 2)])
 def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None:
     """Each flap would cost two engines a path, until a restart of one is all that helps."""

@@ -211,6 +211,7 @@ def test_whoever_opens_next_removes_what_killed_processes_left(folder: Path) -> 
     assert {"9.4567", "123.txt"} == names - mine
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
     """Questions to the parent would hang at the child, which has no thread to answer them."""
     program = """if True:
@@ -248,6 +249,7 @@ HANGS = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_tells_what_it_waits_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_workers_that_are_lost_again_and_again_end_a_search(ray) -> None:
     assert not ray.refs
 
 
+@pytest.mark.slow
 def test_nobody_answers(ray) -> None:
     """A cluster without workers must end a search, not hang it."""
     ray.wait = lambda refs, **_: ([], refs)

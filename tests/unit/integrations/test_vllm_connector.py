@@ -87,6 +87,7 @@ def test_functions_that_are_called_exist():
     assert ["layer_name"] == RECORD["functions"]["extract_layer_index"][:1]
 
 
+@pytest.mark.slow
 def test_vllm_is_imported_by_the_connector_alone():
     """Without vLLM, all other modules must be importable and testable."""
     code = (
@@ -216,6 +217,7 @@ def test_a_preempted_request_that_is_read_for_ever_is_named():
             worker.stop_all(Orders(stops={"r2", "r1"}))
 
 
+@pytest.mark.slow
 def test_a_process_that_ended_is_known_to_have_ended():
     """Blocks that a killed prefiller could have written stay out of use until this is certain."""
     code = "import os, time; from tep.integrations.vllm.loads import mark_here; "

@@ -193,6 +193,7 @@ def test_what_was_dropped_before_it_was_computed_is_not_kept(halves):
     assert ["kept", "gone", "gone", "gone"] == states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "while it loads"])
 @pytest.mark.parametrize("fields", ["later", "same", "its NICs too", "nothing but its NICs"])
 def test_an_address_in_a_request_takes_nobodys_place(halves, when, fields):
@@ -223,6 +224,7 @@ def test_an_address_in_a_request_takes_nobodys_place(halves, when, fields):
     assert (decoder.memory[1:3] == 7).all()
 
 
+@pytest.mark.slow
 def test_whoever_never_answers_is_forgotten():
     """A client chooses addresses; each would stay for ever, and its load for its whole time."""
     terms = Terms(beat_s=0.02, lost_after_s=0.1, doubt_s=0.1, load_s=60.0)

@@ -296,6 +296,7 @@ def test_how_parameters_travel():
         piece_of("x", np.float32(3), 0, 1)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_frameworks_is_imported():
     """Without vLLM, verl and torch, all other modules must be importable and testable."""
     code = (

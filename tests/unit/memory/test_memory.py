@@ -110,6 +110,7 @@ def test_memoryview_slices_keep_their_place() -> None:
     assert (buffer.ctypes.data + 10, 20) == (memory.ptr, memory.nbytes)
 
 
+@pytest.mark.slow
 def test_the_owner_lives_as_long_as_the_memory() -> None:
     """`reg_mr(np.zeros(...))` without another reference must not register freed memory."""
     for make in (lambda: np.ones(1000, np.uint8), lambda: np.ones(1000, ml_dtypes.bfloat16)):

@@ -61,6 +61,7 @@ def shells(tmp_path, monkeypatch):
     return tmp_path / "log"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["local", "ssh", "srun"])
 def test_ranks_meet_however_they_were_started(shells, method):
     """The measuring program must not know by what it was started."""
@@ -168,6 +169,7 @@ def _facts(place):
     return place.rank, place.size, place.host, place.port
 
 
+@pytest.mark.slow
 def test_a_launch_works_inside_an_event_loop() -> None:
     """A notebook's cell runs inside one: it ended in "asyncio.run() cannot be called"."""
     out = io.StringIO()

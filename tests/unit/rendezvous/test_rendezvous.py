@@ -347,6 +347,7 @@ print(b",".join(found).decode())
 """
 
 
+@pytest.mark.slow
 def test_processes_meet_by_environment() -> None:
     """The blocking form's loop runs inside calls only: what was sent must be out by then."""
     listener, port = listen()

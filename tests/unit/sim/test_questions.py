@@ -13,6 +13,7 @@ from tep.base.units import KiB, MiB
 from tep.sim import questions
 
 
+@pytest.mark.slow
 def test_a_transfer_takes_what_its_links_take() -> None:
     """Twice the NICs take half the time, and no rate is above the links'."""
     table = tep.sim.transfer_time(

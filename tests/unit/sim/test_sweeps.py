@@ -70,6 +70,7 @@ def test_a_machine_without_guesses_has_the_columns_of_the_others(tmp_path: Path)
     assert 1 == table.rows[1]["runs"] < table.rows[0]["runs"]
 
 
+@pytest.mark.slow
 def test_two_machines_of_one_name_are_refused() -> None:
     """A row says a machine's name: nobody could tell a variant from its machine."""
     usual = load_profile("efa_2x200")
@@ -200,6 +201,7 @@ def test_sweeps_that_cannot_be_are_refused(grid: Any, more: Any, why: str) -> No
         sweep(area, grid, processes=1, **more)
 
 
+@pytest.mark.slow
 def test_the_command_sweeps_a_function_of_a_file_or_module(tmp_path: Path) -> None:
     """The shell loop that it replaces printed no interval and used one core."""
     mine, out = tmp_path / "mine.py", tmp_path / "t.json"

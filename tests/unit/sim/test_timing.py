@@ -129,6 +129,7 @@ def test_receiver_serves_in_order_of_arrival() -> None:
     assert lone == pytest.approx(next(t for t, k in target.of(Kind.IMM) if k == 22), abs=10)
 
 
+@pytest.mark.slow
 def test_post_order_would_overstate_an_all_to_all() -> None:
     """Receivers reserved while posting: 64 ranks with 56 peers each would seem 1.8 times slower."""
     ranks, node, nbytes = 64, 8, 16 * 7408
@@ -213,6 +214,7 @@ def digest(seed: int) -> str:
     return seam.row_log.digest()
 
 
+@pytest.mark.slow
 def test_same_seed_same_trace() -> None:
     """A run that cannot be repeated cannot be debugged."""
     assert digest(3) == digest(3)
@@ -385,6 +387,7 @@ def test_nodes_are_named_once() -> None:
         fabric.node("a/b")
 
 
+@pytest.mark.slow
 def test_a_long_write_looks_at_each_quantum_a_few_times(monkeypatch) -> None:
     """A write of 256 GiB is 256 rows and 4 million quanta: each row must not look at them all."""
     seen = 0
@@ -404,6 +407,7 @@ def test_a_long_write_looks_at_each_quantum_a_few_times(monkeypatch) -> None:
     assert quanta <= seen <= 4 * quanta
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes() -> None:
     """Books that are scanned for every row would make large clusters quadratic."""
     seam = Seam(PLAIN, 1000)

@@ -299,6 +299,7 @@ def test_a_lone_flow_with_little_room_sends_that_much_a_round_trip(quanta) -> No
     assert pytest.approx(first + full * turn + rest * work, abs=profile.op_ps + 1_000_000) == found
 
 
+@pytest.mark.slow
 def test_marked_senders_leave_room_at_an_uplink_too() -> None:
     """Two flows into one port: without ECN both NICs send at full rate, with it they share."""
     posts = [(0, 0, [(2, 32 * MiB)]), (0, 1, [(2, 32 * MiB)]), (400 * US, 3, [(2, 4096)])]
@@ -342,6 +343,7 @@ def test_published_an_incast_under_dcqcn_keeps_the_port_busy(senders) -> None:
     assert max(found) < 1.3 * min(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("senders", [2, 4, 8])
 def test_dcqcn_scaled_to_a_faster_link_fills_it_as_well(senders) -> None:
     """With an alpha that stays at 1 a port was 27 to 52 % busy."""
@@ -375,6 +377,7 @@ def test_pauses_hit_a_victim_and_dcqcn_spares_it(flows, network, fair) -> None:
     assert 0.7 * fair < controlled <= 1.05 * fair
 
 
+@pytest.mark.slow
 def test_queue_pairs_that_keep_to_a_path_collide_and_sprayed_ones_do_not() -> None:
     """Four flows over four paths, each of a flow's rate: only spraying fills them all."""
     network = {"leaf_nodes": 4, "uplink_bps": 4 * PLAIN.wire_bps, "paths": 4}

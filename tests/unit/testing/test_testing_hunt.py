@@ -156,6 +156,7 @@ def test_seeds_find_and_the_line_replays() -> None:
         assert "VIOLATION: AssertionError: the flag came first" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_clean_hunt_says_what_was_seen() -> None:
     """Over the seeds every kind of trouble must turn up; else the swarm has a blind spot."""
     seen = hunt(one_write, runs=150)
@@ -183,6 +184,7 @@ def test_a_checksum_finds_a_bit_that_was_turned() -> None:
         hunt(checked, nodes=2, nics=1, faults="order posting bytes", runs=60)
 
 
+@pytest.mark.slow
 def test_a_finding_shrinks_to_what_matters() -> None:
     """A knob that delays a thousand rows does not say which of them is the bug: one draw does."""
     with pytest.raises(Violation) as first:

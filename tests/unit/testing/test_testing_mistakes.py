@@ -20,6 +20,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_found(name: str) -> None:
     """A kind of mistake that 1,000 examples do not show would be one that users ship."""
