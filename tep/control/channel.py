@@ -158,7 +158,7 @@ class Channel:
         self._numbers = itertools.count(1)
         self._ctxs = itertools.count(CONTROL_CTX)
         self._queue: deque[_Delivery] = deque()
-        self._beats: set[tuple[int, bytes]] = set()  # ways whose heartbeat waits for a NIC
+        self._beats: dict[tuple[int, bytes], _Delivery] = {}  # that wait for a NIC, by way
         self._out: dict[int, _Delivery] = {}
         self._questions: dict[int, _Question] = {}
         self._hears: dict[type, Callable[[int, bytes, ControlMessage], object]] = {}
@@ -207,10 +207,11 @@ class Channel:
         self._send(self._over(link, message, path))
 
     def beat(self, link: Link, message: Ping, path: tuple[int, int]) -> None:
-        """Send a heartbeat once, over one path, unless the last one still waits there for a NIC."""
+        """Send a heartbeat once, over one path, in place of one that waits there for a NIC."""
         delivery = self._over(link, message, path)
-        if delivery.way not in self._beats:
-            self._beats.add(delivery.way)
+        waiting = self._beats.setdefault(delivery.way, delivery)
+        waiting.message = message
+        if waiting is delivery:
             self._send(delivery)
 
     def answer(self, nic: int, address: bytes, message: ControlMessage) -> None:
@@ -285,7 +286,7 @@ class Channel:
             elif delivery.link is None:
                 self._gone(*delivery.way)
             elif isinstance(delivery.message, Ping):
-                self._beats.discard(delivery.way)
+                self._beats.pop(delivery.way, None)
         if self._questions:
             now_s = self._now_s()
             late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]

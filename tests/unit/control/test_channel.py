@@ -12,7 +12,7 @@ from tep.backends.base import Status
 from tep.base.wire import NetAddr
 from tep.control import channel as channels
 from tep.control.channel import Channel, Drop
-from tep.control.messages import Answer, Ping, Pong, encode
+from tep.control.messages import Answer, Ping, Pong, decode, encode
 from tep.core.path import FarEnds, Link
 
 
@@ -118,22 +118,24 @@ def test_a_full_nic_is_asked_once_a_step_for_each_peer() -> None:
     assert 100 == len(own.posted())
 
 
-def test_heartbeats_do_not_pile_up_before_a_full_nic() -> None:
-    """A peer that takes nothing for a while was sent 256 of them, all but the last too old."""
+def test_the_newest_heartbeat_alone_waits_for_a_full_nic() -> None:
+    """A peer that took nothing for a while was sent 256 of them, all but the last too old."""
     own = Own()
-    own.nics[0].room = 0
-    for number in range(10):
+    nic, sent = own.nics[0], []
+    nic.post_control = lambda _, payload, __: bool(nic.room) and not sent.append(decode(payload))
+    nic.room = 0
+    for number in range(1, 11):
         own.channel.beat(own.link, Ping(number), (0, 0))
         own.channel.beat(own.link, Ping(number), (1, 0))
         own.channel.step()
     assert 1 == own.channel.queued
     assert 10 == len(own.posted()), "the other NIC has room"
 
-    own.nics[0].room = 1 << 10
+    nic.room = 1
     own.channel.step()
     own.channel.beat(own.link, Ping(11), (0, 0))
     own.channel.step()
-    assert [(0, b"p/0")] * 2 == own.posted()
+    assert [Ping(10), Ping(11)] == sent
 
 
 def test_a_word_goes_to_the_nic_across_if_it_can() -> None:
