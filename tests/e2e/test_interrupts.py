@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +16,7 @@ from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
 from tep.sim import Cluster
 from tests.support.here import require
-from tests.support.interrupts import Alarm, Injector
+from tests.support.interrupts import Injector, alarmed
 
 WAIT_S = 60.0
 POINTS_MAX = 250
@@ -27,16 +25,9 @@ POINTS_MAX = 250
 
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
-    """SIGALRM raises Alarm; the former handler is put back, and nothing is left traced."""
-
-    def handle(*_: object) -> None:
-        raise Alarm
-
-    before, traced = signal.signal(signal.SIGALRM, handle), sys.gettrace()
-    yield
-    sys.settrace(traced)
-    assert signal.getsignal(signal.SIGALRM) is handle, "a handler was not put back"
-    signal.signal(signal.SIGALRM, before)
+    """SIGALRM raises Alarm."""
+    with alarmed():
+        yield
 
 
 def loopback(driver: Callable[[list[Machine]], Driver]) -> Callable[[], list[TransferEngine]]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tep.backends.base import WriteBatch
 from tep.backends.efa.domain import Slots
 from tep.backends.libfabric.slots import Ticket
-from tests.support.effort import effort
 
 WINDOW = 24
 
@@ -39,7 +38,7 @@ def _ticket(n):
 
 
 @pytest.mark.slow
-@settings(max_examples=effort(80, 15))
+@settings(max_examples=80)
 @given(data=st.data())
 def test_no_id_is_given_twice_at_a_time(data):
     """A completion of an id that two rows have ends the wrong one, and frees its source early."""

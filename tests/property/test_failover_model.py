@@ -20,7 +20,7 @@ MISTAKES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cuts", [1, 2])
 def test_the_protocol_keeps_its_promises(cuts: int) -> None:
     """A count that is short or reached twice in a model of ten lines is one in the engine."""
     assert 35_000 < check(Model(transfers=2, rows=1, cuts=cuts))

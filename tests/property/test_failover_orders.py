@@ -23,9 +23,7 @@ def in_every_order(kind: str, rows: int, nics: tuple[int, int], doomed: tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:])]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
     """An immediate twice releases the next reader early, one that is missing hangs this one."""
     assert 40 < in_every_order(kind, 2, (2, 2), (0, 1, 2, 3))

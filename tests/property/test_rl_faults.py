@@ -133,9 +133,7 @@ def run_trial(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [*FAULTY[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAULTY[2:])]
-)
+@pytest.mark.parametrize("seed", FAULTY)
 def test_no_fault_mixes_versions(seed):
     """A model of two versions answers nonsense and says nothing: at every moment of updates among
     deaths, flaps, revoked keys, restarts and rows that land late, what a worker serves is one

@@ -7,7 +7,8 @@ import opcode
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,22 @@ _FINALIZER = weakref.finalize.__call__.__code__
 
 class Alarm(Exception):
     """The exception of the handler."""
+
+
+@contextmanager
+def alarmed() -> Iterator[None]:
+    """Have SIGALRM raise Alarm; put the former handler back, and leave nothing traced."""
+
+    def handle(*_: object) -> None:
+        raise Alarm
+
+    before, traced = signal.signal(signal.SIGALRM, handle), sys.gettrace()
+    try:
+        yield
+        assert signal.getsignal(signal.SIGALRM) is handle, "a handler was not put back"
+    finally:
+        sys.settrace(traced)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Injector:

@@ -190,7 +190,7 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("nodes", [{"handshake_s": 3.0}], indirect=True)  # others may have the CPU

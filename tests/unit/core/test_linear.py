@@ -68,7 +68,7 @@ def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
-    [*(pytest.param(one, marks=pytest.mark.slow) for one in (in_order, at_random)), backwards],
+    [in_order, at_random, backwards],
 )
 @pytest.mark.parametrize("make", [writes, messages, expectations])
 def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:

@@ -7,7 +7,6 @@ import gc
 import itertools
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import pytest
 import tep
 from tep.drivers.threads import Driver, Pace, ThreadDriver, wake_on_time
 from tep.drivers.turning import TurnDriver
-from tests.support.interrupts import Alarm, Injector
+from tests.support.interrupts import Injector, alarmed
 from tests.support.machines import FakeMachine, Handle
 
 PATIENCE_S = 20.0
@@ -133,13 +132,8 @@ def test_a_pace_that_is_dropped_lets_go() -> None:
 
 def test_an_interrupt_in_its_end_leaves_nothing_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler that raised inside let_go() left the interval lowered for ever."""
-
-    def handle(*_: object) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, handle)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    try:
+    with alarmed():
         for k in itertools.count(1):
             pace, injector = Pace(QUICK_S), Injector(k)
             pace.hold()
@@ -148,8 +142,6 @@ def test_an_interrupt_in_its_end_leaves_nothing_lowered(monkeypatch: pytest.Monk
             assert 4000 == interval_us(), f"interrupted at place {k}"
             if not injector.fired:
                 break
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert k > 3
 
 
