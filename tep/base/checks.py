@@ -6,7 +6,6 @@ Each error names the argument, the value and the limits. Code that runs for ever
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -153,6 +152,8 @@ def check_kind(
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Suggest a name for a misspelt one, for the end of a message; "" if none is similar."""
+    import difflib  # of use to a misspelt name only
+
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 

@@ -16,7 +16,6 @@ exception.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -208,9 +207,11 @@ def lacks(lib: ctypes.CDLL, names: Iterable[str]) -> None:
 
 def wheel_files(distribution: str, filename: str) -> list[str]:
     """The paths of a file among those that pip installed for a distribution."""
+    from importlib import metadata  # takes longer to import than this module
+
     try:
-        files = importlib.metadata.files(distribution) or ()
-    except importlib.metadata.PackageNotFoundError:
+        files = metadata.files(distribution) or ()
+    except metadata.PackageNotFoundError:
         return []
     return [str(Path(str(f.locate())).resolve()) for f in files if f.name == filename]
 
