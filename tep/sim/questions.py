@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 from tep.base.api import Pages
@@ -87,17 +88,14 @@ def fault_cost(
         UsageError: as `transfer_time`.
     """
 
-    def cost(**point: Any) -> dict[str, float]:
+    def cost(machine: Machine, nics: int | None = None, **sizes: Any) -> dict[str, float]:
         def slow_down(cluster: Cluster) -> None:
             cluster.slow_down(0, 0, slow)
 
-        def kill(cluster: Cluster) -> None:
-            cluster.at(sound_us / 2, lambda: cluster.kill_nic(0, 0))
-
-        n = _with_nics(point["machine"], point.get("nics")).nics
-        sound_us, _ = _transfer(**point, mortal=True)
-        slow_us, _ = _transfer(**point, mortal=True, fault=slow_down)
-        dead_us = float("inf") if n == 1 else _transfer(**point, mortal=True, fault=kill)[0]
+        profile = _with_nics(machine, nics)
+        n = profile.nics
+        sound_us, dead_us = _sound_and_dead_us(profile, **sizes)
+        slow_us, _ = _transfer(machine=profile, **sizes, mortal=True, fault=slow_down)
         return {
             "sound, ms": sound_us / _MS,
             "slow NIC, times": slow_us / sound_us,
@@ -156,6 +154,19 @@ def _ask(
 def _with_nics(machine: Machine, nics: int | None) -> Profile:
     profile = load_profile(machine)
     return profile if nics is None else replace(profile, nics=check_int("nics", nics, 1, 64))
+
+
+@lru_cache(maxsize=64)  # both are the same for every `slow`
+def _sound_and_dead_us(profile: Profile, **sizes: Any) -> tuple[float, float]:
+    """Return the times of a transfer that nothing happens to, and of one that loses a NIC."""
+
+    def kill(cluster: Cluster) -> None:
+        cluster.at(sound_us / 2, lambda: cluster.kill_nic(0, 0))
+
+    sound_us, _ = _transfer(machine=profile, **sizes, mortal=True)
+    if profile.nics == 1:
+        return sound_us, float("inf")
+    return sound_us, _transfer(machine=profile, **sizes, mortal=True, fault=kill)[0]
 
 
 def _transfer(
