@@ -34,7 +34,7 @@ from tep.backends.ffi.ibverbs import (
     qp_number,
     ref,
 )
-from tep.backends.verbs.conns import Conn, Tag, create_ud, tag
+from tep.backends.verbs.conns import NUMBER_SHIFT, Conn, Tag, create_ud, tag
 from tep.backends.verbs.device import DATAGRAMS_IN, DATAGRAMS_OUT, MESSAGES_OUT, Device
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX, Address
 from tep.base.errors import FabricError
@@ -251,10 +251,22 @@ class Datagrams(_Requests):
         self.number, self._qp_ref = qp_number(self._qp), ref(self._qp)
         self.routes = Routes(device)
         self._free: deque[int] = deque(range(DATAGRAMS_IN, DATAGRAMS_IN + DATAGRAMS_OUT))
-        for slot in range(DATAGRAMS_IN):
-            rc = self.give_back(slot)
-            if rc:
-                fail("ibv_post_recv UD", rc, device=device.name, receives=DATAGRAMS_IN)
+        slots = np.arange(DATAGRAMS_IN, dtype=np.uint64)
+        self._recv_sges = np.zeros(DATAGRAMS_IN, SGE)
+        self._recv_sges["addr"] = self._slots.ptr + slots * _SLOT
+        self._recv_sges["length"] = _SLOT
+        self._recv_sges["lkey"] = self._slots.mr.lkey
+        self._recv_wrs = np.zeros(DATAGRAMS_IN, RECV_WR)
+        self._recv_wrs["wr_id"] = tag(Tag.DATAGRAM_IN) | slots << NUMBER_SHIFT
+        self._recv_wrs["sg_list"] = self._recv_sges.ctypes.data + slots * SGE.itemsize
+        self._recv_wrs["num_sge"] = 1
+        self._recvs_ptr = self._recv_wrs.ctypes.data
+        # The first post takes all as one chain: 1,024 calls take a third of a NIC's opening.
+        self._recv_wrs["next"][:-1] = self._recvs_ptr + slots[1:] * RECV_WR.itemsize
+        rc = self.give_back(0)
+        self._recv_wrs["next"] = 0
+        if rc:
+            fail("ibv_post_recv UD", rc, device=device.name, receives=DATAGRAMS_IN)
 
     def send(self, to: Address, payload: bytes) -> None:
         """Send one datagram, or lose it where the queue is full: who waits repeats it."""
@@ -289,9 +301,8 @@ class Datagrams(_Requests):
 
     def give_back(self, slot: int) -> int:
         """Receive into a slot again; return 0 or an errno."""
-        self._sge[0] = (self._slots.ptr + slot * _SLOT, _SLOT, self._slots.mr.lkey)
-        self._recv_wr["wr_id"] = tag(Tag.DATAGRAM_IN, slot)
-        return self._device.data.post_recv(self._qp, self._recv_ptr, self._bad_ptr)
+        wr_ptr = self._recvs_ptr + slot * RECV_WR.itemsize
+        return self._device.data.post_recv(self._qp, wr_ptr, self._bad_ptr)
 
     def close(self) -> None:
         self._device.free("ibv_destroy_qp", self._qp)
