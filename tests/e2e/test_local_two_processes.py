@@ -297,6 +297,7 @@ def test_a_stopped_peer_holds_back_and_loses_nothing(remotes) -> None:
         mr, _ = mine.reg_mr(np.zeros(64, np.uint8))
         mine.submit_single_write(8, (mr, 0), (desc, 0)).wait(PATIENCE_S)
         os.kill(remote.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, remote.process.pid, os.WSTOPPED)  # until then its engine may take some
         pages = tep.Pages(np.zeros(n, np.int64), stride=8)
         everywhere = mine.submit_paged_writes(
             0, (mr, pages), (desc, pages), imm=np.arange(n, dtype=np.uint32)
