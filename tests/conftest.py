@@ -28,6 +28,7 @@ settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))
 LONGEST = [
     *("rxe_vm", "notebooks", "planted_bugs", "newcomer", "fake_efa", "distribution"),
     *("libfabric_efa", "libfabric_two_processes", "cli", "reproduce"),
+    *("kvcache_clusters", "two_guests", "vllm_connector"),
 ]
 """Files that take longest, each by one worker: a late one leaves the others idle. Two that have a
 virtual machine, or one and the fake device, would take each other's processors.
