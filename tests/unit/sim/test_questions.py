@@ -119,6 +119,7 @@ def test_an_interrupt_leaves_what_there_is(monkeypatch) -> None:
         (lambda: tep.sim.transfer_time(1, "cx7_400", parts=0), "parts"),
         (lambda: tep.sim.transfer_time(1, "cx8"), "cx8"),
         (lambda: tep.sim.compare({}, "cx7_400"), "no point"),
+        (lambda: tep.sim.fault_cost([[1]], "cx7_400"), "not an integer"),
     ],
 )
 def test_questions_without_an_answer_are_refused(ask, why: str) -> None:
