@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from enum import Enum
-from heapq import heappop
 from typing import TYPE_CHECKING, Any, Final
 
 import simpy
@@ -176,12 +175,7 @@ class FabricEnv(simpy.Environment):
                 self.skip_to(deadline_ps)
                 return Turned.DEADLINE
             if len(queue) > self._daemons:
-                event = queue[0][3]
-                if type(event) is Call:  # as step() does, with less around the call
-                    self._now = heappop(queue)[0]
-                    event.fn(event.arg)
-                else:
-                    step()
+                step()
             elif not self._revive():
                 return Turned.SETTLED if settled() else Turned.EMPTY
         return Turned.SETTLED
