@@ -94,19 +94,17 @@ class _Out:
 
 
 class _Requests:
-    """One request for each direction with its scatter entry, filled anew for each post."""
+    """One request to send with its scatter entry, filled anew for each post."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._sge = np.zeros(1, SGE)
-        self._recv_wr = np.zeros(1, RECV_WR)
         self._send_wr = np.zeros(1, SEND_WR)
-        for wr in (self._recv_wr, self._send_wr):
-            wr["sg_list"] = self._sge.ctypes.data
-            wr["num_sge"] = 1
+        self._send_wr["sg_list"] = self._sge.ctypes.data
+        self._send_wr["num_sge"] = 1
         self._send_wr["opcode"] = ENUMS["IBV_WR_SEND"]
         self._send_wr["send_flags"] = ENUMS["IBV_SEND_SIGNALED"]
-        self._recv_ptr, self._send_ref = self._recv_wr.ctypes.data, ref(self._send_wr.ctypes.data)
+        self._send_ref = ref(self._send_wr.ctypes.data)
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
         self._bad_ref = ref(self._bad_ptr)
@@ -117,6 +115,10 @@ class Messages(_Requests):
 
     def __init__(self, device: Device, recvs_max: int, ready: deque[Entry]) -> None:
         super().__init__(device)
+        self._recv_wr = np.zeros(1, RECV_WR)
+        self._recv_wr["sg_list"] = self._sge.ctypes.data
+        self._recv_wr["num_sge"] = 1
+        self._recv_ptr = self._recv_wr.ctypes.data
         self.srq = device.make_srq(recvs_max)
         self._recvs_max = recvs_max
         self._ready = ready
