@@ -54,7 +54,10 @@ _LATE_S: Final = 0.2
 """A look that comes so late finds this process itself was held up, and excuses its peers once."""
 
 _RETRY_S: Final = 0.001
-"""The time after which what libfabric would not take is offered again while the engine sleeps."""
+"""The time after which what libfabric would not take is offered again while the engine sleeps.
+
+It doubles up to _LOOK_S: a dead peer takes nothing until its silence is over.
+"""
 
 SHORT_POLLS: Final = 2
 """A MemoryError is remembered so long: by the poll() after it, and by arm() after that."""
@@ -113,6 +116,7 @@ class FabricDomain:
         self._rows = self._rows_kind(self.peers, self._stir)
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_chore_s = 0.0
+        self._retry_s = _RETRY_S
         self._excused = self._closed = self._lost = False
         self._short = 0  # polls for which a MemoryError is remembered
         self._sleeper = Sleeper(*nic.wait_fds) if nic.wait_fds else None
@@ -149,6 +153,10 @@ class FabricDomain:
     def _cut(self, key: DomainKey) -> None:
         """End at once what peers may read under a key, and what reads of ours write."""
         self._regions.cut(key, self._slots.reads_at)
+
+    def _is_offering(self, peer: Peer) -> bool:
+        """Tell whether libfabric has refused something for this peer that it may take soon."""
+        return bool(peer.outbox) or (bool(peer.held) and peer.state is State.READY)
 
     def _do_chores(self, now_s: float) -> None:
         """Do what is due each `_chore_s` while nothing is outstanding."""
@@ -275,6 +283,7 @@ class FabricDomain:
         self.peers.flush(peer, time.monotonic())
         if peer.unsettled:
             self._restless.add(peer)
+            self._retry_s = _RETRY_S
 
     def _stir_all(self) -> None:
         for peer in self.peers.all:
@@ -488,10 +497,9 @@ class FabricDomain:
             return False
         if self._sleeper is None:
             return True
-        if self._short or any(
-            peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless
-        ):
-            timer_s = _RETRY_S
+        if self._short or any(map(self._is_offering, self._restless)):
+            timer_s = self._retry_s
+            self._retry_s = min(2 * timer_s, _LOOK_S)
         elif self._slots.open or self._restless or self._outgoing.open:
             timer_s = _LOOK_S
         else:

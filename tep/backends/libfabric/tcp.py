@@ -244,10 +244,8 @@ class TcpDomain(FabricDomain):
         else:
             super()._take_error(error)
 
-    def arm(self) -> bool:
-        if any(map(self._reads.is_postable, self._restless)):
-            return False
-        return super().arm()
+    def _is_offering(self, peer: Peer) -> bool:
+        return super()._is_offering(peer) or self._reads.is_postable(peer)
 
     def _look_at_deadlines(self, now_s: float) -> None:
         for peer in [peer for peer in self._restless if peer.reading]:
