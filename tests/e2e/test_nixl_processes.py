@@ -72,11 +72,8 @@ def read_of(agent, node, memory, order):
 
 
 def finish(agent, handle):
-    state, end_s = agent.transfer(handle), time.monotonic() + 60
-    while state == "PROC":
-        assert time.monotonic() < end_s
-        state = agent.check_xfer_state(handle)
-    return state
+    state = agent.transfer(handle)
+    return agent.wait(handle, 60) if state == "PROC" else state
 
 
 def test_a_program_of_nixls_runs_unmodified(pair):
