@@ -21,6 +21,11 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 1.0
 """After which a libfabric peer that does not answer is an error; `local` needs no clock."""
 
+PAUSE_S = 0.02
+"""The pause between two good writes: without it they take two cores, and show no more."""
+
+NEVER = 99  # an immediate that nobody sends
+
 PAGE, PAGES = 64 * KiB, 32
 STREAM = 1 << 24
 """The immediate of `a`'s first writes to `b`; later ones have later numbers. It is far from the
@@ -71,10 +76,12 @@ class Three:
         return transfer(source, target, desc, page_bytes=4 * KiB, npages=16, seed=5, imm=imm)
 
     def write_for(self, seconds: float, source: Child, target: Child) -> None:
-        """Make good writes, one after the other, for a while; each has to succeed."""
+        """Make good writes for a while, some tens a second; each has to succeed."""
         start_s = time.monotonic()
+        target.do("expect", imm=NEVER, count=1)
         while time.monotonic() - start_s < seconds:
             assert ("done", "done") == self.write(source, target)
+            assert "timeout" == target.do("wait", tag=f"imm{NEVER}", timeout_s=PAUSE_S)
 
     def end_stream(self) -> None:
         """End it well: all that was done was counted, no more and no less."""

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def transfer(source, target, desc, *, page_bytes, npages, seed, imm, tag="w"):
 
 
 def wait_until(done, what, within_s=20.0):
-    """Ask again and again; what is asked takes its time by itself."""
+    """Ask again and again, with a pause: else the answers keep two processes busy."""
     start_s = time.monotonic()
     while not done():
         assert time.monotonic() - start_s < within_s, f"waited {within_s} s for {what}"
+        threading.Event().wait(0.002)
