@@ -5,7 +5,6 @@ No thread is started here and no engine is known.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import os
@@ -55,6 +54,8 @@ def note_escape(error: BaseException) -> None:
     SystemExit is one. The engine reports an Exception; GeneratorExit and CancelledError concern
     the callback only.
     """
+    import asyncio
+
     if isinstance(error, Exception | GeneratorExit | asyncio.CancelledError):
         return
     escaped.append(error)

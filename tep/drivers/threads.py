@@ -15,7 +15,6 @@ the right interval. There is no lock, since a signal handler may come between an
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -28,12 +27,15 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from tep.base.checks import check_int, check_seconds, unpicklable
 from tep.base.errors import ClosedError, UsageError, WaitTimeout
 from tep.base.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
 from tep.host.sight import hide, show
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Driver", "InlineDriver", "Machine", "Pace", "Settles", "ThreadDriver", "wake_on_time"]
 
