@@ -1,1 +1,1 @@
-"""Measurements between two machines, and published figures beside simulated ones."""
+"""Measurements between two machines, published figures beside simulated ones, the demo's runs."""

@@ -15,19 +15,17 @@ from typing import Annotated, Final
 import typer
 
 from tep import __version__
-from tep.backends import BACKENDS, load_backend
 from tep.base.errors import BackendUnavailable
 from tep.cli.show import InPath, Json, OutFile, emit_json, print_items, progress
 from tep.host.doctor import Finding, Level
-from tep.host.doctor.report import bundle, examine, passed
-from tep.host.hostfiles import Recorder, open_files
-from tep.host.topology import detect
 
 __all__ = ["backend_states", "doctor", "info"]
 
 
 def backend_states() -> list[dict[str, object]]:
     """Ask every backend of the registry whether it is available, and why."""
+    from tep.backends import BACKENDS, load_backend
+
     states: list[dict[str, object]] = []
     for name, spec in BACKENDS.items():
         state: dict[str, object] = {"backend": name, "drives": spec.summary}
@@ -67,6 +65,9 @@ def info(
     ] = None,
 ) -> None:
     """Say which backends can run here; for the others, why not and what would bring them."""
+    from tep.host.hostfiles import open_files
+    from tep.host.topology import detect
+
     if topology or machine_file is not None:
         seen = detect(open_files(machine_file))
         emit_json(seen.to_json()) if json else typer.echo(seen.picture())
@@ -113,6 +114,9 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what works for transfers, what does not, and what mends it; status 1: some is bad."""
+    from tep.host.doctor.report import bundle, examine, passed
+    from tep.host.hostfiles import Recorder, open_files
+
     recorder = Recorder(open_files(machine))
     with progress("looking, and trying each backend", None, quiet=json):
         found = list(examine(recorder, try_backends=try_backends and machine is None))

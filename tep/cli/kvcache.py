@@ -4,7 +4,6 @@ or run for real; and the time to the first token.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -298,6 +297,8 @@ def _shape(fabric: Fabric, sizes: tuple[int, int, int], seed: int, address: str 
 def _real(
     fabric: Fabric, sizes: tuple[int, int, int], count: int, seed: int, ray: str, *, json: bool
 ) -> None:
+    import asyncio
+
     import numpy as np
 
     from tep.apps.kvcache.cluster import Cluster, RankedCluster, work_as_rank

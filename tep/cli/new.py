@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -37,6 +36,8 @@ def protocol(
     for path in paths.values():
         if path.exists():
             raise UsageError(f"{path} is there already, and is left as it is; name another folder")
+    from importlib.resources import files
+
     for name, path in paths.items():
         text = files("tep.cli").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
         try:

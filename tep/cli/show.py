@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tep.observe.progress import progress
 
@@ -120,6 +116,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
     Columns of numbers are set to the right, all others to the left. On a terminal long texts are
     folded; into a pipe a row is one line (or as many as its text has), without borders.
     """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     terminal = sys.stdout.isatty()
     style = box.HEAVY_HEAD if terminal else box.SIMPLE
     table = Table(box=style, show_edge=terminal, pad_edge=False)

@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import select
 import socket
 import struct
@@ -136,7 +135,7 @@ class _Listener:
         with contextlib.suppress(OSError):
             _sweep(folder)
         # The number in the name keeps processes apart that have the same id, e.g. in containers.
-        self.path = folder / f"{os.getpid()}.{secrets.token_hex(4)}"
+        self.path = folder / f"{os.getpid()}.{os.urandom(4).hex()}"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.bell = -1
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 __all__ = ["progress"]
 
@@ -19,6 +20,15 @@ def progress(what: str, total: int | None, *, quiet: bool = False) -> Iterator[P
     It is shown on stderr if that is a terminal, and in a notebook that has ipywidgets. Its one task
     is number 0: `advance(0)` moves it. `total` counts its steps; None: unknown.
     """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     console = Console(stderr=True)
     counted = [] if total is None else [MofNCompleteColumn()]
     columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeElapsedColumn())

@@ -123,8 +123,7 @@ def test_a_terminal_folds_long_text(monkeypatch, capsys) -> None:
     """A table wider than the window is none."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(
-        show,
-        "Console",
+        "rich.console.Console",
         lambda **_: Console(width=72, file=sys.stdout, color_system=None, no_color=True),
     )
     show.print_table("t", list(ROWS[0]), ROWS)

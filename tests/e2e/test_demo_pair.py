@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tep.base.errors import FabricError
-from tep.cli.demo import PAIRS, File, LeftOut, Pair, move_between, remote
+from tep.bench.demo import PAIRS, File, LeftOut, Pair, move_between, remote
 
 DATA = np.arange(256, dtype=np.uint8)
 

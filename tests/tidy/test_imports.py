@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.tidy.sources import dotted, imported, nodes, python_files
 
@@ -151,32 +152,47 @@ def mapped():
         return {line.split()[-1] for line in maps if ".so" in line}
 
 modules, libraries = set(sys.modules), mapped()
-import tep
-found = {
+exec(sys.argv[1])
+print(json.dumps({
     "modules": sorted(set(sys.modules) - modules),
     "libraries": sorted(mapped() - libraries),
     "threads": len(os.listdir("/proc/self/task")),
-}
-from tep import TransferEngine
-import tep.backends.libfabric, tep.backends.local
-print(json.dumps(found | {"of an engine": sorted(sys.modules)}))
+}))
 """
 
 
+def loaded_by(code: str) -> dict[str, Any]:
+    """The modules, libraries and threads that a fresh interpreter has more after this code."""
+    command = [sys.executable, "-c", PROBE, code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout)
+
+
 def test_import_tep_is_light() -> None:
-    """A missing or slow library is news at use; `tep --help` and test collection stay quick.
+    """A missing or slow library is news at use; test collection stays quick.
 
     Extension modules of Python itself (lib-dynload) do not count: `typing` alone has one.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], check=True, capture_output=True, text=True, timeout=60
-    )
-    found = json.loads(done.stdout)
+    found = loaded_by("import tep")
 
     assert ["tep"] == [name for name in found["modules"] if name.partition(".")[0] == "tep"]
     heavy = {"numpy", "simpy", "msgspec", "ctypes", "threading", "asyncio", "rich", "typer"}
     assert set() == heavy & set(found["modules"])
     assert [] == [name for name in found["libraries"] if "/lib-dynload/" not in name]
     assert 1 == found["threads"]
-    # A tenth of an engine's start; a program that awaits has it.
-    assert "asyncio" not in found["of an engine"]
+
+
+def test_the_command_line_is_light() -> None:
+    """`tep --help` and its completion in a shell wait for no library that a command needs."""
+    found = loaded_by("import tep.cli")
+
+    heavy = {"numpy", "simpy", "msgspec", "ctypes", "asyncio", "multiprocessing", "rich"}
+    assert set() == heavy & set(found["modules"])
+
+
+def test_an_engine_that_nobody_awaits_loads_no_asyncio() -> None:
+    """asyncio is a tenth of an engine's start; a program that awaits has it already."""
+    found = loaded_by("from tep import TransferEngine; import tep.backends.libfabric")
+
+    assert "tep.engine" in found["modules"]
+    assert "asyncio" not in found["modules"]
