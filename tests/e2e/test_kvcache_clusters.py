@@ -84,7 +84,7 @@ def test_engines_without_requests_cost_next_to_nothing() -> None:
     measures.
     """
     plant = Plant(prefillers=25, decoders=25)
-    report = simulate(plant, Load(rate=20, duration_s=0.25, max_tokens=1))
+    report = simulate(plant, Load(rate=20, duration_s=0.12, max_tokens=1))
 
     assert 200 == report.engines
     assert [] == report.failed
@@ -99,7 +99,7 @@ def test_engines_without_requests_cost_next_to_nothing() -> None:
 def test_a_crash_under_load_costs_time_and_no_request() -> None:
     """When a prefiller dies, its requests must be computed again elsewhere."""
     plant = Plant(prefillers=3, decoders=2, prefill_tp=1, decode_tp=1)
-    load = Load(rate=8, duration_s=3, ntokens=(4096,), max_tokens=1)
+    load = Load(rate=8, duration_s=1.6, ntokens=(4096,), max_tokens=1)
 
     def strike(world: World) -> None:
         busy = [side.name for side in world.alive(Prefiller) if side.njobs]
