@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tep
+from tep.backends import efa, libfabric
 from tep.backends.libfabric.rules import parse
 from tep.base.errors import Cancelled, FabricError, TepError, WaitTimeout
 from tests.support.inside import nics_of, worker_of
@@ -69,6 +70,9 @@ class Node:
     def __init__(self):
         self.engine = self.provider = None
         self.memory = None
+        # Forked processes have the same addresses. With regions at the same place, a write to the
+        # address at the sender instead of that at the target would go unnoticed.
+        self.shift = 64 * (os.getpid() % 4096)
         self.region = None
         self.waiting = {}
         self.messages = []
@@ -84,11 +88,10 @@ class Node:
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
         options = {"nics": nics, "name": name, "epoch": epoch, "peer_timeout_s": timeout_s}
-        backend = "efa" if provider == "srd" else "libfabric"
-        if backend == "libfabric":
-            options["provider"] = provider
-        # Here, and not above: a test's processes need one of them, and each takes 0.1 s.
-        opened = importlib.import_module(f"tep.backends.{backend}").open_domains(**options)
+        if provider == "srd":
+            opened = efa.open_domains(**options)
+        else:
+            opened = libfabric.open_domains(**options, provider=provider)
         self.engine = tep.TransferEngine(
             opened.domains,
             driver=tep.ThreadDriver(opened.name),
@@ -109,7 +112,9 @@ class Node:
         ]
 
     def reg(self, nbytes, seed=None, access="SOURCE_AND_TARGET"):
-        self.memory = np.zeros(nbytes, np.uint8) if seed is None else noise(nbytes, seed)
+        self.memory = np.zeros(self.shift + nbytes, np.uint8)[self.shift :]
+        if seed is not None:
+            self.memory[:] = noise(nbytes, seed)
         self.region, desc = self.engine.reg_mr(self.memory, access=tep.Access[access])
         return desc.to_bytes().hex()
 
@@ -301,7 +306,7 @@ class Node:
             self.engine = None
 
 
-def main():
+def answer_lines():
     """Answer lines until there are no more."""
     node = Node()
     for line in sys.stdin:
@@ -315,5 +320,37 @@ def main():
     node.close()
 
 
+def begin(env, stdin, stdout):
+    """Give a forked process its environment and its pipes."""
+    os.environ.clear()
+    os.environ.update(env)
+    for fd, number in ((stdin, 0), (stdout, 1)):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def main(control):
+    """Fork a child for each environment that comes with its pipes; wait for it when asked."""
+    gc.freeze()
+    while True:
+        message, fds, *_ = socket.recv_fds(control, 1 << 20, 2)
+        if not message:
+            return
+        request = json.loads(message)
+        if fds:
+            answer = os.fork()
+            if answer == 0:
+                control.close()
+                begin(request["env"], *fds)
+                answer_lines()
+                return
+        else:
+            found = os.waitid(os.P_PID, request["wait"], request["until"])
+            answer = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        for fd in fds:
+            os.close(fd)
+        control.send(str(answer).encode())
+
+
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -39,8 +39,6 @@ class Nodes:
 
     def end(self) -> None:
         for child in self.all:
-            if child.process.poll() is None:
-                child.signal(signal.SIGCONT)
             child.end()
 
 
