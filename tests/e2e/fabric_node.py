@@ -75,6 +75,7 @@ class Node:
         self.shift = 64 * (os.getpid() % 4096)
         self.region = None
         self.waiting = {}
+        self.names = {}
         self.messages = []
         self.events = []
         self.claimed = {}
@@ -295,6 +296,12 @@ class Node:
                 domain.close()
             os._exit(0)
         return os.waitpid(child, 0)[1]
+
+    def run(self, code):
+        """Run lines of Python; the value that they leave in `_`."""
+        self.names["_"] = None
+        exec(code, self.names)
+        return self.names["_"]
 
     def spawn(self):
         """Run another program, as users do; its exit status."""

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,55 +21,40 @@ import tep
 from tep.base.errors import ClosedError, FabricError, WaitTimeout
 from tep.base.wire import MrDesc, NetAddr
 from tep.engine import TransferEngine
+from tests.support.children import Child
 from tests.support.descriptors import open_descriptors
 
 PATIENCE_S = 60.0
 MIB = 1 << 20
 
-CHILD = """
-import json, os, sys
+PRELUDE = """
+import os
 import numpy as np
 import tep
 from tep import MrDesc, NetAddr, TransferEngine, alloc_shared  # all of it, before setuid()
 
 def engine(nics=1, **options):
     return tep.TransferEngine.open("local", nics=nics, **options)
-
-names = dict(globals())
-for line in sys.stdin:
-    names["_"] = None
-    try:
-        exec(json.loads(line), names)
-        answer = [True, names["_"]]
-    except BaseException as error:
-        answer = [False, f"{type(error).__name__}: {error}"]
-    print(json.dumps(answer), flush=True)
 """
 
 
 class Remote:
     """A peer process."""
 
-    def __init__(self, setup: str = "e = engine()", **popen) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            **popen,
-        )
+    def __init__(self, setup: str = "e = engine()") -> None:
+        self.child = Child()
+        self(PRELUDE)
         self(setup)
 
     def tell(self, code: str) -> None:
         """Have it run some lines, and do not wait for it."""
-        self.process.stdin.write(json.dumps(code) + "\n")
-        self.process.stdin.flush()
+        self.child.tell("run", code=code)
 
     def answer(self):
         """Return the value that the oldest unanswered lines left in `_`."""
-        fine, value = json.loads(self.process.stdout.readline())
-        assert fine, value
-        return value
+        answer = self.child.answer()
+        assert "ok" in answer, answer
+        return answer["ok"]
 
     def __call__(self, code: str):
         self.tell(code)
@@ -86,18 +68,10 @@ class Remote:
 
     def kill(self) -> None:
         """End it as a crash does."""
-        self.process.kill()
-        self.process.wait()
+        self.child.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        self.process.stdout.close()
-        self.process.wait()
+        self.child.end()
 
 
 @pytest.fixture
@@ -106,8 +80,8 @@ def remotes() -> Iterator[type[Remote]]:
     made: list[Remote] = []
 
     class Kept(Remote):
-        def __init__(self, *args, **kwargs) -> None:
-            super().__init__(*args, **kwargs)
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
             made.append(self)
 
     yield Kept
@@ -280,7 +254,7 @@ def test_a_killed_sender_leaves_its_receiver_well(remotes) -> None:
                 mine.expect_imm_count(imm, 1).wait(PATIENCE_S)
             assert 3 == target[turn]
         deadline = time.monotonic() + PATIENCE_S
-        most = before + 3 * 2  # each peer's pipes are two descriptors of this process's
+        most = before + 3 * 3  # two pipes to each peer, and its pidfd
         while open_descriptors() > most and time.monotonic() < deadline:
             mine.remove_imm(0)  # a look at the engine: it lets go when it hears
         assert open_descriptors() <= most
@@ -296,15 +270,14 @@ def test_a_stopped_peer_holds_back_and_loses_nothing(remotes) -> None:
     with engine() as mine:
         mr, _ = mine.reg_mr(np.zeros(64, np.uint8))
         mine.submit_single_write(8, (mr, 0), (desc, 0)).wait(PATIENCE_S)
-        os.kill(remote.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, remote.process.pid, os.WSTOPPED)  # until then its engine may take some
+        remote.child.signal(signal.SIGSTOP)
         pages = tep.Pages(np.zeros(n, np.int64), stride=8)
         everywhere = mine.submit_paged_writes(
             0, (mr, pages), (desc, pages), imm=np.arange(n, dtype=np.uint32)
         )
         with pytest.raises(WaitTimeout):
             everywhere.wait(0.2)
-        os.kill(remote.process.pid, signal.SIGCONT)
+        remote.child.signal(signal.SIGCONT)
         remote.tell(
             f"for k in range({n}): e.expect_imm_count(k, 1).wait({PATIENCE_S})\n"
             "_ = e.stats().imms_counted"
@@ -443,7 +416,7 @@ def test_nothing_of_it_has_a_name_that_could_be_left_behind(remotes) -> None:
         mr, _ = mine.reg_mr(np.ones(4096, np.uint8))
         mine.submit_single_write(64, (mr, 0), (desc, 0), imm=1).wait(PATIENCE_S)
         remote("e.expect_imm_count(1, 1).wait(60)")
-        proc = Path(f"/proc/{remote.process.pid}")
+        proc = Path(f"/proc/{remote.child.pid}")
         maps = (proc / "maps").read_text()
         files = [str(fd.readlink()) for fd in (proc / "fd").iterdir()]
 

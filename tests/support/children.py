@@ -58,14 +58,14 @@ class Child:
         self._parent = parent_of(tuple(item for item in env.items() if item[0].startswith("LD_")))
         stdin, writing = os.pipe()
         reading, stdout = os.pipe()
-        self.pid = self._tell({"env": env}, stdin, stdout)
+        self.pid = self._request({"env": env}, stdin, stdout)
         os.close(stdin)
         os.close(stdout)
         self.stdin, self.stdout = os.fdopen(writing, "w"), os.fdopen(reading)
         self._pidfd = os.pidfd_open(self.pid)
         self._status = None
 
-    def _tell(self, request, *fds):
+    def _request(self, request, *fds):
         socket.send_fds(self._parent, [json.dumps(request).encode()], fds)
         return int(self._parent.recv(64))
 
@@ -75,7 +75,13 @@ class Child:
         return answer["ok"]
 
     def ask(self, what, **arguments):
+        self.tell(what, **arguments)
+        return self.answer()
+
+    def tell(self, what, **arguments):
         print(json.dumps({"do": what, **arguments}), file=self.stdin, flush=True)
+
+    def answer(self):
         line = self.stdout.readline()
         assert line, f"the process ended with {self.wait()}"
         return json.loads(line)
@@ -85,12 +91,12 @@ class Child:
         if number == signal.SIGKILL:
             self.wait()
         elif number == signal.SIGSTOP:  # of several threads, some run on until the last has stopped
-            self._tell({"wait": self.pid, "until": os.WSTOPPED})
+            self._request({"wait": self.pid, "until": os.WSTOPPED})
 
     def wait(self, timeout_s=None):
         """Wait for its end; its exit status, or minus the signal that killed it; None: it lives."""
         if self._status is None and select.select([self._pidfd], [], [], timeout_s)[0]:
-            self._status = self._tell({"wait": self.pid, "until": os.WEXITED})
+            self._status = self._request({"wait": self.pid, "until": os.WEXITED})
         return self._status
 
     def end(self):
