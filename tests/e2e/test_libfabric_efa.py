@@ -375,7 +375,7 @@ def test_the_bench_compares_with_c():
     need_fake_efa()
     with fabric({"nics": 1}) as fake:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.bench.bench_efa", "--rounds", "3", "--json"],
+            [sys.executable, "-m", "tests.bench.bench_efa", "--rounds", "1", "--json"],
             cwd=Path(__file__).parents[2],
             env=os.environ | fake.environment(),
             capture_output=True,
