@@ -229,5 +229,5 @@ def test_the_command_prints_points_and_fails_beyond_a_tolerance(monkeypatch) -> 
     assert counts.items() <= document["summary"].items()
     assert 8 == document["summary"]["values fitted"], "four of each NIC"
 
-    monkeypatch.setattr(runs, "single_us", lambda *_: 1.0)
-    assert 1 == CliRunner().invoke(app, ["reproduce", "p2p", "--json"]).exit_code
+    monkeypatch.setattr(runs, "post_all_us", lambda *_: 1.0)
+    assert 1 == CliRunner().invoke(app, ["reproduce", "scatter", "--json"]).exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ LINES = [
     {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]},
     {"timestamp": 1000, "input_length": 512, "output_length": 0, "hash_ids": [7]},
 ]
-ALONE = Plant(prefillers=1, decoders=1, prefix_tokens=1 << 20)
+BARE = Plant(prefillers=1, decoders=1, prefill_tp=1, decode_tp=1)
+ALONE = replace(BARE, prefix_tokens=1 << 20)
 
 
 def written(path: Path, text: str) -> Path:
@@ -92,11 +94,11 @@ def test_what_a_prefiller_has_is_not_computed_again() -> None:
 @pytest.mark.slow
 def test_a_cache_keeps_the_beginnings_of_what_came_last() -> None:
     """One that forgot nothing would promise hits that no memory holds."""
-    plant = Plant(prefillers=1, decoders=1, prefix_tokens=4 * 512)
+    plant = replace(BARE, prefix_tokens=4 * 512)
     blocks = ((1, 2), (3, 4, 5), (1, 2), (3, 4, 5))
     load = Load(arrivals=[Arrival(9.0 * k, 512 * len(ids), 1, ids) for k, ids in enumerate(blocks)])
     found = simulate(plant, load)
 
     # Of 1, 2 the second is given up for 3, 4, 5; then of these the last.
     assert 512 + 1024 == found.tokens_found
-    assert 0 == simulate(Plant(prefillers=1, decoders=1), load).tokens_found
+    assert 0 == simulate(BARE, load).tokens_found

@@ -28,7 +28,7 @@ from tep.apps.kvcache.ttft import (
 )
 
 PREDICTED = [row for row in PUBLISHED_ROWS if row not in FITTED_ROWS]
-ALONE = Plant(prefillers=1, decoders=1)
+ALONE = Plant(prefillers=1, decoders=1, prefill_tp=1, decode_tp=1)
 
 
 def test_at_most_two_rows_are_fitted_to() -> None:
@@ -44,7 +44,7 @@ def test_a_prompt_alone_and_one_of_a_cluster_take_as_long() -> None:
     load = Load(arrivals=(Arrival(0.1, 4096), Arrival(5.0, 4096)))
     found = simulate(replace(ALONE, prefillers=2), load)
 
-    assert found.ttft_s() == pytest.approx(first_token(4096).ttft_s(), rel=1e-3)
+    assert found.ttft_s() == pytest.approx(first_token(4096, ALONE).ttft_s(), rel=1e-3)
 
 
 @pytest.mark.slow
