@@ -81,7 +81,8 @@ class Play:
         clients = [asyncio.create_task(self._client(k)) for k in range(self.case.requests)]
         faults = [asyncio.create_task(self._fault(kind)) for kind in self.case.faults]
         ended = await asyncio.gather(*clients, *faults, return_exceptions=True)
-        if not any(self.silent):  # the next request goes through, and introduces who has restarted
+        # The next request goes through, and introduces who has restarted.
+        if not any(self.silent) and not self.found.violations:
             ended += await asyncio.gather(self._client(-1), return_exceptions=True)
         await self._drain()
         for task in self.tasks:
@@ -170,13 +171,13 @@ class Play:
         self.tasks.append(asyncio.create_task(abort()))
 
     async def _drain(self) -> None:
-        """Let leases run out and loads end."""
+        """Let leases run out and loads end, unless something is known to be wrong."""
         excused = any(self.silent)  # what is left then is no violation
         limit_s = (
             2 * TERMS.lease_s if excused else TERMS.load_s + 3 * TERMS.lease_s + self.dead_after_s
         )
         until_us = self.cluster.now_us + limit_s / US
-        while self.cluster.now_us < until_us:
+        while self.cluster.now_us < until_us and not self.found.violations:
             await asyncio.sleep(20 * TERMS.beat_s)
             if all(side.idle for side in self.sides):
                 break
