@@ -31,6 +31,7 @@ _TOKEN: Final = 0x7E57  # one number for all test hubs: equal worlds have equal 
 _CHAOS_TURN_PS: Final = 250 * PS_PER_NS  # about one undisturbed flight
 _TIMING_TURN_PS: Final = 4 * PS_PER_US
 _DOZE_TURNS: Final = 100
+_DOZES: Final = 1_000  # in a timeout that is longer than so many
 
 
 class LoopbackWorld(World):
@@ -90,15 +91,16 @@ class LoopbackWorld(World):
 class _SimWorld(World):
     """A world on a simulated clock."""
 
-    def __init__(self, turn_ps: int) -> None:
+    def __init__(self, turn_ps: int, timeout_ps: int = 0) -> None:
         self.env = FabricEnv()
         self._turn_ps = turn_ps
+        self._doze_ps = max(_DOZE_TURNS * turn_ps, timeout_ps // _DOZES)
 
     def turn(self) -> None:
         self.env.run(until=self.env.now + self._turn_ps)
 
     def doze(self) -> None:
-        self.env.run(until=self.env.now + _DOZE_TURNS * self._turn_ps)
+        self.env.run(until=self.env.now + self._doze_ps)
 
     def now_s(self) -> float:
         return self.env.now / PS_PER_S
@@ -115,7 +117,7 @@ class ChaosWorld(_SimWorld):
     burst_rows = 500  # one event a fragment; the credits of an ordered NIC are far fewer
 
     def __init__(self, chaos: Chaos) -> None:
-        super().__init__(_CHAOS_TURN_PS)
+        super().__init__(_CHAOS_TURN_PS, chaos.dead_after_ps)
         self._chaos = chaos
         self._fabric = ChaosFabric(self.env, chaos)
         self._nodes: list[ChaosNode] = []
