@@ -20,6 +20,8 @@ import typer
 
 import tep
 from tep.cli import app
+from tep.host import sight
+from tests.support.children import wait_until
 from tests.support.here import need_guest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,10 +160,12 @@ def test_the_commands_of_the_page_on_soft_roce_run_in_the_guest() -> None:
     check_output(f"...\n{shown}", printed, simulated=False)
 
 
-def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever reads the page has such a program now; its commands and what they print are true."""
+    monkeypatch.setenv(sight.SWITCH, str(tmp_path / "sight"))
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    env["TEP_SIGHT"] = str(tmp_path / "sight")
     found = blocks(DOCS / "howto" / "sight.md")
     program = tmp_path / "stuck.py"
     program.write_text(*(body for head, body in found if ".stuck" in head), encoding="utf-8")
@@ -169,6 +173,10 @@ def test_the_commands_of_the_page_on_sight_show_a_program_that_hangs(tmp_path: P
     ran, printed = [], ""
     with subprocess.Popen([sys.executable, program], env=env) as stuck:
         try:
+            wait_until(
+                lambda: any(ready in str(sight.ask(one)) for one in sight.find(stuck.pid)),
+                "a program that waits for immediates",
+            )
             for head, body in found:
                 if "bash" in head:
                     printed = ""
