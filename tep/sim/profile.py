@@ -270,6 +270,11 @@ def load_profile(name: Profile | str | PathLike[str]) -> Profile:
     """
     if isinstance(name, Profile):
         return name
+    if not isinstance(name, str | PathLike):
+        raise UsageError(
+            f"profile {name!r} is neither a name, nor a path, nor a Profile; "
+            f"names are: {', '.join(profile_names())}"
+        )
     text = os.fspath(name)
     return read_profile(text) if text.endswith(".toml") or "/" in text else _shipped(text)
 

@@ -147,7 +147,7 @@ def _ask(
     lists = {
         name: value if isinstance(value, list | tuple | range) else [value]
         for name, value in grid.items()
-        if value is not None
+        if not (name == "nics" and value is None)  # None: as many as the machine has
     }
     return sweep(function, lists, seeds=seeds, guessed=guessed, processes=1)
 

@@ -120,6 +120,8 @@ def test_an_interrupt_leaves_what_there_is(monkeypatch) -> None:
         (lambda: tep.sim.transfer_time(1, "cx8"), "cx8"),
         (lambda: tep.sim.compare({}, "cx7_400"), "no point"),
         (lambda: tep.sim.fault_cost([[1]], "cx7_400"), "not an integer"),
+        (lambda: tep.sim.fault_cost(None, "cx7_400"), "nbytes=None is not an integer"),
+        (lambda: tep.sim.fault_cost(1, None), "names are: .*cx7_400"),
     ],
 )
 def test_questions_without_an_answer_are_refused(ask, why: str) -> None:
