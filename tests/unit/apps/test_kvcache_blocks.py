@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tep import BadDescriptor, TransferEngine, UsageError
+from tep import BadDescriptor, EngineOptions, TransferEngine, UsageError
 from tep.apps.kvcache import Patience
 from tep.apps.kvcache.blocks import KvBlocks, KvReceiver, KvSender
 from tep.backends.loopback import Hub
@@ -179,8 +179,10 @@ def granted(sender, receiver):
 def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
     """With fences, blocks come back without the sender's answer; its old sends end first."""
     hub = Hub()
+    # A path is opened again when the peer is asked while no row is on it: it is asked often.
+    often = EngineOptions(probe_first_s=0.05, probe_max_s=0.05)
     with (
-        TransferEngine.open("loopback", hub=hub, name="one") as one,
+        TransferEngine.open("loopback", hub=hub, name="one", options=often) as one,
         TransferEngine.open("loopback", hub=hub, name="other") as other,
     ):
         sender, receiver, sources, sinks = join((one, other))
