@@ -32,12 +32,12 @@ def protocol(
     json: Json = False,
 ) -> None:
     """Write a protocol, tests that hunt its bugs without a NIC, and a workflow for GitHub."""
+    from importlib.resources import files
+
     paths = {name: folder / place for name, place in _FILES.items()}
     for path in paths.values():
         if path.exists():
             raise UsageError(f"{path} is there already, and is left as it is; name another folder")
-    from importlib.resources import files
-
     for name, path in paths.items():
         text = files("tep.cli").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
         try:

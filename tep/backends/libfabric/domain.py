@@ -497,7 +497,9 @@ class FabricDomain:
             return False
         if self._sleeper is None:
             return True
-        if self._short or any(map(self._is_offering, self._restless)):
+        if self._short:
+            timer_s = _RETRY_S
+        elif any(map(self._is_offering, self._restless)):
             timer_s = self._retry_s
             self._retry_s = min(2 * timer_s, _LOOK_S)
         elif self._slots.open or self._restless or self._outgoing.open:
