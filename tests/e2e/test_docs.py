@@ -22,7 +22,7 @@ import tep
 from tep.cli import app
 from tep.host import sight
 from tests.support.children import wait_until
-from tests.support.here import need_guest
+from tests.support.here import need_fake_efa, need_guest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -141,6 +141,8 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
                 exec(compile(body, str(page), "exec"), names)
             printed, simulated = out.getvalue(), True
         elif ".run" in head:
+            if "scripts/fake_efa" in body:
+                need_fake_efa()
             printed, simulated = run_commands(body), False
         elif ".python" in head:
             compile(body, str(page), "exec")
