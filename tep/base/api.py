@@ -253,7 +253,8 @@ class EngineOptions:
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
         probe_first_s: seconds until a peer's NIC that did not answer is probed for the first time;
-            the wait doubles after each probe.
+            the wait doubles after each probe, unless it was answered and only rows in flight keep
+            the path shut.
         probe_max_s: the longest wait between two probes, `probe_first_s` or more; infinite: the
             wait doubles without end. Keep it well above the time that a NIC takes to report an
             unreachable peer, since that report starts a probe too.

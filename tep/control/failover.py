@@ -365,7 +365,11 @@ class Pruning:
 
 
 class Reopening:
-    """Both ends of reopening paths; `opened` is called with each path that is in use again."""
+    """Both ends of reopening paths.
+
+    `opened` is called with each path that is in use again, and `busy` with each that stays shut
+    because of rows in flight on it, though the peer answers.
+    """
 
     def __init__(
         self,
@@ -375,10 +379,11 @@ class Reopening:
         fencing: Fencing,
         find: Callable[[bytes], Link | None],
         opened: Callable[[Path], object],
+        busy: Callable[[Path], object],
     ) -> None:
         self._group, self._channel = group, channel
         self._failover, self._fencing = failover, fencing
-        self._find, self._opened = find, opened
+        self._find, self._opened, self._busy = find, opened, busy
         channel.hear(Reopen, self._asked)
 
     # ------------------------------------------------------------------ the sender's half
@@ -393,9 +398,11 @@ class Reopening:
 
         A path that could not be fenced while the peer did not answer is fenced first.
         """
-        if path.is_up or path.asking or not self._is_clear(path):
+        if path.is_up or path.asking:
             return
-        if path.state is PathState.SUSPECT:
+        if not self._is_clear(path):
+            self._busy(path)
+        elif path.state is PathState.SUSPECT:
             self._failover.fence(path, lambda: self._fenced(path))
         else:  # FENCED: in the other two states it is being asked, or has lost rows to settle
             self._ask(path)
@@ -426,6 +433,8 @@ class Reopening:
             return  # rows were lost on it meanwhile
         if not (agreed and self._is_clear(path)):
             path.to(PathEvent.REFUSED)
+            if agreed:
+                self._busy(path)
             return
         # Lift our own fence against the other direction, if there is one.
         self._fencing.lift(path.link.addr.domains[path.nic], path.domain)

@@ -213,7 +213,8 @@ class Membership:
         self._due_ns: int | None = None
         self._alarm_ns: int | None = None
         self._closed = False
-        self._reopening = Reopening(group, channel, failover, fencing, find, self._path_opened)
+        then = self._path_opened, self._path_busy
+        self._reopening = Reopening(group, channel, failover, fencing, find, *then)
         channel.hear(Ping, lambda nic, address, n: channel.answer(nic, address, Pong(n.number)))
         channel.hear(Pong, self._heard)
         channel.hear(Failed, self._noticed)
@@ -388,6 +389,14 @@ class Membership:
         elif not self._reopening.wanted(link, number):
             nic.due_ns = None
         self._book()
+
+    def _path_busy(self, path: Path) -> None:
+        """Rows keep a path shut: ask again soon, whatever wait the peer's silence had led to."""
+        peer = self.peers.get(path.link)
+        if peer is not None and (nic := peer.nics[path.nic]).due_ns is not None:
+            nic.wait_ns = self._ns(self._options.probe_first_s)
+            nic.due_ns = min(nic.due_ns, self._now_ns() + nic.wait_ns)
+            self._book()
 
     def nic_down(self, link: Link, number: int) -> None:
         """Rows to a peer's NIC came back: it is gone, or cannot be reached."""

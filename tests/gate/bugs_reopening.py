@@ -97,8 +97,8 @@ def never_asked_without_a_fence() -> list[Change]:
     """A path whose fence was not confirmed stays shut for good."""
     return mistake(
         FAILOVER,
-        "if path.is_up or path.asking or",
-        "if not path.is_fenced or path.is_up or path.asking or",
+        "if path.is_up or path.asking:",
+        "if not path.is_fenced or path.is_up or path.asking:",
     )
 
 

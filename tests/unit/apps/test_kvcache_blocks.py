@@ -179,8 +179,7 @@ def granted(sender, receiver):
 def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
     """With fences, blocks come back without the sender's answer; its old sends end first."""
     hub = Hub()
-    # A path is opened again when the peer is asked while no row is on it: it is asked often.
-    often = EngineOptions(probe_first_s=0.05, probe_max_s=0.05)
+    often = EngineOptions(probe_first_s=0.05)
     with (
         TransferEngine.open("loopback", hub=hub, name="one", options=often) as one,
         TransferEngine.open("loopback", hub=hub, name="other") as other,

@@ -35,6 +35,7 @@ class End:
         self.fencing = mock.Mock(**{"is_outdated.return_value": False, "lift.return_value": None})
         self.channel = mock.Mock()
         self.opened: list[Path] = []
+        self.busy: list[Path] = []
         addr = NetAddr("sim", "b", 1, (b"b",), (0,))
         self.link = Link(addr, (mock.Mock(), mock.Mock()))
         self.path = self.link.path(0, 0)
@@ -42,7 +43,7 @@ class End:
             self.path.to(event)
         find = {b"b": self.link}.get
         parts = self.group, self.channel, self.failover, self.fencing
-        self.reopening = Reopening(*parts, find, self.opened.append)
+        self.reopening = Reopening(*parts, find, self.opened.append, self.busy.append)
 
     def asked(self) -> str:
         """Return the request of begin() to the peer: to fence, to open, or nothing."""
@@ -76,7 +77,9 @@ class End:
 )
 def test_what_a_sender_asks(state: PathState, *, clear: bool, asked: str) -> None:
     """A row in flight may land after the fence is lifted, and be counted for a later one."""
-    assert asked == End(state=state, clear=clear).asked()
+    end = End(state=state, clear=clear)
+    assert asked == end.asked()
+    assert [end.path] * (not clear) == end.busy, "the path is asked about again soon"
 
 
 def test_a_sender_asks_one_thing_at_a_time_and_for_what_it_can_use() -> None:
@@ -130,6 +133,7 @@ def test_what_an_answer_means(
     end.answer(why)
     assert (state, False) == (end.path.state, end.path.asking)
     assert [end.path] * (state is UP) == end.opened
+    assert [end.path] * (not clear) == end.busy
     assert (state is UP) == end.fencing.lift.called, "our fence against the other direction"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tep.base.errors import BadRequest, BusyError, FabricError, StaleEpoch, UsageError
 from tep.base.units import PS_PER_US
+from tep.control.failover import Failover
 from tep.control.membership import PeerChange, PeerState
 from tep.control.messages import Pong
 from tep.core.path import PathEvent, PathState
@@ -31,7 +32,7 @@ from tests.support.couple import (
     regions_of,
     write,
 )
-from tests.support.inside import peers_of, worker_of
+from tests.support.inside import link_of, peers_of, worker_of
 from tests.support.script import scripted
 
 
@@ -128,6 +129,23 @@ def test_a_watch_needs_no_particular_nic() -> None:
         cluster.at(cluster.now_us, Clog("b", 0))
         pass_time(cluster, 500)
         assert [] == told
+
+
+def test_a_path_is_asked_for_soon_after_the_rows_on_it_have_ended() -> None:
+    """A sender that tries again without pause has rows there at most answers of its peer."""
+    cluster, _ = pair(1, options=replace(QUICK, probe_max_s=1.0))
+    with cluster:
+        a, b = cluster.engines
+        b.watch_peer(a.main_address, every_s=BEAT, lost_after_s=1.0)  # turns both engines
+        path = link_of(a, b).path(0, 0)
+        with mock.patch.object(Failover, "is_clear", return_value=False):
+            path.to(PathEvent.LOST)
+            pass_time(cluster, 20)
+            worker_of(a).members.peers[path.link].nics[0].wait_ns = 10**9  # it was long silent
+            pass_time(cluster, 2000)
+            assert not path.is_up
+        pass_time(cluster, 50)
+        assert path.is_up
 
 
 def test_a_peer_to_which_every_path_is_shut_is_asked_all_the_same() -> None:
