@@ -6,7 +6,10 @@ TEP_PROFILE picks one: dev (default), fast, ci, long. `scripts/test` sets it.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Verbosity, settings
@@ -33,6 +36,22 @@ LONGEST = [
 """Files that take longest, each by one worker: a late one leaves the others idle. Two that have a
 virtual machine, or one and the fake device, would take each other's processors.
 """
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import a share of the test files first, if several processes will import all of them.
+
+    In a fresh clone each file is compiled, which takes longer than all else until the first test.
+    Now each process compiles its share, and finds the byte code of the others.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    share = slice(int(worker["workerid"].removeprefix("gw")), None, worker["workercount"])
+    for path in sorted(Path("tests").rglob("test_*.py"))[share]:
+        if path.parts[1] not in {"cuda", "efa", "verbs"}:  # they run in processes of their own
+            with suppress(Exception, pytest.skip.Exception):  # collecting it tells what is wrong
+                importlib.import_module(".".join(path.with_suffix("").parts))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
