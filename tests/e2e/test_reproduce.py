@@ -19,11 +19,11 @@ from tep.cli import app
 from tep.sim.profile import FIELDS, load_profile
 from tests.bench.bench_published import key_of, leave_one_out, row_of, write_report
 
-SLOW = {"hosts": "bytes", "moe-decode": "ep", "moe-others": "ep", "moe-prefill": "ep",
-        "moe-private": "ep", "rl": ""}  # fmt: skip
+SLOW = {"hosts": "bytes", "kvcache": "ntokens", "moe-decode": "ep", "moe-others": "ep",
+        "moe-prefill": "ep", "moe-private": "ep", "rl": ""}  # fmt: skip
 """Tables that take seconds, and the column whose largest sizes are for long runs."""
 
-LARGE = {"64", "128", "262144", "1048576", "4194304"}
+LARGE = {"64", "128", "131072", "262144", "1048576", "4194304"}
 
 
 def size_of(table: str, point: Point) -> str:

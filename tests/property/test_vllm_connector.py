@@ -45,7 +45,7 @@ def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):
 def test_without_trouble_prompts_are_loaded_and_not_computed_twice(tp):
     """A connector that always computes again would pass every other test."""
     loaded = 0
-    for seed in range(6):
+    for seed in range(4):
         case = Case.draw(random.Random(f"{tp} {seed}"), trouble=False)
         case.tp = tp
         found = run_case(case)
