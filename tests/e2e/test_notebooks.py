@@ -10,7 +10,9 @@ import nbclient
 import nbformat
 import pytest
 
-CPU_S_MAX = 60.0
+CPU_S_MAX = 180.0
+"""Seven times what the longest takes: it holds the order of magnitude on any machine."""
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 

@@ -492,12 +492,13 @@ static enum step land(struct sq *sq, struct op *op, struct qp *qp, uint64_t now)
 			return not_ready(sq, op, now);
 		}
 		wc.wr_id = unsolicited ? 0 : op->recv.wr_id;
-		if (op->kind == OP_WRITE_IMM) /* first: the program counts as soon as it sees it */
-			COUNT(op->dport, imms_landed, 1);
-		if (fault_strikes(F_DROP, op->dport, sq->port, op->kind, dice(sq)))
-			COUNT(op->dport, overruns, 1);
-		else
+		if (fault_strikes(F_DROP, op->dport, sq->port, op->kind, dice(sq))) {
+			COUNT(op->dport, drops, 1);
+		} else {
+			if (op->kind == OP_WRITE_IMM) /* first: the program counts once it sees it */
+				COUNT(op->dport, imms_landed, 1);
 			cq_push(qp->recv_cq, &wc);
+		}
 	}
 	sq->heard[bit / 8] |= 1 << bit % 8;
 	if (fault_strikes(F_LOSE_ACK, op->dport, sq->port, op->kind, dice(sq))) {

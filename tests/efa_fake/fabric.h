@@ -105,7 +105,7 @@ struct settings {
 /* What tests may ask about: kept for each port, added up over all processes. */
 #define COUNTERS(X) \
 	X(doorbells) X(wqes) X(batch_max) X(writes) X(write_imms) X(reads) X(sends) \
-	X(inline_sends) X(recvs) X(bytes) X(segments) X(imms_landed) X(cqes) X(overruns) \
+	X(inline_sends) X(recvs) X(bytes) X(segments) X(imms_landed) X(cqes) X(overruns) X(drops) \
 	X(rnrs) X(retries_spent) X(acks_lost) X(timeouts) X(mrs) X(mr_bytes) X(mr_refused) \
 	X(dmabufs) X(ahs) X(qps) X(cqs) X(events) X(malformed) X(mapped_reads) X(unfenced) \
 	X(overlong)
