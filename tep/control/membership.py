@@ -213,8 +213,9 @@ class Membership:
         self._due_ns: int | None = None
         self._alarm_ns: int | None = None
         self._closed = False
-        then = self._path_opened, self._path_busy
-        self._reopening = Reopening(group, channel, failover, fencing, find, *then)
+        self._reopening = Reopening(
+            group, channel, failover, fencing, find, self._path_opened, self._path_busy
+        )
         channel.hear(Ping, lambda nic, address, n: channel.answer(nic, address, Pong(n.number)))
         channel.hear(Pong, self._heard)
         channel.hear(Failed, self._noticed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import fake_cuda
+from tests.support.here import need_fake_cuda
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,10 +23,7 @@ def test_gpus_under_cuda_python(major):
     folder = fake_cuda.BINDINGS[major]
     if folder is not None and not folder.is_dir():
         pytest.skip(f"not here: cuda-python {major}, which scripts/setup could not install")
-    try:
-        env = os.environ | fake_cuda.environment(major=major)
-    except fake_cuda.NoCompiler as error:
-        pytest.skip(f"not here: {error}")
+    env = os.environ | need_fake_cuda(major)
     shown = "import cuda.bindings; print(cuda.bindings.__version__)"
     version = subprocess.run(
         [sys.executable, "-c", shown], env=env, capture_output=True, text=True, check=True

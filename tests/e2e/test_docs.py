@@ -22,7 +22,7 @@ import tep
 from tep.cli import app
 from tep.host import sight
 from tests.support.children import wait_until
-from tests.support.here import need_fake_efa, need_guest
+from tests.support.here import need_fake_cuda, need_fake_efa, need_guest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -81,6 +81,7 @@ def check_output(shown: str, printed: str, *, simulated: bool) -> None:
         skip = False
 
 
+FAKES = {"scripts/fake_cuda": need_fake_cuda, "scripts/fake_efa": need_fake_efa}
 TEP = [sys.executable, "-c", "import sys; from tep.cli import main; sys.exit(main())"]
 
 
@@ -90,7 +91,8 @@ def run_commands(body: str) -> str:
     printed = ""
     for line in body.splitlines():
         words = shlex.split(line)
-        if words[0].startswith("scripts/fake_"):
+        if words[0] in FAKES:
+            FAKES[words[0]]()
             words[:1] = [sys.executable, "-m", f"tests.support.{words[0].removeprefix('scripts/')}"]
         if words[0] == "scripts/rxe":
             words[:1] = [sys.executable, "-m", "tests.support.vm"]
@@ -141,8 +143,6 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
                 exec(compile(body, str(page), "exec"), names)
             printed, simulated = out.getvalue(), True
         elif ".run" in head:
-            if "scripts/fake_efa" in body:
-                need_fake_efa()
             printed, simulated = run_commands(body), False
         elif ".python" in head:
             compile(body, str(page), "exec")

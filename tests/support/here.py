@@ -12,11 +12,13 @@ import pytest
 from tep.backends import libfabric
 from tep.backends.ffi.libfabric import Libfabric, load
 from tep.base.errors import BackendUnavailable
-from tests.support import fake_efa
+from tests.support import fake_cuda, fake_efa
 from tests.support.verbs_stub import Stub, build
 from tests.support.vm import kernel
 
-__all__ = ["need_fake_efa", "need_guest", "need_libfabric", "need_stub", "require"]
+__all__ = [
+    "need_fake_cuda", "need_fake_efa", "need_guest", "need_libfabric", "need_stub", "require",
+]  # fmt: skip
 
 
 def need_libfabric() -> Libfabric:
@@ -42,6 +44,14 @@ def need_stub() -> Stub:
     try:
         return build()
     except LookupError as error:
+        pytest.skip(f"not here: {error}")
+
+
+def need_fake_cuda(major: int = 13) -> dict[str, str]:
+    """The variables of a process on the fake driver; skip where it cannot be built."""
+    try:
+        return fake_cuda.environment(major=major)
+    except fake_cuda.NoCompiler as error:
         pytest.skip(f"not here: {error}")
 
 

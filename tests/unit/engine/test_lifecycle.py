@@ -132,7 +132,7 @@ def test_a_watch_needs_no_particular_nic() -> None:
 
 
 def test_a_path_is_asked_for_soon_after_the_rows_on_it_have_ended() -> None:
-    """A sender that tries again without pause has rows there at most answers of its peer."""
+    """A sender that tries again without pause has rows on it nearly whenever its peer answers."""
     cluster, _ = pair(1, options=replace(QUICK, probe_max_s=1.0))
     with cluster:
         a, b = cluster.engines
