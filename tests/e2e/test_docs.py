@@ -76,7 +76,7 @@ def check_output(shown: str, printed: str, *, simulated: bool) -> None:
             pairs = zip(NUMBER.findall(wanted), NUMBER.findall(found), strict=True)
             for one, other in pairs:
                 assert float(one.replace(",", "")) == pytest.approx(
-                    float(other.replace(",", "")), rel=0.25
+                    float(other.replace(",", "")), rel=0.01
                 ), f"{wanted!r}: {found!r}"
         skip = False
 
