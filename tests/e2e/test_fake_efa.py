@@ -126,7 +126,7 @@ def test_a_libfabric_without_cuda_is_named_as_the_cause(run):
     assert "offers no provider 'efa' that takes CUDA memory" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "tests"), [("contract", 105), ("processes", 22), ("direct", 85)])
+@pytest.mark.parametrize(("name", "tests"), [("contract", 105), ("processes", 20), ("direct", 85)])
 def test_tests_on_fake_nics(name, tests):
     """The contract, and processes that are killed, stopped, or run an application: tests/efa."""
     need_fake_efa()

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tep.apps.kvcache.blocks import Patience
+from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.simulate import EVENTS, Load, Plant, Scenario, World, simulate
+from tep.apps.kvcache.ttft import PUBLISHED
 from tep.sim import Chaos
 
 DAY_S = 86_400.0
@@ -84,21 +86,32 @@ def test_engines_without_requests_cost_next_to_nothing() -> None:
     measures.
     """
     plant = Plant(prefillers=25, decoders=25)
-    report = simulate(plant, Load(rate=20, duration_s=0.12, max_tokens=1))
+    report = simulate(plant, Load(rate=20, duration_s=0.12, ntokens=(8192,), max_tokens=1))
 
     assert 200 == report.engines
     assert [] == report.failed
     requests = len(report.completions)
     assert requests > 1
-    assert (94 * 2 * 4 + 1) * requests == report.writes
-    assert (94 * 256 * 4 + 1) * requests * 2 - requests == report.rows
+    assert (94 * 4 + 1) * requests == report.writes
+    assert (94 * 64 * 4 + 1) * requests * 2 - requests == report.rows
     assert report.cpu_s / report.writes < 1e-2
     assert report.rss_bytes < 1 << 30
 
 
 def test_a_crash_under_load_costs_time_and_no_request() -> None:
-    """When a prefiller dies, its requests must be computed again elsewhere."""
-    plant = Plant(prefillers=3, decoders=2, prefill_tp=1, decode_tp=1)
+    """When a prefiller dies, its requests must be computed again elsewhere.
+
+    Eight layers compute for as long as the model's 94, and have fewer pages to simulate.
+    """
+    times = 94 / 8
+    eight = replace(
+        PUBLISHED,
+        layout=KvLayout("eight layers", 128, (KvBuffer("kv", 8, 4, 256, planes=2),)),
+        layer_s=times * PUBLISHED.layer_s,
+        token_s=times * PUBLISHED.token_s,
+        pair_s=times * PUBLISHED.pair_s,
+    )
+    plant = Plant(prefillers=3, decoders=2, prefill_tp=1, decode_tp=1, model=eight)
     load = Load(rate=8, duration_s=1.6, ntokens=(4096,), max_tokens=1)
 
     def strike(world: World) -> None:

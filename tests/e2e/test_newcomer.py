@@ -40,10 +40,10 @@ def test_a_new_user_gets_from_a_clone_to_a_first_bench(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone with all packages, whose demo ran, and the files of the tasks beside it."""
+    """A clone with all packages, set up, and the files of the tasks beside it."""
     home = tmp_path_factory.mktemp("newcomer") / "tep"
     clone(home, reuse=True)
-    assert "agrees" in shell(home, "scripts/demo")
+    shell(home, "scripts/setup")
     shutil.copytree(TASKS, home.parent, dirs_exist_ok=True)
     return home
 

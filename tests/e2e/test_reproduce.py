@@ -23,7 +23,7 @@ SLOW = {"hosts": "bytes", "kvcache": "ntokens", "moe-decode": "ep", "moe-others"
         "moe-prefill": "ep", "moe-private": "ep", "rl": ""}  # fmt: skip
 """Tables that take seconds, and the column whose largest sizes are for long runs."""
 
-LARGE = {"64", "128", "131072", "262144", "1048576", "4194304"}
+LARGE = {"32", "64", "128", "131072", "262144", "1048576", "4194304"}
 
 
 def size_of(table: str, point: Point) -> str:

@@ -111,7 +111,7 @@ def opening(provider):
     return ("efa", {}) if provider == "srd" else ("libfabric", {"provider": provider})
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", [pytest.param("efa", marks=LONG), "srd"])
 def test_kvcache(provider):
     """Two prefillers and two decoders say what one process says alone."""
     asked = prompts([1, 9, 40, 100])
@@ -125,7 +125,7 @@ def test_kvcache(provider):
     check(asked, asyncio.run(main()))
 
 
-@pytest.mark.parametrize("provider", ["libfabric:efa", "efa"])
+@pytest.mark.parametrize("provider", [pytest.param("libfabric:efa", marks=LONG), "efa"])
 def test_moe(provider):
     """Four ranks dispatch and combine; outputs equal the dense layer's, byte for byte."""
     ended = run_processes(provider)

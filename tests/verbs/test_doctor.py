@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tep.cli import main
 
 
+@pytest.mark.long  # a sixth of the guest's time; its rules are tested on captured trees
 def test_the_doctor_beside_soft_roce(soft_devices, capsys):
     """On a machine with ConnectX NICs this is the first command; the counters tell of its bytes."""
     main(["doctor", "--json"])
