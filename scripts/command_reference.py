@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,4 +48,6 @@ def _help(option: object) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference/cli.md").write_text(page(), "utf-8")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=Path("docs/reference/cli.md"))
+    parser.parse_args().file.write_text(page(), "utf-8")

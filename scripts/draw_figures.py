@@ -6,10 +6,10 @@ from notebooks: the cells are run, on the simulator, up to the figure.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,5 +237,7 @@ def draw(folder: Path, notebooks: dict[str, dict[str, int]]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for file in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/img"), NOTEBOOKS):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/img"))
+    for file in draw(parser.parse_args().folder, NOTEBOOKS):
         print(file)

@@ -68,7 +68,7 @@ def test_the_doctor_finds_a_nic_that_reads_what_a_copy_has_not_written_yet(fake,
     """The first kind of garbage: without SYNC_MEMOPS cudaMemcpy returns before it is done."""
     for room in (arena, memory):
         monkeypatch.setattr(room, "set_sync_memops", lambda _memory: None)
-    fake.set(late_us=2_000_000)
+    fake.set(late_us=60_000_000)
     found = next(check_gpus(open_stub))
 
     assert Level.BAD is found.level
@@ -150,7 +150,7 @@ def test_kv_blocks_between_gpus_are_checked_on_both(fake, monkeypatch, late):
         sender, receiver = KvSender(caches[0], checksums=True), KvReceiver(caches[1])
         sender.connect(caches[1].card())
         there.read()  # it is zeroed by now
-        fake.set(late_us=20_000_000 * late)
+        fake.set(late_us=60_000_000 * late)
         here.write(os.urandom(here.nbytes))
         load = receiver.expect("r", [[1, 5]], timeout_s=20)
         send = sender.begin("r", [[0, 7]], load.ticket)
