@@ -23,7 +23,7 @@ SLOW = {"hosts": "bytes", "kvcache": "ntokens", "moe-decode": "ep", "moe-others"
         "moe-prefill": "ep", "moe-private": "ep", "rl": ""}  # fmt: skip
 """Tables that take seconds, and the column whose largest sizes are for long runs."""
 
-LARGE = {"32", "64", "128", "131072", "262144", "1048576", "4194304"}
+LARGE = {"32", "64", "128", "131072"}
 
 
 def size_of(table: str, point: Point) -> str:
@@ -36,7 +36,7 @@ def cases() -> Iterator[object]:
         held = [point for point in load_table(table).points if point.tolerance is not None]
         for size in sorted({size_of(table, point) for point in held}):
             marks = [pytest.mark.slow] if table in SLOW else []
-            if table == "rl" or size in LARGE:
+            if table in {"hosts", "rl"} or size in LARGE:
                 marks.append(pytest.mark.long)
             yield pytest.param(table, size, marks=marks, id=f"{table}-{size}".rstrip("-"))
 
