@@ -21,9 +21,10 @@ from tests.bench.bench_published import key_of, leave_one_out, row_of, write_rep
 
 SLOW = {"hosts": "bytes", "kvcache": "ntokens", "moe-decode": "ep", "moe-others": "ep",
         "moe-prefill": "ep", "moe-private": "ep", "rl": ""}  # fmt: skip
-"""Tables that take seconds, and the column whose largest sizes are for long runs."""
+"""Tables that take seconds, and the column whose largest sizes are for long runs; LONG: all are."""
 
 LARGE = {"32", "64", "128", "131072"}
+LONG = {"hosts", "rl"}
 
 
 def size_of(table: str, point: Point) -> str:
@@ -36,7 +37,7 @@ def cases() -> Iterator[object]:
         held = [point for point in load_table(table).points if point.tolerance is not None]
         for size in sorted({size_of(table, point) for point in held}):
             marks = [pytest.mark.slow] if table in SLOW else []
-            if table in {"hosts", "rl"} or size in LARGE:
+            if table in LONG or size in LARGE:
                 marks.append(pytest.mark.long)
             yield pytest.param(table, size, marks=marks, id=f"{table}-{size}".rstrip("-"))
 
